@@ -1,0 +1,51 @@
+# make demo       compile a small Llama-style decode step and show what happened to it
+# make test       lint, then the test suite (what CI runs)
+# Both set everything up on a fresh machine and do not repeat it when nothing changed.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+JOBS   ?= 2
+
+.PHONY: demo test test-full lint format docs bench test-gpu bench-gpu clean
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt torch numpy
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(RUN) examples/demo.py
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+test: lint
+	$(RUN) -m pytest -n $(JOBS) -m 'not full and not cuda'
+
+test-full: lint
+	$(RUN) -m pytest -n $(JOBS) -m 'not cuda'
+
+docs: $(READY)
+	$(RUN) -m graphex.docs
+
+bench: $(READY)
+	$(RUN) benchmarks/host_overhead.py
+
+# On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -m 'not full' tests
+
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

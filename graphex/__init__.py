@@ -1,0 +1,86 @@
+"""graphex: a torch.compile backend that rewrites graphs, replays them as one device graph, and shows its evidence.
+
+    fast = torch.compile(model, backend="graphex")
+    fast(x)
+    print(graphex.explain(model, (x,)))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphex.backend import Backend, compile_fx, get_backend, journal
+    from graphex.config import CompilerConfig
+    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError
+    from graphex.evidence.explain import Report, explain
+    from graphex.passes.adapter import Rewrite, graph_pass
+    from graphex.passes.base import GraphPass, Refusal, Work
+    from graphex.records import Journal
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "CompilerConfig",
+    "GraphPass",
+    "GraphexError",
+    "GraphexWarning",
+    "InputError",
+    "Journal",
+    "OptionError",
+    "PassError",
+    "Refusal",
+    "Report",
+    "Rewrite",
+    "Work",
+    "compile_fx",
+    "explain",
+    "get_backend",
+    "graph_pass",
+    "journal",
+]
+
+# Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
+_HOMES = {
+    "Backend": "backend",
+    "CompilerConfig": "config",
+    "GraphPass": "passes.base",
+    "GraphexError": "errors",
+    "GraphexWarning": "errors",
+    "InputError": "errors",
+    "Journal": "records",
+    "OptionError": "errors",
+    "PassError": "errors",
+    "Refusal": "passes.base",
+    "Report": "evidence.explain",
+    "Rewrite": "passes.adapter",
+    "Work": "passes.base",
+    "compile_fx": "backend",
+    "explain": "evidence.explain",
+    "get_backend": "backend",
+    "graph_pass": "passes.adapter",
+    "journal": "backend",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'graphex' has no attribute '{name}'")
+    value = getattr(import_module(f"graphex.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if not entry_points(group="torch_dynamo_backends", name="graphex"):
+    # A source tree that is not installed has no entry point: make the name known to torch.compile here.
+    from graphex.backend import register
+
+    register()

@@ -1,0 +1,234 @@
+"""Which values may share memory, who writes to it, and whether a rewrite would change what the user can see.
+
+A storage is named by the node that allocated it: an input, a constant, or an op that returns fresh memory. Views
+carry the storage of what they look at, by the alias annotations of the op's schema:
+
+    x = placeholder          storages(x) == {x}
+    y = add(x, 1)            storages(y) == {y}
+    z = view(y, [4])         storages(z) == {y}
+
+An op that is not understood may alias each of its inputs. Facts can only be joined (`join`) after a rewrite, never
+taken back, so they stay safe while a pass changes the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from graphex.analysis.effects import is_plain_python, operator_of, written_arguments
+
+Storage = tuple[Node, int]  # the allocating node, and which of its results
+Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
+
+_FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
+
+
+class Aliases:
+    """The alias and mutation facts of one graph, as they stand when it is made."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._position = {node: index for index, node in enumerate(graph.nodes)}
+        self._storages: dict[Node, frozenset[Storage]] = {}
+        self._parts: dict[Node, Parts] = {}
+        self._joined: dict[Storage, Storage] = {}
+        self._inputs: set[Storage] = set()
+        self._outputs: list[frozenset[Storage]] = []
+        self._writes: dict[Storage, list[int]] = {}
+        self._last_read: dict[Storage, int] = {}
+        self._absolute: set[Storage] = set()
+        self._by_memory: dict[int, Storage] = {}
+        for node in graph.nodes:
+            self._visit(node)
+
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    def storages(self, node: Node) -> frozenset[Storage]:
+        """The storages that the node's value, or any part of it, may live in."""
+        return frozenset(map(self._find, self._storages.get(node, frozenset())))
+
+    def may_alias(self, left: Node, right: Node) -> bool:
+        return not self.storages(left).isdisjoint(self.storages(right))
+
+    def lives_in_input(self, node: Node) -> bool:
+        """Whether the value may live in memory that the caller owns (an input or a constant)."""
+        return any(storage in self._inputs for storage in self.storages(node))
+
+    def reaches_output(self, node: Node) -> bool:
+        mine = self.storages(node)
+        return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+
+    def is_written(self, node: Node) -> bool:
+        return any(self._writes.get(storage) for storage in self.storages(node))
+
+    def written_between(self, node: Node, start: Node, end: int) -> bool:
+        """Whether some node after `start` and not after position `end` writes to the memory of `node`."""
+        first = self._position[start]
+        for storage in self.storages(node):
+            writes = self._writes.get(storage, [])
+            after = bisect_right(writes, first)
+            if after < len(writes) and writes[after] <= end:
+                return True
+        return False
+
+    def last_read(self, node: Node) -> int:
+        """The position of the last node that reads the memory of `node`."""
+        return max((self._last_read.get(storage, -1) for storage in self.storages(node)), default=-1)
+
+    def why_not_same(self, node: Node, kept: Node) -> str | None:
+        """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
+
+        A view of `kept` shares its memory already: nothing changes. Fresh memory may be given up only if nobody writes
+        to either while the other is read, and no two results the user gets begin to share memory.
+        """
+        mine, theirs = self.storages(node), self.storages(kept)
+        if mine and mine <= theirs:
+            return None
+        if any(storage in self._absolute for storage in mine):
+            return "as_strided addresses the copy's own storage"
+        if self.is_written(node):
+            return "the copy is written to later"
+        if self.written_between(kept, node, self.last_read(node)):
+            return "the original is written to while the copy is still read"
+        if self.reaches_output(node):
+            return self._why_not_returned(mine, theirs)
+        return None
+
+    def join(self, node: Node, kept: Node) -> None:
+        """Take note that `node` was replaced by `kept`."""
+        theirs = self.storages(kept)
+        if not theirs:
+            return
+        target = next(iter(theirs))
+        for storage in self.storages(node):
+            self._merge(storage, target)
+
+    # -- building ----------------------------------------------------------------------------------------------
+
+    def _visit(self, node: Node) -> None:
+        position = self._position[node]
+        for value in node.all_input_nodes:
+            for storage in self._storages.get(value, ()):
+                self._last_read[storage] = position
+        if node.op == "output":
+            leaves = (leaf for leaf in pytree.tree_leaves(node.args) if isinstance(leaf, Node))
+            self._outputs = [self._storages.get(leaf, frozenset()) for leaf in leaves]
+            return
+        for value in written_arguments(node):
+            for storage in self._storages.get(value, ()):
+                writes = self._writes.setdefault(storage, [])
+                if not writes or writes[-1] != position:
+                    writes.append(position)
+        self._storages[node] = self._storages_of(node)
+        if operator_of(node) in _ABSOLUTE_VIEWS:
+            self._absolute |= self._storages[node]
+
+    def _storages_of(self, node: Node) -> frozenset[Storage]:
+        if node.op in ("placeholder", "get_attr"):
+            return self._caller_owned(node)
+        if node.target is operator.getitem:
+            return self._part_of(node)
+        op = operator_of(node)
+        if op is not None:
+            parts = self._parts_by_schema(node, op)
+        elif is_plain_python(node.target):
+            return frozenset()
+        elif str(getattr(node.target, "__name__", "")) in _FRESH_HIGHER_ORDER:
+            return frozenset({(node, 0)})
+        else:
+            return frozenset({(node, 0)}).union(*(self._storages.get(v, frozenset()) for v in node.all_input_nodes))
+        self._parts[node] = parts
+        return frozenset().union(*parts)
+
+    def _caller_owned(self, node: Node) -> frozenset[Storage]:
+        """Inputs that are known to share memory (the same fake storage) are one storage."""
+        storage: Storage = (node, 0)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            storage = self._by_memory.setdefault(value.untyped_storage()._cdata, storage)
+        elif value is not None and not isinstance(value, torch.Tensor):
+            return frozenset()  # a size
+        self._inputs.add(storage)
+        return frozenset({storage})
+
+    def _part_of(self, node: Node) -> frozenset[Storage]:
+        source, index = node.args[0], node.args[1]
+        assert isinstance(source, Node)
+        parts = self._parts.get(source)
+        if parts and isinstance(index, int) and -len(parts) <= index < len(parts) and not _returns_list(source):
+            return parts[index]
+        return self._storages.get(source, frozenset())
+
+    def _parts_by_schema(self, node: Node, op: torch._ops.OpOverload) -> Parts:
+        """One set of storages for each declared result: what it aliases, or fresh memory."""
+        sources: dict[str, set[Storage]] = {}
+        everything: set[Storage] = set()
+        for position, argument in enumerate(op._schema.arguments):
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            found = {s for leaf in _node_leaves(value) for s in self._storages.get(leaf, ())}
+            everything |= found
+            if argument.alias_info is not None:
+                for name in argument.alias_info.before_set | argument.alias_info.after_set:
+                    sources.setdefault(name, set()).update(found)
+        parts: Parts = []
+        for index, result in enumerate(op._schema.returns):
+            names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
+            if not names:
+                parts.append(frozenset({(node, index)}))
+            elif "*" in names or not names <= sources.keys():
+                parts.append(frozenset(everything or {(node, index)}))
+            else:
+                parts.append(frozenset(set().union(*(sources[name] for name in names)) or {(node, index)}))
+        return parts
+
+    # -- joined storages ---------------------------------------------------------------------------------------
+
+    def _find(self, storage: Storage) -> Storage:
+        while storage in self._joined:
+            storage = self._joined[storage]
+        return storage
+
+    def _resolved(self, storages: Iterable[Storage]) -> frozenset[Storage]:
+        return frozenset(map(self._find, storages))
+
+    def _merge(self, storage: Storage, into: Storage) -> None:
+        storage, into = self._find(storage), self._find(into)
+        if storage == into:
+            return
+        self._joined[storage] = into
+        if storage in self._inputs:
+            self._inputs.add(into)
+        if storage in self._absolute:
+            self._absolute.add(into)
+        self._last_read[into] = max(self._last_read.get(into, -1), self._last_read.get(storage, -1))
+        self._writes[into] = sorted(self._writes.get(into, []) + self._writes.get(storage, []))
+
+    def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
+        if any(storage in self._inputs for storage in theirs):
+            return "an output would begin to share memory with an input"
+        for out in map(self._resolved, self._outputs):
+            if out.isdisjoint(mine) and not out.isdisjoint(theirs):
+                return "two outputs would begin to share memory"
+        return None
+
+
+def _node_leaves(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif value is not None:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
+
+
+def _returns_list(node: Node) -> bool:
+    """`split` declares one result, a list; `topk` declares two. Only the second is indexed by declaration."""
+    op = operator_of(node)
+    return op is not None and len(op._schema.returns) == 1
+
+
+_ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})

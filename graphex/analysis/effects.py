@@ -1,0 +1,132 @@
+"""What a node does besides computing its value: writes, randomness, communication, anything unknown."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+# Namespaces whose functional, untagged ops are known to compute a value and nothing else.
+PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
+COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
+
+_PURE_MODULES = frozenset({operator.__name__, math.__name__, "_operator"})
+_FUNCTIONAL_WRAPPERS = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
+
+
+def operator_of(node: Node) -> torch._ops.OpOverload | None:
+    """The ATen or custom operator a node calls; None for everything else (Python functions, higher-order ops ...)."""
+    return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws random numbers: two such nodes are never one, and dropping one shifts the rest."""
+    op = operator_of(node)
+    return op is not None and torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(node, op)
+
+
+def _drops_nothing(node: Node, op: torch._ops.OpOverload) -> bool:
+    """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
+            return given == 0.0 and isinstance(given, (int, float))
+    return False
+
+
+def is_collective(node: Node) -> bool:
+    op = operator_of(node)
+    return op is not None and op.namespace in COLLECTIVE_NAMESPACES
+
+
+def is_effectful(node: Node) -> bool:
+    """Whether the node must run, once, where it stands, even if nobody uses its value. Unknown means yes."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "get_attr":
+        return False
+    if node.op != "call_function":
+        return True
+    op = operator_of(node)
+    if op is None:
+        return not is_plain_python(node.target)
+    if op.namespace not in PURE_NAMESPACES or op._schema.is_mutable or is_random(node):
+        return True
+    return bool(node.is_impure())
+
+
+def is_plain_python(target: Any) -> bool:
+    """Arithmetic on sizes: `operator.mul`, `math.floor`, `torch.sym_max` ..."""
+    module = getattr(target, "__module__", None)
+    name = getattr(target, "__name__", "")
+    return module in _PURE_MODULES or (module in ("torch", "torch.fx.experimental.sym_node") and "sym_" in name)
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """The inputs whose memory the node may write to.
+
+    By schema for operators, by the inner graph for higher-order ops, and all of them for what is not understood.
+    """
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    op = operator_of(node)
+    if op is not None:
+        return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
+    if node.op == "call_function":
+        if is_plain_python(node.target):
+            return []
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return _written_by_higher_order(node)
+    if node.op == "call_module":
+        inner = _submodule(node, str(node.target))
+        if isinstance(inner, GraphModule):
+            return _written_by_subgraph(inner, list(node.args))
+    return list(node.all_input_nodes)
+
+
+def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[Node]:
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
+
+
+def _written_by_higher_order(node: Node) -> list[Node]:
+    """Higher-order ops are functional unless one of their graphs writes to an operand."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if name in _FUNCTIONAL_WRAPPERS:
+        return []
+    if name == "with_effects":  # (token, operator, *arguments)
+        inner = node.args[1] if len(node.args) > 1 else None
+        if isinstance(inner, torch._ops.OpOverload):
+            return list(_written_by_schema(inner, node.args[2:], node.kwargs))
+        return list(node.all_input_nodes)
+    bodies = [_submodule(node, str(value.target)) for value in node.all_input_nodes if value.op == "get_attr"]
+    graphs = [body for body in bodies if isinstance(body, GraphModule)]
+    if graphs and not any(_writes_anything(graph) for graph in graphs):
+        return []
+    return list(node.all_input_nodes)
+
+
+def _writes_anything(module: GraphModule) -> bool:
+    return any(written_arguments(node) for node in module.graph.nodes)
+
+
+def _written_by_subgraph(module: GraphModule, operands: list[Any]) -> list[Node]:
+    if not _writes_anything(module):
+        return []
+    return [operand for operand in operands if isinstance(operand, Node)]
+
+
+def _submodule(node: Node, target: str) -> object | None:
+    owner: Any = node.graph.owning_module
+    for part in target.split("."):
+        owner = getattr(owner, part, None)
+    found: object | None = owner
+    return found

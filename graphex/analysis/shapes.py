@@ -1,0 +1,46 @@
+"""Questions about sizes that never add a guard: what is not statically known is answered with no."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphex.torch_private.symbolic import statically_known_true
+
+Size = int | torch.SymInt
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """True only if the condition holds for every value its symbols can take."""
+    return statically_known_true(condition)
+
+
+def known_equal(left: Size | Sequence[Size], right: Size | Sequence[Size]) -> bool:
+    """True only if the sizes, or sequences of sizes, are equal for every value of their symbols."""
+    if isinstance(left, Sequence) or isinstance(right, Sequence):
+        if not (isinstance(left, Sequence) and isinstance(right, Sequence)):
+            return False
+        return len(left) == len(right) and all(known_equal(a, b) for a, b in zip(left, right, strict=True))
+    return known_true(left == right)
+
+
+def same_layout(left: Any, right: Any) -> bool:
+    """Whether two (fake) tensors certainly agree in everything a reader can see but the values and the storage."""
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return False
+    if (left.dtype, left.device, left.layout) != (right.dtype, right.device, right.layout):
+        return False
+    if type(left) is not type(right) or left.layout != torch.strided:
+        return False
+    return (
+        known_equal(tuple(left.shape), tuple(right.shape))
+        and known_equal(left.stride(), right.stride())
+        and (left.is_conj(), left.is_neg()) == (right.is_conj(), right.is_neg())
+    )
+
+
+def canonical_dim(dim: int, rank: int) -> int:
+    """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
+    return dim + max(rank, 1) if dim < 0 else dim

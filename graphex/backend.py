@@ -1,0 +1,140 @@
+"""The entry points: `torch.compile(backend="graphex")`, a configured backend object, and `compile_fx`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from graphex.compilation import Compilation
+from graphex.config import CompilerConfig, config_from
+from graphex.errors import GraphexError, InputError
+from graphex.evidence.dump import open_debug_files
+from graphex.records import FellBack, Journal
+from graphex.pipeline import check_names
+from graphex.torch_private import dynamo
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+_JOURNAL = "_graphex_journal"
+_CODES = "_graphex_codes"
+
+
+def graphex_backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None) -> Any:
+    """What `torch.compile(model, backend="graphex", mode=..., options=...)` calls for every graph it finds."""
+    owner = dynamo.compiling_backend()
+    try:
+        return _compile(gm, example_inputs, config_from(options, mode), _journal_on(owner), None)
+    except GraphexError as error:
+        raise dynamo.surfaced(error) from error.__cause__
+
+
+class Backend:
+    """A configured backend: pass it as `torch.compile(model, backend=...)`. It keeps its own journal."""
+
+    def __init__(self, config: CompilerConfig, custom_decompositions: Decompositions | None = None) -> None:
+        self.__name__ = "graphex"
+        self.config = config
+        self.custom_decompositions = custom_decompositions
+        self.journal = Journal()
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        try:
+            config = self._config(**kwargs)
+            owner = dynamo.compiling_backend()
+            if owner is not None:
+                setattr(owner, _JOURNAL, self.journal)
+            return _compile(gm, example_inputs, config, self.journal, self.custom_decompositions)
+        except GraphexError as error:
+            raise dynamo.surfaced(error) from error.__cause__
+
+    def _config(self, *, mode: Any = None, options: Any = None) -> CompilerConfig:
+        config = config_from(self.config, mode)
+        config.update(config_from(options)._values if options else {})
+        return config
+
+
+def get_backend(
+    config: CompilerConfig | Mapping[str, Any] | None = None, custom_decompositions: Decompositions | None = None
+) -> Backend:
+    """A backend object with its own configuration (a `CompilerConfig` or a dictionary of options)."""
+    return Backend(config_from(config), custom_decompositions)
+
+
+def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, options: Any = None) -> Callable[..., Any]:
+    """Compile an ATen graph: for people who call AOTAutograd themselves, and for exported programs.
+
+    The result takes what `gm` takes and returns what `gm` returns, so it can serve as a `fw_compiler`.
+    """
+    from graphex.frontend.exported import compile_aten
+
+    if not isinstance(gm, GraphModule):
+        raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}.")
+    return compile_aten(gm, example_inputs, _begin(config_from(options), Journal()))
+
+
+def journal(compiled: object) -> Journal:
+    """The journal of anything compiled with graphex: a module or function from `torch.compile`, a backend object, a
+    result of `compile_fx`, or a report. It is empty until the first call, which is when torch compiles.
+    """
+    own = getattr(compiled, "journal", None)
+    if isinstance(own, Journal):
+        return own
+    owner = dynamo.backend_of(compiled)
+    if owner is None:
+        raise InputError(f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile returned.")
+    found = getattr(owner, _JOURNAL, None)
+    if isinstance(found, Journal):
+        return found
+    code = dynamo.code_of(compiled)
+    for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
+        if code in getattr(other, _CODES, ()):
+            shared: Journal = getattr(other, _JOURNAL)
+            return shared
+    return _journal_on(owner)
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: CompilerConfig,
+    journal: Journal,
+    custom_decompositions: Decompositions | None,
+) -> Any:
+    from graphex.frontend.aot import compile_with_aot
+
+    if os.environ.get("GRAPHEX_DISABLE") == "1":
+        journal.fall_back(FellBack("-", "graphex is off", "GRAPHEX_DISABLE=1 is set"), warn=False)
+        return gm.forward
+    compilation = _begin(config, journal)
+    if compilation.files.wanted:
+        compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
+    return compile_with_aot(gm, example_inputs, compilation, custom_decompositions)
+
+
+def _begin(config: CompilerConfig, journal: Journal) -> Compilation:
+    config = config.frozen()
+    check_names(config)
+    return Compilation(config, journal, dynamo.compile_id(), open_debug_files(dynamo.debug_directory()))
+
+
+def _journal_on(owner: object | None) -> Journal:
+    """The journal that hangs on the object `torch.compile` made, so that it lives exactly as long."""
+    if owner is None:
+        return Journal()
+    found = getattr(owner, _JOURNAL, None)
+    if not isinstance(found, Journal):
+        found = Journal()
+        setattr(owner, _JOURNAL, found)
+        setattr(owner, _CODES, set())
+    code = dynamo.compiling_code()
+    if code is not None:
+        getattr(owner, _CODES).add(code)
+    return found
+
+
+def register() -> None:
+    """Make the name "graphex" known to torch.compile where no entry point does."""
+    dynamo.register_backend(graphex_backend, name="graphex")

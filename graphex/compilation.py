@@ -1,0 +1,50 @@
+"""What one compilation carries from room to room: the options, the journal, and where debug files go."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from graphex.config import CompilerConfig
+from graphex.evidence.dump import DebugFiles
+from graphex.records import FellBack, Journal
+
+log = logging.getLogger("graphex")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One call of the backend. Several graphs (forward, backward, joint) can come out of it."""
+
+    config: CompilerConfig
+    journal: Journal
+    compile_id: str
+    files: DebugFiles = field(default_factory=DebugFiles)
+
+    def name_graph(self, phase: str) -> str:
+        """A name for a new graph that no other graph of this journal has."""
+        taken = {graph.graph for graph in self.journal.graphs}
+        name, copy = f"{self.compile_id} {phase}", 1
+        while name in taken:
+            copy += 1
+            name = f"{self.compile_id} {phase} #{copy}"
+        return name
+
+    def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
+        self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
+
+
+def one_line(reason: object) -> str:
+    """An exception as one sentence: its type and the first line that says something."""
+    if isinstance(reason, BaseException):
+        lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+        return f"{type(reason).__name__}: {lines[0]}" if lines else type(reason).__name__
+    return str(reason)
+
+
+def readable(gm: GraphModule) -> str:
+    """A graph as text, with types, strides and devices."""
+    text: str = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    return text

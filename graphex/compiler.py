@@ -1,0 +1,72 @@
+"""One ATen graph, from AOTAutograd's hands to an executable: stamp, optimise, build, and check if asked to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.utils import _pytree as pytree
+
+from graphex.compilation import Compilation
+from graphex.records import GraphCompiled
+from graphex.passes.metadata import stamp_origins
+from graphex.pipeline import optimise, optimise_joint, stages
+from graphex.runner import Runner
+from graphex.runtime.codegen import Boxed
+from graphex.runtime.executable import build_executable, devices_of
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
+) -> Boxed:
+    """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
+    from graphex.evidence.datadump import dumping_executable
+    from graphex.evidence.verify import verifying_executable
+
+    name = _begin(gm, compilation, phase)
+    config = compilation.config
+    original = _copy(gm) if config.verify or config.dump_tensor_data else gm
+    runner = Runner(compilation, name, gm, example_inputs, folder=phase)
+    optimise(runner)
+    if config.dump_tensor_data:
+        dumped = original if config.data_dump_stage == "original" else runner.gm
+        executable = dumping_executable(dumped, config, compilation.journal.counter(name))
+    else:
+        executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+        if config.verify:
+            executable = verifying_executable(original, runner, executable, phase, static_inputs)
+    compilation.files.journal(compilation.journal)
+    return executable
+
+
+def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> GraphModule:
+    """Take the joint graph of a training step through the passes that ask for it."""
+    if not any(stages(compilation.config, joint=True)):
+        return gm
+    name = _begin(gm, compilation, "joint")
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    runner = Runner(compilation, name, gm, values, folder="joint")
+    optimise_joint(runner)
+    return runner.gm
+
+
+def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
+    name = compilation.name_graph(phase)
+    stamp_origins(gm.graph)
+    devices = tuple(sorted(str(device) for device in devices_of(gm)))
+    inputs, outputs = _sizes(gm.graph)
+    nodes = len(gm.graph.nodes)
+    compilation.journal.add(GraphCompiled(name, compilation.compile_id, phase, nodes, inputs, outputs, devices))
+    return name
+
+
+def _sizes(graph: Graph) -> tuple[int, int]:
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    return inputs, sum(len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output")
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))

@@ -1,0 +1,237 @@
+"""CompilerConfig: every option once, with its name, type, default, documentation and validation.
+
+An option is one descriptor on the class. `docs/options.md` is generated from these declarations, and the
+declaration is the only place that knows what a legal value is:
+
+    config = CompilerConfig(verify=True)
+    config.mode = "eager"            # checked on assignment
+    config.frozen()                  # the read-only copy that passes receive
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+from graphex.errors import OptionError
+
+T = TypeVar("T")
+
+CustomPass = Any  # anything `graphex.passes.adapter` understands: callables, Transformer classes, pattern pairs ...
+
+
+class Option(Generic[T]):
+    """One option: what it is called, what it may hold, what it means."""
+
+    def __init__(self, kind: Kind[T], default: T, doc: str) -> None:
+        self.kind = kind
+        self.default = default
+        self.doc = doc
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, config: None, owner: type) -> Option[T]: ...
+    @overload
+    def __get__(self, config: CompilerConfig, owner: type) -> T: ...
+    def __get__(self, config: CompilerConfig | None, owner: type) -> Option[T] | T:
+        if config is None:
+            return self
+        value: T = config._values.get(self.name, self.default)
+        return value
+
+    def __set__(self, config: CompilerConfig, value: Any) -> None:
+        if config._is_frozen:
+            raise OptionError(
+                f"option '{self.name}' cannot be changed to {value!r}: the configuration is read-only once compilation "
+                "has started. Set it before the first call."
+            )
+        config._values[self.name] = self.kind.check(self.name, value)
+
+
+class Kind(Generic[T]):
+    """What values an option may hold: a check and the words for it."""
+
+    allowed: str
+
+    def check(self, name: str, value: Any) -> T:
+        raise NotImplementedError  # every kind below defines it
+
+    def refuse(self, name: str, value: Any, hint: str = "") -> OptionError:
+        given = f"{value!r} ({type(value).__name__})"
+        return OptionError(f"option '{name}' was given {given}; allowed: {self.allowed}.{hint} See docs/options.md.")
+
+
+class Flag(Kind[bool]):
+    """True or False and nothing that merely behaves like them: 0 is a mistake, not a False."""
+
+    allowed = "True or False"
+
+    def check(self, name: str, value: Any) -> bool:
+        if type(value) is not bool:
+            raise self.refuse(name, value)
+        return value
+
+
+class Choice(Kind[str]):
+    def __init__(self, *values: str) -> None:
+        self.values = values
+        self.allowed = ", ".join(repr(value) for value in values)
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            near = difflib.get_close_matches(value, self.values, 1) if isinstance(value, str) else []
+            raise self.refuse(name, value, f" Did you mean {near[0]!r}?" if near else "")
+        return value
+
+
+class ExistingDirectory(Kind[str]):
+    allowed = "the path of a directory that exists"
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, (str, Path)) or not Path(value).is_dir():
+            raise self.refuse(name, value)
+        return str(value)
+
+
+class Names(Kind[tuple[str, ...]]):
+    """A list of names. Which names exist is known to the pipeline, which checks them when compilation starts."""
+
+    allowed = "a list of names"
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
+            raise self.refuse(name, value)
+        return tuple(value)
+
+
+class Passes(Kind[tuple[CustomPass, ...]]):
+    """None, one custom pass or a list of them. A tuple is one pass: (pattern, replacement[, filters])."""
+
+    allowed = "None, a pass, or a list of passes (docs/passes.md lists the forms a pass can take)"
+
+    def check(self, name: str, value: Any) -> tuple[CustomPass, ...]:
+        if value is None:
+            return ()
+        passes = list(value) if isinstance(value, list) else [value]
+        for each in passes:
+            if not (callable(each) or isinstance(each, tuple) or hasattr(each, "is_node_supported")):
+                raise self.refuse(name, each)
+        return tuple(passes)
+
+
+class CompilerConfig:
+    """The options of one compilation. Assign attributes or pass keywords; both are checked at once."""
+
+    mode = Option(
+        Choice("reduce-overhead", "max-autotune", "eager"),
+        "reduce-overhead",
+        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same, and "
+        "kernels may be tuned longer. `eager`: all passes, no capture.",
+    )
+    force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
+    remove_noop_ops = Option(
+        Flag(), True, "Drop operations that return their input unchanged (full slices, same-dtype casts, clones ...)."
+    )
+    post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
+        Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."
+    )
+    post_grad_custom_post_pass = Option[tuple[CustomPass, ...]](
+        Passes(), (), "A custom pass, or a list of them, that runs after graphex's own. See docs/passes.md."
+    )
+    dump_tensor_data = Option(Flag(), False, "Save the tensors that every node computes (runs without capture).")
+    data_dump_stage = Option(
+        Choice("original", "optimized"),
+        "optimized",
+        "Which graph `dump_tensor_data` saves: the one before any pass, or the final one.",
+    )
+    data_dump_dir = Option(ExistingDirectory(), "./", "Where `dump_tensor_data` writes.")
+    verify = Option(
+        Flag(),
+        False,
+        "On the first call of each graph, compare the optimised graph with the original one in float64; on a mismatch "
+        "name the pass that broke it, go back to the graph before it and write a repro script.",
+    )
+    strict = Option(
+        Flag(), True, "A custom pass that raises stops compilation. False: it is rolled back, with a record and a warning."
+    )
+    disable_passes = Option[tuple[str, ...]](Names(), (), "Passes to leave out, by the name the journal gives them.")
+    disable_rules = Option[tuple[str, ...]](Names(), (), "Rewrite rules to leave out, by the name the journal gives them.")
+
+    def __init__(self, **options: Any) -> None:
+        self._values: dict[str, Any] = {}
+        self._is_frozen = False
+        self.update(options)
+
+    def update(self, options: Mapping[str, Any]) -> None:
+        """Set several options at once; the first bad one raises."""
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in option_names():
+            raise OptionError(f"unknown option '{name}'{_closest(name)}. See docs/options.md.")
+        super().__setattr__(name, value)
+
+    def frozen(self) -> CompilerConfig:
+        """A read-only copy: what passes receive, so that no pass changes the options under another."""
+        copy = CompilerConfig()
+        copy._values = dict(self._values)
+        copy._is_frozen = True
+        return copy
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in option_names()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompilerConfig) and self.as_dict() == other.as_dict()
+
+    __hash__ = None  # type: ignore[assignment]  # it is mutable until frozen
+
+    def __repr__(self) -> str:
+        return f"CompilerConfig({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+
+def options_of(config: type[CompilerConfig] = CompilerConfig) -> Iterator[Option[Any]]:
+    """The declarations, in the order they are written."""
+    return (value for value in vars(config).values() if isinstance(value, Option))
+
+
+def option_names() -> tuple[str, ...]:
+    return tuple(option.name for option in options_of())
+
+
+def config_from(options: object = None, mode: object = None) -> CompilerConfig:
+    """The configuration of `torch.compile(..., mode=..., options=...)`.
+
+    torch refuses `mode` and `options` together, so `mode` is also an option.
+    """
+    if isinstance(options, CompilerConfig):
+        config = CompilerConfig(**{name: _as_given(options, name) for name in options._values})
+    else:
+        config = CompilerConfig()
+        if not isinstance(options, (Mapping, type(None))):
+            raise OptionError(f"options must be a dictionary or a CompilerConfig, got {type(options).__name__}.")
+        for name in options or ():
+            if not isinstance(name, str):
+                raise OptionError(f"option names are strings, got {name!r} ({type(name).__name__}).")
+        config.update(options or {})
+    if mode is not None:
+        config.mode = mode  # type: ignore[assignment]  # checked by the option itself
+    return config
+
+
+def _as_given(config: CompilerConfig, name: str) -> Any:
+    value = getattr(config, name)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _closest(name: str) -> str:
+    near = difflib.get_close_matches(name, option_names(), 1)
+    return f" (did you mean '{near[0]}'?)" if near else f" (the options are {', '.join(option_names())})"
+
+

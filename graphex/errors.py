@@ -1,0 +1,27 @@
+"""Every error and warning graphex raises, so that `except graphex.GraphexError` catches all of them."""
+
+from __future__ import annotations
+
+
+class GraphexError(Exception):
+    """Base of all graphex errors: one sentence saying what was wrong, where, and what to do."""
+
+
+class OptionError(GraphexError, ValueError):
+    """An option has an unknown name, a wrong type or a value that is not allowed."""
+
+
+class PassError(GraphexError):
+    """A user's pass raised, or left the graph broken. `__cause__` is the user's exception, if there was one."""
+
+
+class InputError(GraphexError, TypeError):
+    """A public function was called with something it cannot work on."""
+
+
+class CaptureError(GraphexError):
+    """A device graph could not be captured; the caller falls back and records the reason."""
+
+
+class GraphexWarning(UserWarning):
+    """Something ran in a way the user did not ask for; the journal holds the record behind every warning."""

@@ -1,0 +1,96 @@
+"""Debug files: what `TORCH_COMPILE_DEBUG=1` writes, and the same graphs as structured-trace artifacts for tlparse.
+
+    <torch's debug directory>/graphex[-rank_R]/
+        debug.log
+        model__K/dynamo_out_graph.txt
+        model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
+        model__K/{forward,backward,inference}/output_code.py
+        model__K/journal.json
+
+One `model__K` for each call of the backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+from torch._logging import trace_structured
+from torch._logging._internal import trace_log
+
+from graphex.records import Journal, current_rank
+
+log = logging.getLogger("graphex")
+
+
+class DebugFiles:
+    """Where one compilation writes; writes nothing unless there is a directory or a structured trace."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.directory = None if root is None else _next_model(root)
+        self._numbers: dict[str, itertools.count[int]] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.directory is not None or bool(trace_log.handlers)
+
+    def graph(self, folder: str, title: str, text: str) -> None:
+        """The graph after one pass, numbered in the order the passes ran."""
+        number = next(self._numbers.setdefault(folder, itertools.count()))
+        self.text(f"{folder}/{number:03d}_{title}.txt", text)
+
+    def text(self, name: str, text: str) -> None:
+        if self.directory is not None:
+            path = self.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        flat = name.replace("/", "_").rsplit(".", 1)[0]
+        encoding = "json" if name.endswith(".json") else "string"
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"graphex_{flat}", "encoding": encoding},
+            payload_fn=lambda: text,
+        )
+
+    def journal(self, journal: Journal) -> None:
+        if self.wanted:
+            self.text("journal.json", journal.to_json())
+
+
+def open_debug_files(debug_directory: Path | None) -> DebugFiles:
+    if debug_directory is None:
+        return DebugFiles()
+    rank = current_rank()
+    root = debug_directory / (f"graphex-rank_{rank}" if _is_distributed() else "graphex")
+    root.mkdir(parents=True, exist_ok=True)
+    _log_to(root / "debug.log")
+    return DebugFiles(root)
+
+
+def _next_model(root: Path) -> Path:
+    for number in itertools.count():
+        path = root / f"model__{number}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: count() does not end")
+
+
+def _log_to(path: Path) -> None:
+    """Send the graphex logger, with every graph, to the run's debug.log."""
+    if any(isinstance(handler, logging.FileHandler) and handler.baseFilename == str(path.resolve()) for handler in log.handlers):
+        return
+    handler = logging.FileHandler(path.resolve(), delay=True)
+    handler.setLevel(logging.DEBUG)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+
+
+def _is_distributed() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

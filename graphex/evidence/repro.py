@@ -1,0 +1,110 @@
+"""A script that shows, by itself, that two versions of a graph disagree."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphex.evidence.dump import DebugFiles
+from graphex.evidence.output_code import bindings_text
+from graphex.runtime.codegen import generate
+
+LARGEST_INPUTS = 16 * 2**20  # bytes of inputs that are still put into the script
+
+_SCRIPT = '''"""graphex: the graph before and after pass '{name}' disagree.
+
+{problem}
+
+The script needs torch and whatever defines the custom ops in it (if any), not graphex.
+"""
+
+import base64
+import io
+import math
+import operator
+import zlib
+
+import torch
+from torch import device, inf, nan  # noqa: F401
+
+
+def before_pass():
+{before}
+    return forward
+
+
+def after_pass():
+{after}
+    return forward
+
+
+{inputs}
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        given, given_again = example_inputs(), example_inputs()
+        torch.manual_seed(0)
+        wanted = before_pass()(list(given))
+        torch.manual_seed(0)
+        found = after_pass()(list(given_again))
+    for kind, one, other in (("output", wanted, found), ("input", given, given_again)):
+        for index, (a, b) in enumerate(zip(one, other)):
+            if isinstance(a, torch.Tensor) and a.numel() and a.shape == b.shape:
+                print(kind, index, "largest difference:", (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item())
+            elif isinstance(a, torch.Tensor):
+                print(kind, index, "shapes:", tuple(a.shape), tuple(b.shape))
+            else:
+                print(kind, index, a, b)
+'''
+
+
+def write_repro(
+    name: str, problem: str, before: GraphModule, after: GraphModule, args: list[Any], files: DebugFiles
+) -> Path:
+    """Write the script beside the debug files, or into a fresh temporary directory, and say where it is."""
+    directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
+    path = directory / f"repro_{re.sub(r'[^A-Za-z0-9_]', '_', name)}.py"
+    text = _SCRIPT.format(
+        name=name, problem=problem, before=_function(before), after=_function(after), inputs=_inputs(args)
+    )
+    path.write_text(text)
+    return path
+
+
+def _function(gm: GraphModule) -> str:
+    code = generate(gm)
+    return "\n".join(f"    {line}" for line in f"{bindings_text(code)}\n\n{code.source}".splitlines())
+
+
+def _inputs(args: list[Any]) -> str:
+    """The inputs themselves if they are small enough, random ones of the same layout if not."""
+    plain = [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in args]
+    size = sum(value.untyped_storage().nbytes() for value in plain if isinstance(value, torch.Tensor))
+    devices = [str(value.device) if isinstance(value, torch.Tensor) else None for value in args]
+    if size <= LARGEST_INPUTS:
+        stream = io.BytesIO()
+        torch.save(plain, stream)
+        data = base64.b64encode(zlib.compress(stream.getvalue())).decode()
+        load = f"torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data!r}))))"
+        place = f"[v.to(d) if d else v for v, d in zip({load}, {devices!r})]"
+        return f"def example_inputs():\n    return {place}"
+    shapes = ", ".join(_random(value) for value in args)
+    return f"def example_inputs():  # random: the real inputs are too large to keep here\n    torch.manual_seed(0)\n    return [{shapes}]"
+
+
+def _random(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    size, stride = tuple(value.shape), tuple(value.stride())
+    extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    kind = "randn" if value.is_floating_point() else "zeros"
+    return f"torch.{kind}({extent}, device={str(value.device)!r}).to({value.dtype}).as_strided({size}, {stride})"

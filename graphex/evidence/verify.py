@@ -1,0 +1,224 @@
+"""verify=True: on a graph's first call, run it as AOTAutograd gave it and as it is now, and compare.
+
+Both are measured against a float64 run where the ops allow it. On a mismatch the passes are replayed one by one to
+find the first that broke the graph; the graph before it is what runs from then on, and a script that shows the
+difference is written. A pass with `preserves_results = False` becomes part of the reference: the graphs before and
+after it are verified separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from graphex.analysis import is_collective
+from graphex.compilation import one_line
+from graphex.evidence.float64 import run_in_float64
+from graphex.evidence.repro import write_repro
+from graphex.evidence.tensors import clone_together, difference, sharing
+from graphex.records import Verified
+from graphex.runner import Runner
+from graphex.runtime.codegen import Boxed, generate
+from graphex.runtime.executable import build_executable, interpreted
+
+CODE_GENERATION = "code generation"
+
+
+@dataclass(frozen=True)
+class Version:
+    """The graph after one pass (or before all of them)."""
+
+    gm: GraphModule
+    pass_name: str
+    preserves_results: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outputs: list[Any]
+    inputs: list[Any]
+    sharing: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`problem` is empty if the graphs agree; `reference` says what they were measured against."""
+
+    problem: str
+    error: float
+    reference: str
+
+
+def verifying_executable(
+    original: GraphModule, runner: Runner, executable: Boxed, phase: str, static_inputs: Sequence[int]
+) -> Boxed:
+    """A boxed callable that verifies its first call and then is `executable`, or what verification left of it."""
+
+    def roll_back(gm: GraphModule) -> Boxed:
+        return build_executable(runner.compilation, runner.graph_name, phase, gm, static_inputs)
+
+    current: list[Boxed] = []
+
+    def run(args: list[Any]) -> Any:
+        if not current:
+            state = _random_state()
+            current.append(_Verification(original, runner, args).settle(executable, roll_back))
+            _set_random_state(state)
+        return current[0](args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Verification:
+    def __init__(self, original: GraphModule, runner: Runner, args: list[Any]) -> None:
+        self.runner = runner
+        self.args = args
+        self.versions = _versions(original, runner)
+        self.state = _random_state()
+
+    def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
+        """The executable to use from now on."""
+        if reason := why_not_verified(self.versions[0].gm):
+            self._record("refused", reason)
+            return executable
+        worst, references = 0.0, set()
+        for segment in _segments(self.versions):
+            is_last = segment[-1] is self.versions[-1]
+            verdict, culprit = self._check(segment, compiled=is_last)
+            references.add(verdict.reference)
+            worst = max(worst, verdict.error)
+            if culprit is not None:
+                return self._blame(segment, culprit, verdict, roll_back)
+        self._record("equal", reference=", ".join(sorted(references)), worst_error=worst)
+        return executable
+
+    def _check(self, segment: list[Version], *, compiled: bool) -> tuple[Verdict, int | None]:
+        """Compare the ends of a segment; on a mismatch find the first version that is wrong.
+
+        The number returned is its place in the segment; one past the end blames the generated code.
+        """
+        reference = self._run(interpreted(segment[0].gm))
+        exact, exact_inputs, why = run_in_float64(segment[0].gm, clone_together(self.args))
+        said = "float64" if exact is not None else f"the original graph ({why})"
+
+        def verdict(run: Boxed) -> Verdict:
+            try:
+                found = self._run(run)
+            except Exception as error:  # a broken graph may fail in any way
+                return Verdict(f"it fails with {one_line(error)}", float("inf"), said)
+            return _compare(found, reference, exact, exact_inputs, said)
+
+        last = generate(segment[-1].gm).function() if compiled else interpreted(segment[-1].gm)
+        final = verdict(last)
+        if not final.problem:
+            return final, None
+        for place, version in enumerate(segment[1:], start=1):
+            found = verdict(interpreted(version.gm))
+            if found.problem:
+                return found, place
+        return final, len(segment)
+
+    def _run(self, run: Boxed) -> Outcome:
+        """Run on copies of the inputs, from the same random state each time."""
+        inputs = clone_together(self.args)
+        _set_random_state(self.state)
+        with torch.no_grad():
+            outputs = pytree.tree_leaves(run(list(inputs)))
+        return Outcome(outputs, inputs, sharing(outputs, inputs))
+
+    def _blame(
+        self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Boxed]
+    ) -> Boxed:
+        before = segment[place - 1].gm
+        name = segment[place].pass_name if place < len(segment) else CODE_GENERATION
+        after = segment[min(place, len(segment) - 1)].gm
+        _set_random_state(self.state)
+        script = write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files)
+        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, str(script))
+        self.runner.compilation.fall_back(
+            self.runner.graph_name,
+            f"verification rolled back to the graph before '{name}'",
+            f"{verdict.problem}. Run {script} to see it",
+        )
+        return interpreted(before) if name == CODE_GENERATION else roll_back(before)
+
+    def _record(
+        self,
+        status: str,
+        reason: str = "",
+        pass_name: str = "",
+        reference: str = "",
+        worst_error: float = 0.0,
+        repro: str = "",
+    ) -> None:
+        record = Verified(self.runner.graph_name, status, reason, pass_name, reference, worst_error, repro)
+        self.runner.compilation.journal.add(record)
+
+
+def why_not_verified(gm: GraphModule) -> str:
+    """Why a graph cannot be run a second time; empty if it can."""
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            return f"'{node.name}' communicates with other processes"
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "with_effects":
+            return f"'{node.name}' has an effect that must happen once"
+    return ""
+
+
+def _versions(original: GraphModule, runner: Runner) -> list[Version]:
+    """The graph before the first pass that changed it, and after each of them."""
+    versions = [Version(original, "")]
+    after = [step.before for step in runner.steps[1:]] + [runner.gm]
+    for step, gm in zip(runner.steps, after, strict=False):
+        versions.append(Version(gm, step.graph_pass.name, step.graph_pass.preserves_results))
+    return versions
+
+
+def _segments(versions: list[Version]) -> list[list[Version]]:
+    """Cut where a pass changes results on purpose: each piece must compute the same from end to end."""
+    segments: list[list[Version]] = [[]]
+    for version in versions:
+        if not version.preserves_results:
+            segments.append([])
+        segments[-1].append(version)
+    return [segment for segment in segments if segment]
+
+
+def _compare(
+    found: Outcome, reference: Outcome, exact: list[Any] | None, exact_inputs: list[Any], said: str
+) -> Verdict:
+    if len(found.outputs) != len(reference.outputs):
+        return Verdict(f"{len(found.outputs)} outputs instead of {len(reference.outputs)}", 0.0, said)
+    worst = 0.0
+    groups = (
+        ("output", found.outputs, reference.outputs, exact),
+        ("input", found.inputs, reference.inputs, exact_inputs if exact is not None else None),
+    )
+    for what, ours, theirs, truth in groups:
+        for index, (mine, original) in enumerate(zip(ours, theirs, strict=True)):
+            true = truth[index] if truth is not None and isinstance(truth[index], torch.Tensor) else None
+            problem, error = difference(mine, original, true)
+            worst = max(worst, error)
+            if problem:
+                state = "" if what == "output" else ", as the graph leaves it"
+                return Verdict(f"{what} {index}{state}: {problem}", error, said)
+    if found.sharing != reference.sharing:
+        return Verdict(f"outputs share memory as {found.sharing} instead of {reference.sharing}", worst, said)
+    return Verdict("", worst, said)
+
+
+def _random_state() -> list[torch.Tensor]:
+    state = [torch.get_rng_state()]
+    return state + (torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+
+
+def _set_random_state(state: list[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])

@@ -1,0 +1,121 @@
+"""The AOTAutograd call: Dynamo's graph in, compiled forward (and backward) out.
+
+Input mutations stay in the graph, training graphs are partitioned by min-cut, and every graph that comes out goes
+through `compile_graph`. If any of this fails for a reason that is not the user's, the model still runs, as
+`aot_eager` would run it, and the journal says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphex.compilation import Compilation
+from graphex.compiler import compile_graph, compile_joint
+from graphex.errors import GraphexError
+from graphex.frontend.decompositions import decompositions
+from graphex.records import FellBack
+from graphex.runtime.codegen import Boxed
+from graphex.torch_private.aot import (
+    aot_module_simplified,
+    default_partition,
+    min_cut_rematerialization_partition,
+    static_input_indices,
+)
+from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
+
+Compiled = Callable[..., Any]
+
+
+def compile_with_aot(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    custom_decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+) -> Compiled:
+    """What Dynamo calls instead of `gm`."""
+    if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):
+        again = functools.partial(
+            compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions
+        )
+        flattened: Compiled = flatten_graph_inputs(gm, example_inputs, again)
+        return flattened
+    _note_subclasses(example_inputs, compilation)
+    try:
+        return _aot(gm, example_inputs, compilation, custom_decompositions)
+    except (GraphexError, TensorifyScalarRestartAnalysis):
+        raise
+    except Exception as error:
+        plain = _plainly(gm, example_inputs)  # raises what the user would see without graphex
+        compilation.fall_back("-", "the model runs without graphex's passes", error)
+        return plain
+
+
+def _aot(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
+) -> Compiled:
+    def compiler(phase: str) -> Callable[..., Boxed]:
+        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+            static = static_input_indices() if phase != "backward" else ()
+            return compile_graph(graph, inputs, compilation, phase, static)
+
+        return compile_phase
+
+    compiled: Compiled = aot_module_simplified(
+        gm,
+        example_inputs,
+        fw_compiler=compiler("forward"),
+        bw_compiler=_untraced(compiler("backward")),
+        inference_compiler=compiler("inference"),
+        partition_fn=functools.partial(_partition, compilation=compilation),
+        decompositions=decompositions(custom_decompositions),
+        keep_inference_input_mutations=True,
+    )
+    return disable(compiled, reason="graphex has compiled this graph already")
+
+
+def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:
+    """Run the passes that ask for the joint graph, then cut it where the fewest bytes are saved for backward."""
+    joint = compile_joint(joint, inputs, compilation)
+    try:
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    except Exception as error:
+        compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
+        return default_partition(joint, inputs, **kwargs)
+
+
+def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    """The model through AOTAutograd and nothing else."""
+
+    def as_is(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return graph.forward
+
+    compiled: Compiled = aot_module_simplified(
+        gm, example_inputs, fw_compiler=as_is, bw_compiler=_untraced(as_is), keep_inference_input_mutations=True
+    )
+    return disable(compiled, reason="AOTAutograd has compiled this graph already")
+
+
+def _untraced(compile_phase: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward is compiled lazily, while autograd runs: Dynamo must trace neither the compiler nor its result."""
+
+    def compile_backward(*args: Any) -> Any:
+        inner = disable(compile_phase, reason="the backward compiler is not traced")
+        return disable(inner(*args), reason="the compiled backward is not traced")
+
+    return compile_backward
+
+
+def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) -> None:
+    kinds = {type(value) for value in example_inputs if isinstance(value, torch.Tensor)}
+    for kind in kinds - {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        if hasattr(kind, "__tensor_flatten__"):
+            reason = f"inputs of type {kind.__name__} are taken apart by AOTAutograd; passes see the tensors inside"
+            compilation.journal.fall_back(FellBack("-", "tensor subclass", reason), warn=False)

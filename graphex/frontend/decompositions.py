@@ -1,0 +1,51 @@
+"""The decomposition table `canonical`: one spelling for what ATen can say in several ways.
+
+graphex keeps every op that has a kernel, so that a graph computes, bit for bit, what eager does. It decomposes only
+synonyms, so that a rewrite rule has one spelling to know. Patterns are traced with the same table.
+
+===========================  ==========================================
+`aten.t`                     `aten.transpose.int(x, 0, 1)`
+`aten._unsafe_view`          `aten.view`
+`aten._reshape_alias`        `aten.view`
+===========================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+Table = dict[Any, Callable[..., Any]]
+
+
+def _t(x: Tensor) -> Tensor:
+    last = 0 if x.dim() < 2 else 1
+    transposed: Tensor = aten.transpose.int(x, 0, last)
+    return transposed
+
+
+def _unsafe_view(x: Tensor, size: list[int]) -> Tensor:
+    viewed: Tensor = aten.view.default(x, size)
+    return viewed
+
+
+def _reshape_alias(x: Tensor, size: list[int], stride: list[int]) -> Tensor:
+    viewed: Tensor = aten.view.default(x, size)
+    return viewed
+
+
+CANONICAL: Table = {
+    aten.t.default: _t,
+    aten._unsafe_view.default: _unsafe_view,
+    aten._reshape_alias.default: _reshape_alias,
+}
+
+
+def decompositions(custom: Mapping[Any, Callable[..., Any]] | None = None) -> Table:
+    """The table graphs are traced with: `canonical`, with a user's entries over it."""
+    return {**CANONICAL, **(custom or {})}

@@ -1,0 +1,67 @@
+"""ATen graphs that did not come through Dynamo: a user's own AOTAutograd call, or `torch.export`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from graphex.compilation import Compilation
+from graphex.compiler import compile_graph
+from graphex.errors import InputError
+from graphex.passes.metadata import propagate_values
+from graphex.records import Journal
+from graphex.runtime.codegen import Boxed
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, detect_fake_mode
+
+
+class CompiledGraph:
+    """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
+
+    def __init__(self, run: Boxed, gm: GraphModule, journal: Journal) -> None:
+        self._run = run
+        self._tree = getattr(gm.graph._codegen, "pytree_info", None)
+        self.journal = journal
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tree is None:
+            if kwargs:
+                raise InputError("this graph takes positional arguments only.")
+            return self._run(list(args))
+        flat, found = pytree.tree_flatten((args, kwargs))
+        if self._tree.in_spec is not None and found != self._tree.in_spec:
+            raise InputError(f"the graph was exported for arguments shaped {self._tree.in_spec}, got {found}.")
+        result = self._run(flat)
+        return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
+
+
+def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
+    gm = GraphModule(gm, copy.deepcopy(gm.graph))  # the caller's module is not touched
+    values = _example_values(gm, example_inputs)
+    propagate_values(gm, lambda node: False, "compile_fx")
+    run = compile_graph(gm, values, compilation, "inference", ())
+    return CompiledGraph(run, gm, compilation.journal)
+
+
+def _example_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> list[Any]:
+    """Fake values for the inputs: those the graph carries, or fakes of the examples given."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    if example_inputs is not None and len(example_inputs) != len(placeholders):
+        example_inputs = pytree.tree_leaves(tuple(example_inputs))
+    if example_inputs is not None and len(example_inputs) != len(placeholders):
+        raise InputError(f"the graph has {len(placeholders)} inputs, {len(example_inputs)} example inputs were given.")
+    missing = [node for node in placeholders if "val" not in node.meta]
+    if missing and example_inputs is None:
+        raise InputError(f"input '{missing[0].name}' has no value; pass example_inputs.")
+    if missing:
+        mode = detect_fake_mode(list(example_inputs or ())) or FakeTensorMode(shape_env=ShapeEnv())
+        for node, example in zip(placeholders, example_inputs or (), strict=True):
+            if "val" not in node.meta:
+                fake = isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor)
+                node.meta["val"] = mode.from_tensor(example, static_shapes=True) if fake else example
+    return [node.meta["val"] for node in placeholders]
+

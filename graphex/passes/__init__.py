@@ -1,0 +1,21 @@
+"""Graph passes: one per file, each a class with one `apply`.
+
+`base` says what a pass is, `adapter` turns every form a user may write into one, `metadata` repairs what foreign code
+leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
+"""
+
+from graphex.passes.base import GraphPass, Refusal, Work
+from graphex.passes.copies import RemoveRedundantCopies
+from graphex.passes.cse import MergeCommonSubexpressions
+from graphex.passes.dce import RemoveDeadCode
+from graphex.passes.noop import RemoveNoops
+
+__all__ = [
+    "GraphPass",
+    "MergeCommonSubexpressions",
+    "Refusal",
+    "RemoveDeadCode",
+    "RemoveNoops",
+    "RemoveRedundantCopies",
+    "Work",
+]

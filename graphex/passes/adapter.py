@@ -1,0 +1,164 @@
+"""Turn whatever a user wrote as a pass into a `GraphPass`.
+
+Understood are the signature ``fn(gm, example_inputs, config) -> None`` and every form of PyTorch's guide to ATen
+transformations:
+
+==========================================  ================================================================
+``fn(gm, example_inputs, config)``          edits `gm` in place; what it returns is ignored
+``fn(gm)``                                  edits in place, or returns the new module (or a `PassResult`)
+a `torch.fx.Transformer` subclass           is instantiated on the module and run
+a `PassBase` or `PassManager` instance      is called; its own checks run and may raise
+``(pattern, replacement[, filters])``       goes through the subgraph rewriter (see also `Rewrite`)
+an `OperatorSupportBase` instance           what it supports is fused into submodules by the capability partitioner
+a `graphex.GraphPass` instance              is used as it is
+==========================================  ================================================================
+
+A pass may carry the attributes `name`, `stage` ("joint" asks for the joint forward-backward graph of training) and
+`preserves_results`; the decorator `graph_pass` sets them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch.fx import GraphModule, Transformer
+
+from graphex.errors import OptionError
+from graphex.passes.base import GraphPass, Work
+
+F = TypeVar("F")
+
+
+def graph_pass(
+    *, name: str | None = None, stage: str | None = None, preserves_results: bool = True
+) -> Callable[[F], F]:
+    """Declare how a custom pass wants to be run.
+
+    >>> @graph_pass(stage="joint", preserves_results=False)
+    ... def double_gradients(gm): ...
+    """
+    if stage not in (None, "joint"):
+        raise OptionError(f"a pass can ask for stage 'joint' (or none), not {stage!r}.")
+
+    def declare(custom: F) -> F:
+        if name is not None:
+            custom.name = name  # type: ignore[attr-defined]
+        if stage is not None:
+            custom.stage = stage  # type: ignore[attr-defined]
+        custom.preserves_results = preserves_results  # type: ignore[attr-defined]
+        return custom
+
+    return declare
+
+
+class Rewrite:
+    """A (pattern, replacement) pair for the subgraph rewriter that keeps what was replaced.
+
+    `replaced` holds the `ReplacedPatterns` of the last graph it ran on: anchor, nodes_map and replacements.
+    """
+
+    def __init__(
+        self,
+        pattern: Callable[..., Any] | GraphModule,
+        replacement: Callable[..., Any] | GraphModule,
+        filters: Sequence[Callable[..., bool]] | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self.pattern, self.replacement, self.filters = pattern, replacement, list(filters or ())
+        self.name = name or getattr(pattern, "__name__", type(pattern).__name__)
+        self.replaced: list[Any] = []
+
+    def __call__(self, gm: GraphModule) -> None:
+        from torch.fx.subgraph_rewriter import replace_pattern_with_filters
+
+        self.replaced = replace_pattern_with_filters(gm, self.pattern, self.replacement, self.filters)
+
+
+class CustomGraphPass(GraphPass):
+    """A user's pass behind the one interface that the runner knows."""
+
+    foreign = True
+
+    def __init__(self, custom: Any, run: Callable[[Work], GraphModule | None]) -> None:
+        self.custom = custom
+        self.name = _name_of(custom)
+        self.stage = str(getattr(custom, "stage", "") or "")
+        self.preserves_results = bool(getattr(custom, "preserves_results", True))
+        self._run = run
+
+    def apply(self, work: Work) -> None:
+        result = self._run(work)
+        if result is not None and result is not work.gm:
+            work.gm = result
+
+
+def as_graph_pass(custom: Any) -> GraphPass:
+    """The `GraphPass` for anything the table above lists; OptionError for anything else."""
+    if isinstance(custom, GraphPass):
+        return CustomGraphPass(custom, lambda work: custom.apply(work))  # type: ignore[func-returns-value]
+    if isinstance(custom, type) and issubclass(custom, Transformer):
+        return CustomGraphPass(custom, lambda work: custom(work.gm).transform())
+    if isinstance(custom, tuple):
+        return as_graph_pass(_rewrite_of(custom))
+    if hasattr(custom, "is_node_supported"):
+        return CustomGraphPass(custom, lambda work: _partition(work.gm, custom))
+    if not callable(custom):
+        raise OptionError(f"{custom!r} is not a pass; docs/passes.md lists the forms a pass can take.")
+    if _positional_count(custom) == 1:
+        return CustomGraphPass(custom, lambda work: _module_of(custom, custom(work.gm)))
+    return CustomGraphPass(custom, lambda work: _ignored(custom(work.gm, list(work.example_inputs), work.config)))
+
+
+def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
+    if len(pair) not in (2, 3) or not all(callable(part) for part in pair[:2]):
+        raise OptionError(
+            f"a tuple is a pass of the form (pattern, replacement[, filters]), got {len(pair)} items. "
+            "Put several passes in a list."
+        )
+    return Rewrite(*pair)
+
+
+def _partition(gm: GraphModule, support: Any) -> GraphModule:
+    from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+
+    partitioner = CapabilityBasedPartitioner(gm, support)
+    return partitioner.fuse_partitions(partitioner.propose_partitions())
+
+
+def _module_of(custom: Any, result: Any) -> GraphModule | None:
+    """What a `gm -> ...` pass handed back: nothing, a module, or a PassResult holding one."""
+    result = getattr(result, "graph_module", result)
+    if result is None or isinstance(result, GraphModule):
+        return result
+    raise TypeError(f"'{_name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult")
+
+
+def _ignored(result: object) -> None:
+    """The three-argument form edits in place; a return value has no meaning."""
+
+
+def _positional_count(custom: Any) -> int:
+    """How many arguments a call must give. Classes of torch's pass infrastructure take the module alone."""
+    try:
+        parameters = inspect.signature(custom).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    required = [p for p in positional if p.default is p.empty]
+    return len(required) if required else len(positional)
+
+
+def _name_of(custom: Any) -> str:
+    for attribute in ("name", "__name__"):
+        value = getattr(custom, attribute, None)
+        if isinstance(value, str) and value:
+            return value
+    inner = getattr(custom, "func", None)  # functools.partial
+    return _name_of(inner) if inner is not None else type(custom).__name__
+
+

@@ -1,0 +1,137 @@
+"""What a pass is, and the object it works on.
+
+A pass author writes `apply`; timing, linting, dumping, recording and rolling back happen around it (`graphex.runner`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import Aliases, node_line
+from graphex.config import CompilerConfig
+from graphex.records import Record, Refused, Rewrote
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite was not made, and at which node. False, with a reason."""
+
+    reason: str
+    node: Node | None = None
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Work:
+    """One graph while one pass works on it: the graph, the facts about it, and the pen for the journal."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        config: CompilerConfig,
+        *,
+        graph_name: str,
+        pass_name: str,
+        write: Callable[[Record], None],
+    ) -> None:
+        self.gm = gm
+        self.example_inputs = example_inputs
+        self.config = config
+        self.changes = 0
+        self._graph_name = graph_name
+        self._pass_name = pass_name
+        self._write = write
+        self._aliases: Aliases | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    @property
+    def aliases(self) -> Aliases:
+        """Alias facts, computed when first asked for and kept up to date by `replace`."""
+        if self._aliases is None:
+            self._aliases = Aliases(self.graph)
+        return self._aliases
+
+    def allows(self, rule: str) -> bool:
+        return rule not in self.config.disable_rules
+
+    def replace(self, node: Node, kept: Node, *, rule: str, because: str) -> None:
+        """Let `kept` stand for `node` everywhere, and drop `node`."""
+        if self._aliases is not None:
+            self._aliases.join(node, kept)
+        self._record_rewrite(rule, [node], [kept], because)
+        inherit(kept, node)
+        node.replace_all_uses_with(kept)
+        self.graph.erase_node(node)
+
+    def rewired(self, node: Node, *, rule: str, because: str) -> None:
+        """Take note that `node` was changed in place (its arguments now skip something redundant)."""
+        self._record_rewrite(rule, [node], [node], because)
+
+    def erase(self, node: Node, *, rule: str, because: str) -> None:
+        self._record_rewrite(rule, [node], [], because)
+        self.graph.erase_node(node)
+
+    def refuse(self, node: Node, reason: str | Refusal, *, rule: str) -> None:
+        """Take note that `rule` fits at `node` and was not applied."""
+        text = reason.reason if isinstance(reason, Refusal) else reason
+        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, node_line(node)))
+
+    def _record_rewrite(self, rule: str, nodes: list[Node], into: list[Node], because: str) -> None:
+        self.changes += 1
+        line = next(filter(None, map(node_line, nodes)), "")
+        old, new = tuple(node.name for node in nodes), tuple(node.name for node in into)
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, old, new, because, line))
+
+
+class GraphPass(ABC):
+    """A transformation of one graph.
+
+    `option` names the configuration flag that switches it. `preserves_results = False` declares that the pass changes
+    what the graph computes on purpose; verification then takes the graph after it as the reference.
+    """
+
+    name: ClassVar[str] | str
+    option: ClassVar[str | None] = None
+    stage: str = ""
+    preserves_results: bool = True
+    foreign: bool = False  # written by a user: errors stop compilation, metadata is repaired afterwards
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        return self.name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
+
+    def rules(self) -> tuple[str, ...]:
+        """The names of the rules this pass applies, for `disable_rules`."""
+        return ()
+
+    @abstractmethod
+    def apply(self, work: Work) -> None: ...
+
+
+ORIGINS = "graphex_origins"
+
+
+def origins(node: Node) -> tuple[str, ...]:
+    """The names of the nodes, as AOTAutograd gave them, that this node stands for."""
+    found: tuple[str, ...] = node.meta.get(ORIGINS, ())
+    return found
+
+
+def inherit(node: Node, *replaced: Node) -> None:
+    """Let a node carry on the origins of what it replaces, and their source line if it has none."""
+    names = dict.fromkeys([*origins(node), *(name for old in replaced for name in origins(old))])
+    if names:
+        node.meta[ORIGINS] = tuple(names)
+    if node.op != "placeholder" and not node.meta.get("stack_trace"):
+        trace = next((old.meta["stack_trace"] for old in replaced if old.meta.get("stack_trace")), None)
+        if trace:
+            node.meta["stack_trace"] = trace

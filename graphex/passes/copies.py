@@ -1,0 +1,95 @@
+"""Shorten chains of casts that lose nothing on the way.
+
+    before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64)
+    after:   b is x_bf16;                                  c = to(x_bf16, float64)
+
+Going through a type that holds every value of the first one exactly is as if one had not gone there. Only such
+detours are removed: float32 -> bfloat16 -> float32 rounds, and stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import known_equal, same_layout
+from graphex.passes.base import GraphPass, Work
+
+cast = torch.ops.aten._to_copy.default
+
+_SMALL_FLOATS = (torch.float16, torch.bfloat16)
+
+# type -> the types that hold each of its values exactly
+EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
+    torch.bool: frozenset(
+        {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SMALL_FLOATS, torch.float32, torch.float64}
+    ),
+    torch.uint8: frozenset({torch.int16, torch.int32, torch.int64, *_SMALL_FLOATS, torch.float32, torch.float64}),
+    torch.int8: frozenset({torch.int16, torch.int32, torch.int64, *_SMALL_FLOATS, torch.float32, torch.float64}),
+    torch.int16: frozenset({torch.int32, torch.int64, torch.float32, torch.float64}),
+    torch.int32: frozenset({torch.int64, torch.float64}),
+    torch.float16: frozenset({torch.float32, torch.float64}),
+    torch.bfloat16: frozenset({torch.float32, torch.float64}),
+    torch.float32: frozenset({torch.float64}),
+}
+
+
+class RemoveRedundantCopies(GraphPass):
+    name = "remove_redundant_copies"
+
+    def rules(self) -> tuple[str, ...]:
+        return ("cast_back", "cast_through")
+
+    def apply(self, work: Work) -> None:
+        for node in list(work.graph.nodes):
+            detour = _detour(node)
+            if detour is None:
+                continue
+            source, middle = detour
+            origin, through, result = (value.meta["val"] for value in (source, middle, node))
+            if through.dtype not in EXACT_IN.get(origin.dtype, ()):
+                continue
+            exact = f"{origin.dtype} values are exact in {through.dtype}"
+            if result.dtype == origin.dtype and same_layout(result, origin) and work.allows("cast_back"):
+                if reason := work.aliases.why_not_same(node, source):
+                    work.refuse(node, reason, rule="cast_back")
+                else:
+                    work.replace(node, source, rule="cast_back", because=exact)
+            elif result.is_floating_point() and origin.is_floating_point() and result.dtype != origin.dtype:
+                self._skip_middle(work, node, source, exact)
+
+    def _skip_middle(self, work: Work, node: Node, source: Node, exact: str) -> None:
+        rule = "cast_through"
+        if not work.allows(rule):
+            return
+        if work.aliases.is_written(source):
+            work.refuse(node, "the original is written to in this graph", rule=rule)
+            return
+        node.replace_input_with(node.args[0], source)  # type: ignore[arg-type]
+        work.rewired(node, rule=rule, because=exact)
+
+
+def _detour(node: Node) -> tuple[Node, Node] | None:
+    """(source, middle) if the node is a plain cast of a plain cast: same device, same strides, only the type differs."""
+    if not _is_plain_cast(node):
+        return None
+    middle = node.args[0]
+    assert isinstance(middle, Node)
+    if not _is_plain_cast(middle):
+        return None
+    source = middle.args[0]
+    assert isinstance(source, Node)
+    return source, middle
+
+
+def _is_plain_cast(node: Node) -> bool:
+    if node.op != "call_function" or node.target is not cast or not isinstance(node.args[0], Node):
+        return False
+    if any(value is not None for key, value in node.kwargs.items() if key not in ("dtype", "non_blocking")):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return False
+    if before.layout != torch.strided or before.is_conj() or before.is_neg():
+        return False
+    return known_equal(before.stride(), after.stride())

@@ -1,0 +1,89 @@
+"""Compute equal things once.
+
+    before:  a = mul(x, 2); b = mul(x, 2); c = add(a, b)
+    after:   a = mul(x, 2);                c = add(a, a)
+
+Two calls are equal if the op, its arguments and its stream are, nothing they read was written in between, and the op
+is known to be a pure function: random ops, ops outside the known namespaces and anything that writes stay as they
+are. Where both results reach the user, or one of them is written to, merging would let the user see shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import is_effectful, placement
+from graphex.analysis.effects import operator_of
+from graphex.passes.base import GraphPass, Work
+
+_UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+
+
+class MergeCommonSubexpressions(GraphPass):
+    name = "merge_common_subexpressions"
+
+    def rules(self) -> tuple[str, ...]:
+        return ("equal_calls",)
+
+    def apply(self, work: Work) -> None:
+        if not work.allows("equal_calls"):
+            return
+        first_seen: dict[Hashable, Node] = {}
+        positions = {node: index for index, node in enumerate(work.graph.nodes)}
+        for node in list(work.graph.nodes):
+            if not _is_mergeable(node):
+                continue
+            key = _key(node)
+            if key is None:
+                continue
+            kept = first_seen.setdefault(key, node)
+            if kept is node:
+                continue
+            if _reads_changed_memory(work, kept, positions[node]):
+                first_seen[key] = node
+            elif reason := work.aliases.why_not_same(node, kept) or work.aliases.why_not_same(kept, node):
+                work.refuse(node, f"equal to '{kept.name}', but {reason}", rule="equal_calls")
+            else:
+                work.replace(node, kept, rule="equal_calls", because=f"computes the same as '{kept.name}'")
+
+
+def _is_mergeable(node: Node) -> bool:
+    if node.op == "get_attr":
+        return False
+    op = operator_of(node)
+    if op is not None and op._schema.name in _UNINITIALISED:
+        return False
+    return not is_effectful(node)
+
+
+def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
+    return any(work.aliases.written_between(value, kept, until) for value in kept.all_input_nodes)
+
+
+def _key(node: Node) -> Hashable | None:
+    """A hashable that is equal for equal calls; None if some argument cannot be compared."""
+    try:
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs), repr(placement(node)))
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(value: Any) -> Hashable:
+    """1, 1.0 and True are equal in Python and different here; so are 0.0 and -0.0."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
+    if isinstance(value, float):
+        return (float, repr(value))
+    if isinstance(value, slice):
+        return (slice, _frozen((value.start, value.stop, value.step)))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError("a symbolic value that is not a node has no identity")
+    return (type(value), value)

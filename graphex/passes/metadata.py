@@ -1,0 +1,204 @@
+"""Give nodes that foreign code made what every node here has: a value, a source line, a stream, its origins.
+
+A custom pass may insert bare nodes, retarget existing ones, or hand back a whole new graph (`fx.Transformer` drops
+every value, those of the placeholders too). After it has run:
+
+* a node that is a copy of one from before (same op, same inputs) gets all of that node's metadata back;
+* every other new node inherits source line, stream and origins from the nodes it replaced;
+* values that are missing or no longer true are computed by running the node on fake tensors, and so on downstream
+  for as long as they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from graphex.analysis import known_equal
+from graphex.errors import PassError
+from graphex.passes.base import ORIGINS, inherit
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, detect_fake_mode
+
+_INHERITED = ("stack_trace", "custom", "nn_module_stack", "seq_nr", "partitioner_tag")
+
+
+def stamp_origins(graph: Graph) -> None:
+    """Name every node, as AOTAutograd gave it, as its own origin."""
+    for node in graph.nodes:
+        node.meta[ORIGINS] = (node.name,)
+
+
+class Watch:
+    """Notes, while a foreign pass runs, what it replaces by what."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm = gm
+        self.before = {node.name: node for node in gm.graph.nodes}
+        self.calls = {node.name: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
+        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.metas = {node.name: dict(node.meta) for node in gm.graph.nodes}
+        self.replaced: dict[str, list[Node]] = {}
+
+    def __enter__(self) -> Watch:
+        self._gm._register_replace_node_hook(self._note)  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gm._unregister_replace_node_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def _note(self, old: Node, new: str, user: Node) -> None:
+        known = self.replaced.setdefault(new, [])
+        if old not in known:
+            known.append(old)
+
+
+def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
+    """Restore metadata after a foreign pass that turned `watch.before` into `gm`."""
+    _restore_placeholders(gm, watch)
+    copies = _restore_copies(gm, watch)
+    new = [node for node in gm.graph.nodes if ORIGINS not in node.meta and node.op not in ("placeholder", "output")]
+    for node in new:
+        _inherit_from(node, _ancestors(node, watch))
+    for node in reversed(new):  # the inside of a replacement: from the part of it that is known
+        if ORIGINS not in node.meta:
+            _inherit_from(node, [user for user in node.users if ORIGINS in user.meta])
+    for node in new:
+        if ORIGINS not in node.meta:
+            _inherit_from(node, [value for value in node.all_input_nodes if ORIGINS in value.meta])
+            node.meta.setdefault(ORIGINS, ())
+    propagate_values(gm, lambda node: node not in copies and _is_changed(node, watch), pass_name)
+
+
+def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: str) -> None:
+    """Compute `meta["val"]` where it is missing or stale, and downstream of every value that came out different."""
+    mode = _fake_mode(gm)
+    if mode is None:
+        return
+    dirty: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        known = node.meta.get("val")
+        if node not in dirty and "val" in node.meta and not stale(node):
+            continue
+        try:
+            value = _fake_value(gm, node, mode)
+        except Exception as error:
+            raise PassError(
+                f"pass '{pass_name}' left node '{node.name}' ({node.target}) that cannot be evaluated: {error}"
+            ) from error
+        if known is None or not _same_value(known, value):
+            node.meta["val"] = value
+            node.meta.pop("tensor_meta", None)
+            dirty.update(node.users)
+
+
+def _restore_placeholders(gm: GraphModule, watch: Watch) -> None:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, old in zip(placeholders, watch.placeholders, strict=True):
+        node.meta.update({key: value for key, value in watch.metas[old.name].items() if key not in node.meta})
+
+
+def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
+    """Recognise nodes of a rebuilt graph that are the old ones again, in the order they are computed."""
+    counterpart: dict[Node, Node] = {}
+    placeholders = iter(watch.placeholders)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            counterpart[node] = next(placeholders)
+        elif ORIGINS in node.meta:
+            continue
+        else:
+            old = _source_node(node, watch)
+            if old is None:
+                continue
+            target, args, kwargs = watch.calls[old.name]
+            mapped = map_arg((node.args, node.kwargs), lambda value: counterpart.get(value, value))
+            if node.target == target and mapped == (args, kwargs):
+                counterpart[node] = old
+                node.meta.update(watch.metas[old.name])
+    return {node for node in counterpart if node.op != "placeholder"}
+
+
+def _source_node(node: Node, watch: Watch) -> Node | None:
+    """The node that an interpreter was running when this one was made, by torch's own provenance."""
+    sources = node.meta.get("from_node") or ()
+    return watch.before.get(sources[-1].name) if sources else None
+
+
+def _ancestors(node: Node, watch: Watch) -> list[Node]:
+    replaced = watch.replaced.get(node.name)
+    if replaced:
+        return replaced
+    source = _source_node(node, watch)
+    return [source] if source is not None else []
+
+
+def _inherit_from(node: Node, ancestors: list[Node]) -> None:
+    if not ancestors:
+        return
+    inherit(node, *ancestors)
+    for key in _INHERITED:
+        found = next((old.meta[key] for old in ancestors if old.meta.get(key) is not None), None)
+        if found is not None:
+            node.meta.setdefault(key, found)
+
+
+def _is_changed(node: Node, watch: Watch) -> bool:
+    call = watch.calls.get(node.name)
+    return call is None or call != (node.target, node.args, node.kwargs)
+
+
+def _fake_mode(gm: GraphModule) -> FakeTensorMode | None:
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values += [node.meta.get("val") for node in gm.graph.nodes if node.op != "placeholder"]
+    return detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
+
+
+def _fake_value(gm: GraphModule, node: Node, mode: FakeTensorMode) -> Any:
+    if node.op == "get_attr":
+        return _fake_attribute(gm, str(node.target), mode)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
+    with mode:
+        if node.op == "call_module":
+            return _run_module(gm.get_submodule(str(node.target)), args, kwargs, mode)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _fake_attribute(gm: GraphModule, target: str, mode: FakeTensorMode) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _run_module(module: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    """A submodule may hold real tensors; they are made fake for the occasion."""
+    if not isinstance(module, GraphModule):
+        return module(*args, **kwargs)
+
+    class _Fake(torch.fx.Interpreter):
+        def fetch_attr(self, target: str) -> Any:
+            return _fake_attribute(self.module, target, mode)  # type: ignore[arg-type]
+
+    return _Fake(module).run(*args)
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(_same_value(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if (left.dtype, left.device, left.layout) != (right.dtype, right.device, right.layout):
+            return False
+        if not known_equal(tuple(left.shape), tuple(right.shape)):
+            return False
+        return left.layout != torch.strided or known_equal(left.stride(), right.stride())
+    if isinstance(left, (torch.SymInt, int)) and isinstance(right, (torch.SymInt, int)):
+        return known_equal(left, right)
+    return type(left) is type(right)

@@ -1,0 +1,164 @@
+"""Drop operations that return their input unchanged.
+
+    before:  a = slice(x, 0, 0, max); b = add(a, 1)
+    after:   b = add(x, 1)
+
+A rule is one line of `NOOPS`: when does this op return its first argument? Whether dropping it is safe is then asked
+of the alias facts, the same way for all: an operation that returns fresh memory is kept where the user could tell,
+so no output ever begins to share memory with an input or with another output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import known_equal, known_true, same_layout
+from graphex.analysis.effects import operator_of
+from graphex.passes.base import GraphPass, Work
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Noop:
+    """When `holds`, the op's result is its argument number `keeps`."""
+
+    rule: str
+    reason: str
+    holds: Callable[[Node], bool]
+    keeps: int = 0
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its schema name, wherever the call put it. Nodes are replaced by their (fake) values."""
+    op = operator_of(node)
+    assert op is not None
+    for position, declared in enumerate(op._schema.arguments):
+        if declared.name == name:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(name, declared.default_value)
+            return given.meta.get("val") if isinstance(given, Node) else given
+    return default
+
+
+def _always(node: Node) -> bool:
+    return True
+
+
+def _covers_everything(node: Node) -> bool:
+    """slice(x, dim, 0, size or more, 1)"""
+    tensor, dim = argument(node, "self"), argument(node, "dim")
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
+        return False
+    start, end, size = argument(node, "start"), argument(node, "end"), tensor.shape[dim]
+    from_zero = start is None or known_equal(start, 0)
+    to_end = end is None or known_true(end >= size)
+    return from_zero and to_end and known_equal(argument(node, "step"), 1)
+
+
+def _scatters_everything(node: Node) -> bool:
+    """slice_scatter(x, src, dim, 0, size, 1) is src"""
+    return _covers_everything(node)
+
+
+def _all_ones(node: Node) -> bool:
+    return all(known_equal(repeat, 1) for repeat in argument(node, "repeats"))
+
+
+def _all_zeros(node: Node) -> bool:
+    return all(known_equal(pad, 0) for pad in argument(node, "pad"))
+
+
+def _integer_input(node: Node) -> bool:
+    tensor = argument(node, "self")
+    return isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _exponent_one(node: Node) -> bool:
+    exponent = argument(node, "exponent")
+    return isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent == 1
+
+
+def _single_tensor(node: Node) -> bool:
+    return isinstance(node.args[0], Sequence) and len(node.args[0]) == 1
+
+
+def _row(rule: str, reason: str, holds: Callable[[Node], bool], *ops: Any, keeps: int = 0) -> dict[Any, Noop]:
+    return {op: Noop(rule, reason, holds, keeps) for op in ops}
+
+
+_ROUND = "an integer is already round"
+_LAYOUT = "the result has the input's shape, strides and type"
+
+NOOPS: dict[Any, Noop] = {
+    **_row("full_slice", "the slice covers the whole dimension", _covers_everything, aten.slice.Tensor),
+    **_row("full_scatter", "all is overwritten", _scatters_everything, aten.slice_scatter.default, keeps=1),
+    **_row("repeat_once", "every repeat is 1", _all_ones, aten.repeat.default),
+    **_row("pad_nothing", "every pad is 0", _all_zeros, aten.constant_pad_nd.default),
+    **_row("same_type", "the tensor has this type already", _always, prims.convert_element_type.default),
+    **_row("same_device", "the tensor is on this device already", _always, prims.device_put.default),
+    **_row("same_cast", "type, device and layout stay the same", _always, aten._to_copy.default),
+    **_row(
+        "round_integer",
+        _ROUND,
+        _integer_input,
+        aten.ceil.default,
+        aten.floor.default,
+        aten.round.default,
+        aten.trunc.default,
+    ),
+    **_row("power_one", "the exponent is 1", _exponent_one, aten.pow.Tensor_Scalar),
+    **_row("single_cat", "there is nothing to concatenate", _single_tensor, aten.cat.default),
+    **_row(
+        "same_view",
+        _LAYOUT,
+        _always,
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+    ),
+    **_row("same_copy", "all is overwritten", _always, aten.copy.default, keeps=1),
+    **_row(
+        "plain_copy",
+        "the copy can be told from the original by nobody",
+        _always,
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.lift_fresh_copy.default,
+    ),
+}
+
+
+class RemoveNoops(GraphPass):
+    name = "remove_noops"
+    option = "remove_noop_ops"
+
+    def rules(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(noop.rule for noop in NOOPS.values()))
+
+    def apply(self, work: Work) -> None:
+        for node in list(work.graph.nodes):
+            noop = NOOPS.get(node.target) if node.op == "call_function" else None
+            if noop is None or not work.allows(noop.rule):
+                continue
+            kept = _kept(node, noop)
+            if kept is None or not same_layout(node.meta.get("val"), kept.meta.get("val")) or not noop.holds(node):
+                continue
+            if reason := work.aliases.why_not_same(node, kept):
+                work.refuse(node, reason, rule=noop.rule)
+            else:
+                work.replace(node, kept, rule=noop.rule, because=noop.reason)
+
+
+def _kept(node: Node, noop: Noop) -> Node | None:
+    value = node.args[noop.keeps] if len(node.args) > noop.keeps else None
+    if isinstance(value, Sequence) and len(value) == 1:  # cat([x])
+        value = value[0]
+    return value if isinstance(value, Node) else None

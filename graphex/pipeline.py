@@ -1,0 +1,77 @@
+"""The stages a graph goes through, in order, in one place.
+
+    pre    the user's passes, before ours
+    clean  no-ops, redundant casts, dead code
+    unify  common subexpressions
+    post   the user's passes, after ours
+    tidy   dead code that the stages before have left
+
+The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
+partitioned into the forward and backward graphs, which then take the path above, each for itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from graphex.config import CompilerConfig, CustomPass
+from graphex.errors import OptionError
+from graphex.passes import (
+    GraphPass,
+    MergeCommonSubexpressions,
+    RemoveDeadCode,
+    RemoveNoops,
+    RemoveRedundantCopies,
+)
+from graphex.passes.adapter import as_graph_pass
+from graphex.runner import Runner
+
+OURS: tuple[tuple[str, GraphPass], ...] = (
+    ("clean", RemoveNoops()),
+    ("clean", RemoveRedundantCopies()),
+    ("clean", RemoveDeadCode()),
+    ("unify", MergeCommonSubexpressions()),
+)
+TIDY: tuple[tuple[str, GraphPass], ...] = (("tidy", RemoveDeadCode()),)
+
+
+def optimise(runner: Runner) -> None:
+    """Take a forward, backward or inference graph through every stage."""
+    for stage, graph_pass in stages(runner.compilation.config):
+        runner.run(stage, graph_pass)
+
+
+def optimise_joint(runner: Runner) -> None:
+    """Take a joint graph through the passes that ask for it."""
+    for stage, graph_pass in stages(runner.compilation.config, joint=True):
+        runner.run(stage, graph_pass)
+
+
+def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str, GraphPass]]:
+    """(stage, pass) pairs in the order they run."""
+    pre, post = config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass
+    everything = [*_users("pre", pre), *OURS, *_users("post", post), *TIDY]
+    for stage, graph_pass in everything:
+        if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
+            yield ("joint" if joint else stage), graph_pass
+
+
+def check_names(config: CompilerConfig) -> None:
+    """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
+    users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
+    passes = [graph_pass for _, graph_pass in (*OURS, *TIDY)] + users
+    known = {
+        "disable_passes": {graph_pass.name for graph_pass in passes},
+        "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()},
+    }
+    for option, names in known.items():
+        for name in getattr(config, option):
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(names))}"
+                raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+
+
+def _users(stage: str, passes: tuple[CustomPass, ...]) -> list[tuple[str, GraphPass]]:
+    return [(stage, as_graph_pass(custom)) for custom in passes]

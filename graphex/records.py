@@ -1,0 +1,212 @@
+"""The journal: what happened to a model, as typed records. Every report, log and dump is a view of it.
+
+Compile time is recorded completely. Run time only counts (`Journal.counts`), so a journal does not grow with calls.
+
+    journal = graphex.journal(compiled)
+    [record.reason for record in journal.refusals]
+    journal.to_json()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from graphex.errors import GraphexWarning
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """A fact about one graph. `graph` is its name in the journal, for example ``0/0 inference``."""
+
+    kind: ClassVar[str] = "record"
+    graph: str
+
+
+@dataclass(frozen=True)
+class GraphCompiled(Record):
+    """A graph that AOTAutograd handed over: its phase (inference, forward, backward, joint) and size."""
+
+    kind: ClassVar[str] = "graph"
+    compile_id: str
+    phase: str
+    nodes: int
+    inputs: int
+    outputs: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassRan(Record):
+    """One pass over one graph. `status` is changed, unchanged, rolled back or failed."""
+
+    kind: ClassVar[str] = "pass"
+    stage: str
+    name: str
+    status: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    removed: dict[str, int] = field(default_factory=dict)
+    added: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Rewrote(Record):
+    """A rewrite that was made: `nodes` were replaced by `into`, and why that is right."""
+
+    kind: ClassVar[str] = "rewrite"
+    pass_name: str
+    rule: str
+    nodes: tuple[str, ...]
+    into: tuple[str, ...]
+    because: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Refused(Record):
+    """A rewrite that was possible by its pattern and was not made, and why."""
+
+    kind: ClassVar[str] = "refusal"
+    pass_name: str
+    rule: str
+    node: str
+    reason: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class FellBack(Record):
+    """Something ran in a plainer way than asked for, and why."""
+
+    kind: ClassVar[str] = "fallback"
+    what: str
+    reason: str
+    node: str = ""
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Captured(Record):
+    """A device graph, one for each key. `status` is captured or recaptured."""
+
+    kind: ClassVar[str] = "capture"
+    status: str
+    key: str
+    seconds: float
+    inputs_by_address: int
+    inputs_copied: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verified(Record):
+    """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
+
+    kind: ClassVar[str] = "verification"
+    status: str
+    reason: str = ""
+    pass_name: str = ""
+    reference: str = ""
+    worst_error: float = 0.0
+    repro: str = ""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Journal:
+    """All records of one compiled object, in the order they were made."""
+
+    def __init__(self) -> None:
+        self.rank = current_rank()
+        self.records: list[Record] = []
+        self.counts: dict[str, Counter[str]] = {}
+        self._warned: set[tuple[str, str]] = set()
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+
+    def fall_back(self, record: FellBack, *, warn: bool = True) -> None:
+        """Record a fallback and, the first time it happens for this reason, warn."""
+        self.add(record)
+        if warn and (record.what, record.reason) not in self._warned:
+            self._warned.add((record.what, record.reason))
+            where = f" ({record.line})" if record.line else ""
+            warnings.warn(f"graphex: {record.what}: {record.reason}{where}", GraphexWarning, stacklevel=2)
+
+    def counter(self, graph: str) -> Counter[str]:
+        return self.counts.setdefault(graph, Counter())
+
+    def of(self, kind: type[R]) -> list[R]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def graphs(self) -> list[GraphCompiled]:
+        return self.of(GraphCompiled)
+
+    @property
+    def passes(self) -> list[PassRan]:
+        return self.of(PassRan)
+
+    @property
+    def rewrites(self) -> list[Rewrote]:
+        return self.of(Rewrote)
+
+    @property
+    def refusals(self) -> list[Refused]:
+        return self.of(Refused)
+
+    @property
+    def fallbacks(self) -> list[FellBack]:
+        return self.of(FellBack)
+
+    @property
+    def captures(self) -> list[Captured]:
+        return self.of(Captured)
+
+    @property
+    def verifications(self) -> list[Verified]:
+        return self.of(Verified)
+
+    def extend(self, other: Journal) -> None:
+        self.records += other.records
+        self.counts.update(other.counts)
+
+    def for_graphs(self, names: Iterable[str]) -> list[Record]:
+        wanted = set(names)
+        return [record for record in self.records if record.graph in wanted]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "rank": self.rank,
+            "compile_ids": sorted({graph.compile_id for graph in self.graphs}),
+            "records": [{"kind": record.kind, **asdict(record)} for record in self.records],
+            "counts": {graph: dict(counter) for graph, counter in self.counts.items()},
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __repr__(self) -> str:
+        kinds = Counter(record.kind for record in self.records)
+        return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
+
+
+def current_rank() -> int:
+    """The distributed rank, or 0. Never initialises or imports torch.distributed."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ.get("RANK", "0"))

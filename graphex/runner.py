@@ -1,0 +1,190 @@
+"""The sealed runner: everything that happens around a pass, the same for all passes.
+
+For every pass: time it, check the graph it left, give new nodes their metadata, record what changed, log and dump the
+graph. A pass of ours that raises, or leaves a broken graph, is undone and reported; a user's pass that does stops
+compilation with its name (or is undone too, with `strict=False`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from graphex.analysis import node_line
+from graphex.compilation import Compilation, one_line, readable
+from graphex.errors import PassError
+from graphex.records import PassRan, Record
+from graphex.passes.base import GraphPass, Work
+from graphex.passes.metadata import Watch, repair
+
+log = logging.getLogger("graphex")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A pass that changed the graph, and the graph before it: what verification can go back to."""
+
+    graph_pass: GraphPass
+    before: GraphModule
+
+
+class Runner:
+    """Takes one graph through its passes. `gm` is the graph as it stands."""
+
+    def __init__(
+        self, compilation: Compilation, graph_name: str, gm: GraphModule, example_inputs: Sequence[Any], folder: str
+    ) -> None:
+        self.compilation = compilation
+        self.graph_name = graph_name
+        self.gm = gm
+        self.example_inputs = example_inputs
+        self.folder = folder
+        self.steps: list[Step] = []
+        self._snapshot: Graph | None = None
+        self._arity = _arity(gm.graph)
+        self._show("original", stage="as given")
+
+    def run(self, stage: str, graph_pass: GraphPass) -> None:
+        snapshot = self._take_snapshot()
+        records: list[Record] = []
+        before, started = _targets(self.gm.graph), time.perf_counter()
+        module_before = self.gm
+        try:
+            changed = self._apply(graph_pass, records)
+        except Exception as error:
+            self._undo(module_before, snapshot)
+            self._failed(stage, graph_pass, error, before, time.perf_counter() - started)
+            return
+        seconds = time.perf_counter() - started
+        after = _targets(self.gm.graph)
+        if changed:
+            if self.compilation.config.verify:
+                self.steps.append(Step(graph_pass, GraphModule(module_before, snapshot)))
+            self._snapshot = None
+        self.compilation.journal.add(
+            PassRan(
+                self.graph_name,
+                stage,
+                graph_pass.name,
+                "changed" if changed else "unchanged",
+                seconds,
+                before.total(),
+                after.total(),
+                dict(before - after),
+                dict(after - before),
+            )
+        )
+        for record in records:
+            self.compilation.journal.add(record)
+        self._show(f"after_{graph_pass.name}", stage=stage, changed=changed)
+
+    def _apply(self, graph_pass: GraphPass, records: list[Record]) -> bool:
+        """Run the pass and check what it left. True if the graph changed."""
+        work = Work(
+            self.gm,
+            self.example_inputs,
+            self.compilation.config,
+            graph_name=self.graph_name,
+            pass_name=graph_pass.name,
+            write=records.append,
+        )
+        if not graph_pass.foreign:
+            graph_pass.apply(work)
+            if work.changes:
+                check_graph(work.gm.graph, self._arity, f"pass '{graph_pass.name}'")
+            return work.changes > 0
+        self.gm.recompile()  # a user's pass may look at the code or run the module
+        signature = _signature(self.gm.graph)
+        with Watch(self.gm) as watch:
+            graph_pass.apply(work)
+        if work.gm is self.gm and _signature(self.gm.graph) == signature:
+            return False
+        check_graph(work.gm.graph, self._arity, f"your pass '{graph_pass.name}'")
+        repair(work.gm, watch, graph_pass.name)
+        self.gm = work.gm
+        return True
+
+    def _failed(
+        self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float
+    ) -> None:
+        stops = graph_pass.foreign and self.compilation.config.strict
+        status, reason = ("failed" if stops else "rolled back"), one_line(error)
+        size = before.total()
+        self.compilation.journal.add(
+            PassRan(self.graph_name, stage, graph_pass.name, status, seconds, size, size, reason=reason)
+        )
+        if stops:
+            if isinstance(error, PassError):
+                raise error
+            raise PassError(
+                f"your pass '{graph_pass.name}' raised {reason}. Fix it, or set strict=False to go on without it."
+            ) from error
+        self.compilation.fall_back(self.graph_name, f"pass '{graph_pass.name}' was rolled back", error)
+
+    def _take_snapshot(self) -> Graph:
+        """A copy of the graph as it stands, made again only after something changed it."""
+        if self._snapshot is None:
+            self._snapshot = copy.deepcopy(self.gm.graph)
+        return self._snapshot
+
+    def _undo(self, module: GraphModule, snapshot: Graph) -> None:
+        self.gm = module
+        self.gm.graph = snapshot
+        self._snapshot = None
+
+    def _show(self, title: str, *, stage: str, changed: bool = True) -> None:
+        wanted = self.compilation.files.wanted
+        if changed and log.isEnabledFor(logging.DEBUG):
+            log.debug("%s, %s, %s:\n%s", self.graph_name, stage, title, readable(self.gm))
+        if wanted:
+            self.compilation.files.graph(self.folder, title, readable(self.gm))
+
+
+def check_graph(graph: Graph, arity: tuple[int, int], who: str) -> None:
+    """Refuse a graph that is not well formed, naming the node and what to do. `arity` is (inputs, outputs)."""
+    seen: set[Node] = set()
+    everything = set(graph.nodes)
+    for node in graph.nodes:
+        for value in node.all_input_nodes:
+            if value in seen:
+                continue
+            where = f" ({line})" if (line := node_line(node)) else ""
+            if value in everything:
+                problem, advice = "before it is defined", f"Insert it after '{value.name}'"
+            else:
+                problem, advice = "which is not in the graph any more", "Replace its uses before erasing it"
+            verb = "using" if value in everything else "that uses"
+            raise PassError(f"{who} left node '{node.name}' {verb} '{value.name}' {problem}{where}. {advice}.")
+        seen.add(node)
+    if (found := _arity(graph)) != arity:
+        raise PassError(
+            f"{who} left a graph with {found[0]} inputs and {found[1]} outputs instead of {arity[0]} and {arity[1]}. "
+            "A pass may not change what the graph takes and returns."
+        )
+    try:
+        graph.lint()
+    except Exception as error:
+        raise PassError(f"{who} left a broken graph: {one_line(error)}.") from error
+
+
+def _arity(graph: Graph) -> tuple[int, int]:
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    outputs = [len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output"]
+    return inputs, outputs[0] if len(outputs) == 1 else -len(outputs)
+
+
+def _targets(graph: Graph) -> Counter[str]:
+    """How often each thing is called: the difference of two of these is what a pass did."""
+    return Counter(str(node.target) if node.op.startswith("call") else node.op for node in graph.nodes)
+
+
+def _signature(graph: Graph) -> list[tuple[Any, ...]]:
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]

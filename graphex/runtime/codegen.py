@@ -1,0 +1,209 @@
+"""A graph as straight-line Python: one line a node over pre-bound kernels, every value freed at its last use.
+
+    graph:   mm = mm(x, w); relu = relu(mm); return (relu,)
+
+    code:    def forward(args):
+                 x, w = args
+                 args.clear()
+                 mm = mm_default(x, w)
+                 del x, w
+                 relu = relu_default(mm)
+                 del mm
+                 return (relu,)
+
+`args` is a list that the function empties, so that inputs nobody else holds are freed at their last use too. A
+`call_module` node is the seam for a compiled region: whatever callable the module holds stands for many nodes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import last_uses
+from graphex.analysis.effects import operator_of
+from graphex.errors import GraphexError
+from graphex.runtime.spelling import spell
+
+Boxed = Callable[[list[Any]], Any]
+
+
+@dataclass
+class Code:
+    """Generated source and what its free names stand for.
+
+    `bindings` are the objects; `texts` say how a script would write each of them, as far as it can be written.
+    """
+
+    source: str = ""
+    bindings: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def function(self, filename: str = "<graphex>") -> Boxed:
+        namespace = dict(self.bindings)
+        exec(compile(self.source, filename, "exec"), namespace)
+        forward: Boxed = namespace["forward"]
+        return forward
+
+
+def generate(gm: GraphModule) -> Code:
+    """The program of a graph. Raises GraphexError for a node that has no place in one."""
+    return _Writer(gm).write()
+
+
+class _Writer:
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.code = Code()
+        self.lines: list[str] = []
+        self.names: dict[Node, str] = {}
+        self._taken = {node.name for node in gm.graph.nodes} | {"args", "forward"}
+        self._bound: dict[int | str, str] = {}
+
+    def write(self) -> Code:
+        dying = last_uses(self.gm.graph)
+        placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+        for node in self.gm.graph.nodes:
+            self.names[node] = _identifier(node.name)
+        if placeholders:
+            self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = args")
+        self.lines.append("args.clear()")
+        self._free([node for node in placeholders if node in dying.get(node, ())])
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            self._statement(node)
+            self._free([value for value in dying.get(node, ()) if value.op != "get_attr"])
+        body = "\n".join(f"    {line}" for line in self.lines)
+        self.code.source = f"def forward(args):\n{body}\n"
+        return self.code
+
+    def _statement(self, node: Node) -> None:
+        if node.op == "output":
+            self.lines.append(f"return {self._returned(node.args[0])}")
+        elif node.op == "get_attr":
+            self.names[node] = self._bind(_attribute(self.gm, str(node.target)), str(node.target))
+        else:
+            self.lines.append(f"{self.names[node]} = {self._call(node)}")
+
+    def _call(self, node: Node) -> str:
+        if node.op == "call_module":
+            module = self.gm.get_submodule(str(node.target))
+            target = f"self.{node.target}"
+            return f"{self._bind(module, target)}({self._arguments(node.args, node.kwargs)})"
+        if node.op == "call_method":
+            owner, *rest = node.args
+            return f"{self._value(owner)}.{node.target}({self._arguments(tuple(rest), node.kwargs)})"
+        if node.op != "call_function":
+            raise GraphexError(f"node '{node.name}' has op '{node.op}', which cannot be run.")
+        if node.target is operator.getitem:
+            return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
+        op = operator_of(node)
+        if op is not None:
+            spelling = spell(node)
+            if spelling.function is operator.getitem:
+                return f"{self._value(spelling.args[0])}[{self._subscript(spelling.args[1])}]"
+            function = self._bind(spelling.function, spelling.text, hint=_hint(op, spelling.text))
+            return f"{function}({self._arguments(spelling.args, spelling.kwargs)})"
+        return f"{self._bind(node.target, _text_of(node.target))}({self._arguments(node.args, node.kwargs)})"
+
+    def _subscript(self, key: Any) -> str:
+        """`slice(1, 3)` as `1:3`"""
+        if isinstance(key, tuple) and key:
+            return ", ".join(self._subscript(item) for item in key)
+        if isinstance(key, slice):
+            start, stop = ("" if edge is None else self._value(edge) for edge in (key.start, key.stop))
+            return f"{start}:{stop}" if key.step is None else f"{start}:{stop}:{self._value(key.step)}"
+        return self._value(key)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        given = [self._value(value) for value in args]
+        return ", ".join(given + [f"{name}={self._value(value)}" for name, value in kwargs.items()])
+
+    def _returned(self, value: Any) -> str:
+        """AOTAutograd returns flat tuples; exported programs may return trees."""
+        return self._value(tuple(value) if isinstance(value, (list, tuple)) else value)
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Node):
+            return self.names[value]
+        if isinstance(value, tuple):
+            return f"({''.join(self._value(item) + ', ' for item in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._value(item) for item in value)}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{key!r}: {self._value(item)}' for key, item in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({self._value(value.start)}, {self._value(value.stop)}, {self._value(value.step)})"
+        if value is None or value is Ellipsis or isinstance(value, (bool, int, str)):
+            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f"float('{value}')"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise GraphexError(f"a node has the symbolic value {value} as an argument; pass the node that computes it.")
+        return self._bind(value, _text_of(value))
+
+    def _bind(self, value: Any, text: str, hint: str = "") -> str:
+        """A free name of the program for an object; the same object gets the same name."""
+        identity = text if isinstance(value, (torch.device, torch.dtype)) else id(value)
+        known = self._bound.get(identity)
+        if known is not None:
+            return known
+        base = _identifier(hint or text.removeprefix("torch."))
+        name, copy = base, 0
+        while name in self._taken:
+            copy += 1
+            name = f"{base}_{copy}"
+        self._taken.add(name)
+        self._bound[identity] = name
+        self.code.bindings[name] = value
+        self.code.texts[name] = text
+        return name
+
+    def _free(self, values: list[Node]) -> None:
+        names = [self.names[value] for value in values if value.op != "get_attr"]
+        if names:
+            self.lines.append(f"del {', '.join(names)}")
+
+
+def _attribute(gm: GraphModule, target: str) -> Any:
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _identifier(text: str) -> str:
+    name = "".join(character if character.isalnum() and character.isascii() else "_" for character in text)
+    if not name or name[0].isdigit():
+        name = f"_{name}"
+    return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else name
+
+
+def _hint(op: torch._ops.OpOverload, text: str) -> str:
+    """`aten_mm` for a function that serves every overload, `aten_slice_Tensor` for the overload itself."""
+    return str(op) if text.startswith("torch.ops.") else str(op.overloadpacket)
+
+
+def _text_of(value: Any) -> str:
+    """An expression for values that Python can write down: types, devices, ops, functions."""
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device('{value}')"
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
+    if isinstance(value, torch._ops.HigherOrderOperator):
+        return f"torch.ops.higher_order.{value.name()}"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module and name and "<" not in name:
+        return f"{'operator' if module == '_operator' else module}.{name}"
+    return ""

@@ -1,0 +1,138 @@
+"""How a finished graph runs: generated code, captured where the device can, observed where the user asked.
+
+The result is a boxed callable: it takes one list, empties it, and returns what the graph returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.fx import GraphModule, Interpreter, Node
+
+from graphex.analysis import Aliases
+from graphex.compilation import Compilation
+from graphex.device import Device, device_of
+from graphex.runtime.capture import Capturing, why_not_captured
+from graphex.runtime.codegen import Boxed, generate
+from graphex.torch_private.kernels import BelowAutograd
+
+
+def build_executable(
+    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, static_inputs: Sequence[int]
+) -> Boxed:
+    """The program that runs `gm`, as the options ask for it."""
+    started = time.perf_counter()
+    counter = compilation.journal.counter(graph_name)
+    written = written_inputs(gm)
+    run = eager_program(compilation, graph_name, folder, gm, written, counter)
+    config = compilation.config
+    if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
+        return run
+    device = device_of(devices_of(gm))
+    if not device.captures:
+        return run
+    if refusal := why_not_captured(gm):
+        compilation.fall_back(
+            graph_name, "the graph runs without capture", refusal.reason, node=_name(refusal.node), line=refusal.line
+        )
+        return run
+    capturing = Capturing(compilation, graph_name, device, run, gm, static_inputs, written)
+    counter["compile_ms"] = int((time.perf_counter() - started) * 1000)
+    return capturing
+
+
+def eager_program(
+    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, written: Sequence[int], counter: Counter[str]
+) -> Boxed:
+    """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
+    from graphex.evidence.output_code import write_output_code
+
+    try:
+        code = generate(gm)
+        body = code.function(f"<graphex {graph_name}>")
+    except Exception as error:
+        compilation.fall_back(graph_name, "the graph is interpreted node by node", error)
+        return _boxed(interpreted(gm))
+    if compilation.files.wanted:
+        compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm, compilation.files, folder))
+    return _observed(graph_name, _below_autograd(body, written) if _is_plain(gm) else body, counter)
+
+
+def interpreted(gm: GraphModule) -> Boxed:
+    def run(args: list[Any]) -> Any:
+        given = list(args)
+        args.clear()
+        return Interpreter(gm).run(*given)
+
+    return run
+
+
+def written_inputs(gm: GraphModule) -> list[int]:
+    """The inputs whose memory the graph writes to."""
+    aliases = Aliases(gm.graph)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return [index for index, node in enumerate(placeholders) if aliases.is_written(node)]
+
+
+def devices_of(gm: GraphModule) -> set[torch.device]:
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+
+def _below_autograd(body: Boxed, written: Sequence[int]) -> Boxed:
+    """Skip the autograd keys: AOTAutograd has dealt with them. They also count writes, so that is done here."""
+    if not written:
+
+        def run(args: list[Any]) -> Any:
+            with BelowAutograd():
+                return body(args)
+
+        return run
+
+    def run_and_count_writes(args: list[Any]) -> Any:
+        changed = [args[index] for index in written]
+        with BelowAutograd():
+            result = body(args)
+        increment_version([tensor for tensor in changed if not tensor.is_inference()])
+        return result
+
+    return run_and_count_writes
+
+
+def _observed(graph_name: str, run: Boxed, counter: Counter[str]) -> Boxed:
+    """Count calls, and name them in a profile."""
+    label = f"graphex: {graph_name}"
+    profiling = torch.autograd._profiler_enabled
+
+    def observed(args: list[Any]) -> Any:
+        counter["calls"] += 1
+        if profiling():
+            with torch.profiler.record_function(label):
+                return run(args)
+        return run(args)
+
+    return _boxed(observed)
+
+
+def _boxed(run: Boxed) -> Boxed:
+    run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
+    return run
+
+
+def _is_plain(gm: GraphModule) -> bool:
+    """Whether every call is an operator or arithmetic: what else there is may need the autograd keys itself."""
+    return not any(
+        node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) for node in gm.graph.nodes
+    )
+
+
+def _name(node: Node | None) -> str:
+    return "" if node is None else node.name
+
+
+__all__ = ["Device", "build_executable", "eager_program", "interpreted", "written_inputs"]

@@ -1,0 +1,124 @@
+"""Dynamo: who is compiling, how errors reach the user, where debug files go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch._dynamo
+import torch._dynamo.config
+from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import flatten_graph_inputs, get_debug_dir
+from torch._guards import CompileContext
+
+from graphex.errors import GraphexError
+
+__all__ = [
+    "TensorifyScalarRestartAnalysis",
+    "cached_backends_equal_to",
+    "compile_id",
+    "compiling_backend",
+    "compiling_code",
+    "backend_of",
+    "code_of",
+    "debug_directory",
+    "disable",
+    "flatten_graph_inputs",
+    "register_backend",
+    "surfaced",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def disable(fn: F, reason: str) -> F:
+    wrapped: F = torch._dynamo.disable(fn, reason=reason)
+    return wrapped
+
+
+def surfaced(error: GraphexError) -> GraphexError:
+    """The same error in a form that Dynamo hands to the user as it is.
+
+    Dynamo wraps what a backend raises in BackendCompilerFailed, except exceptions of its own that ask for a short
+    traceback. The returned error is both, so `except graphex.OptionError` works around a compiled call.
+    """
+    kind = type(error)
+    if isinstance(error, ShortenTraceback):
+        return error
+
+    def init(self: Any, *args: Any) -> None:
+        ShortenTraceback.__init__(self, *args, first_useful_frame=None)
+
+    both = type(kind.__name__, (kind, ShortenTraceback), {"__init__": init, "__module__": "graphex"})
+    copy: GraphexError = both(*error.args)
+    copy.__cause__ = error.__cause__
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
+def compile_id() -> str:
+    """Dynamo's name for the running compilation, such as ``0/1``; ``-`` outside of one."""
+    current = CompileContext.current_compile_id()
+    return "-" if current is None else str(current)
+
+
+def compiling_backend() -> object | None:
+    """The object that `torch.compile` made for the call that is being compiled now; None outside Dynamo."""
+    try:
+        return _innermost(InstructionTranslator.current_tx().output.compiler_fn)
+    except AttributeError:
+        return None
+
+
+def compiling_code() -> CodeType | None:
+    """The code object of the Python function that is being compiled now."""
+    try:
+        code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+        return code
+    except AttributeError:
+        return None
+
+
+def backend_of(compiled: object) -> object | None:
+    """The object behind something that `torch.compile` returned; None if torch.compile did not make it."""
+    context = compiled.dynamo_ctx if isinstance(compiled, OptimizedModule) else _context_in_closure(compiled)
+    callback = getattr(context, "callback", None)
+    return None if callback is None else _innermost(callback)
+
+
+def code_of(compiled: object) -> CodeType | None:
+    """The code object of the user's function behind a compiled one."""
+    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    code = getattr(original, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def cached_backends_equal_to(backend: object) -> list[object]:
+    """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
+    return [other for other in cached_backends.values() if other is not backend and other == backend]
+
+
+def debug_directory() -> Path | None:
+    """Torch's directory of this run's debug files, when TORCH_COMPILE_DEBUG=1."""
+    import torch._inductor.config  # the switch lives here
+
+    return Path(get_debug_dir()) if torch._inductor.config.trace.enabled else None
+
+
+def _innermost(callback: Any) -> object:
+    backend: object = innermost_backend(callback)
+    return backend
+
+
+def _context_in_closure(compiled: object) -> object | None:
+    """`torch.compile(function)` keeps its context in the wrapper's closure and nowhere else."""
+    for cell in getattr(compiled, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "callback"):
+            context: object = cell.cell_contents
+            return context
+    return None

@@ -1,0 +1,34 @@
+"""Symbolic sizes and fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    free_unbacked_symbols,
+    has_free_symbols,
+    statically_known_true,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "detect_fake_mode",
+    "free_unbacked_symbols",
+    "has_free_symbols",
+    "hint_of",
+    "statically_known_true",
+]
+
+
+def hint_of(value: int | torch.SymInt, default: int) -> int:
+    """The size a symbol had when it was traced; `default` for one that has no value before running."""
+    if isinstance(value, int):
+        return value
+    hint: Any = value.node.hint
+    return default if hint is None else int(hint)
