@@ -1,8 +1,8 @@
 """graphex: a torch.compile backend that rewrites graphs, replays them as one device graph, and shows its evidence.
 
-    fast = torch.compile(model, backend="graphex")
-    fast(x)
-    print(graphex.explain(model, (x,)))
+fast = torch.compile(model, backend="graphex")
+fast(x)
+print(graphex.explain(model, (x,)))
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from graphex.compilation import Compilation
 from graphex.config import CompilerConfig, config_from
 from graphex.errors import GraphexError, InputError
 from graphex.evidence.dump import open_debug_files
-from graphex.records import FellBack, Journal
 from graphex.pipeline import check_names
+from graphex.records import FellBack, Journal
 from graphex.torch_private import dynamo
 
 Decompositions = Mapping[Any, Callable[..., Any]]

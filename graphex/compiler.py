@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
-from torch.utils import _pytree as pytree
 
 from graphex.compilation import Compilation
-from graphex.records import GraphCompiled
 from graphex.passes.metadata import stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
+from graphex.records import GraphCompiled
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
+from graphex.torch_private.trees import pytree
 
 
 def compile_graph(

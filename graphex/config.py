@@ -113,13 +113,14 @@ class Passes(Kind[tuple[CustomPass, ...]]):
     """None, one custom pass or a list of them. A tuple is one pass: (pattern, replacement[, filters])."""
 
     allowed = "None, a pass, or a list of passes (docs/passes.md lists the forms a pass can take)"
+    methods = ("apply", "is_node_supported")  # of a GraphPass, of an OperatorSupportBase
 
     def check(self, name: str, value: Any) -> tuple[CustomPass, ...]:
         if value is None:
             return ()
         passes = list(value) if isinstance(value, list) else [value]
         for each in passes:
-            if not (callable(each) or isinstance(each, tuple) or hasattr(each, "is_node_supported")):
+            if not (callable(each) or isinstance(each, tuple) or any(hasattr(each, name) for name in self.methods)):
                 raise self.refuse(name, each)
         return tuple(passes)
 
@@ -130,8 +131,8 @@ class CompilerConfig:
     mode = Option(
         Choice("reduce-overhead", "max-autotune", "eager"),
         "reduce-overhead",
-        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same, and "
-        "kernels may be tuned longer. `eager`: all passes, no capture.",
+        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same, "
+        "and kernels may be tuned longer. `eager`: all passes, no capture.",
     )
     force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
     remove_noop_ops = Option(
@@ -157,10 +158,14 @@ class CompilerConfig:
         "name the pass that broke it, go back to the graph before it and write a repro script.",
     )
     strict = Option(
-        Flag(), True, "A custom pass that raises stops compilation. False: it is rolled back, with a record and a warning."
+        Flag(),
+        True,
+        "A custom pass that raises stops compilation. False: it is rolled back, with a record and a warning.",
     )
     disable_passes = Option[tuple[str, ...]](Names(), (), "Passes to leave out, by the name the journal gives them.")
-    disable_rules = Option[tuple[str, ...]](Names(), (), "Rewrite rules to leave out, by the name the journal gives them.")
+    disable_rules = Option[tuple[str, ...]](
+        Names(), (), "Rewrite rules to leave out, by the name the journal gives them."
+    )
 
     def __init__(self, **options: Any) -> None:
         self._values: dict[str, Any] = {}
@@ -221,7 +226,7 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
                 raise OptionError(f"option names are strings, got {name!r} ({type(name).__name__}).")
         config.update(options or {})
     if mode is not None:
-        config.mode = mode  # type: ignore[assignment]  # checked by the option itself
+        config.update({"mode": mode})
     return config
 
 
@@ -233,5 +238,3 @@ def _as_given(config: CompilerConfig, name: str) -> Any:
 def _closest(name: str) -> str:
     near = difflib.get_close_matches(name, option_names(), 1)
     return f" (did you mean '{near[0]}'?)" if near else f" (the options are {', '.join(option_names())})"
-
-

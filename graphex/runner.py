@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from graphex.analysis import node_line
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError
-from graphex.records import PassRan, Record
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
+from graphex.records import PassRan, Record
+from graphex.torch_private.trees import pytree
 
 log = logging.getLogger("graphex")
 

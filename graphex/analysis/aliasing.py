@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
 from graphex.analysis.effects import is_plain_python, operator_of, written_arguments
+from graphex.torch_private.trees import pytree
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
+
+from graphex.torch_private.trees import pytree
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
@@ -34,8 +35,12 @@ def _drops_nothing(node: Node, op: torch._ops.OpOverload) -> bool:
     """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given == 0.0 and isinstance(given, (int, float))
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return isinstance(given, (int, float)) and given == 0.0
     return False
 
 

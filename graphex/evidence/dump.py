@@ -16,10 +16,8 @@ import itertools
 import logging
 from pathlib import Path
 
-from torch._logging import trace_structured
-from torch._logging._internal import trace_log
-
 from graphex.records import Journal, current_rank
+from graphex.torch_private.tracing import is_traced, trace_artifact
 
 log = logging.getLogger("graphex")
 
@@ -33,7 +31,7 @@ class DebugFiles:
 
     @property
     def wanted(self) -> bool:
-        return self.directory is not None or bool(trace_log.handlers)
+        return self.directory is not None or is_traced()
 
     def graph(self, folder: str, title: str, text: str) -> None:
         """The graph after one pass, numbered in the order the passes ran."""
@@ -47,11 +45,7 @@ class DebugFiles:
             path.write_text(text)
         flat = name.replace("/", "_").rsplit(".", 1)[0]
         encoding = "json" if name.endswith(".json") else "string"
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": f"graphex_{flat}", "encoding": encoding},
-            payload_fn=lambda: text,
-        )
+        trace_artifact(f"graphex_{flat}", encoding, text)
 
     def journal(self, journal: Journal) -> None:
         if self.wanted:
@@ -81,7 +75,10 @@ def _next_model(root: Path) -> Path:
 
 def _log_to(path: Path) -> None:
     """Send the graphex logger, with every graph, to the run's debug.log."""
-    if any(isinstance(handler, logging.FileHandler) and handler.baseFilename == str(path.resolve()) for handler in log.handlers):
+    if any(
+        isinstance(handler, logging.FileHandler) and handler.baseFilename == str(path.resolve())
+        for handler in log.handlers
+    ):
         return
     handler = logging.FileHandler(path.resolve(), delay=True)
     handler.setLevel(logging.DEBUG)

@@ -1,31 +1,26 @@
 """explain: compile a model, run it on copies of the inputs, and say what happened to it.
 
-    report = graphex.explain(model, (x,))
-    print(report)                       # passes, rewrites, refusals with the user's source lines, captures
-    report.rule("full_slice").matched   # 3
-    report.to_json()
+report = graphex.explain(model, (x,))
+print(report)                       # passes, rewrites, refusals with the user's source lines, captures
+report.rule("full_slice").matched   # 3
+report.to_json()
 """
 
 from __future__ import annotations
 
-import io
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphex.backend import get_backend
 from graphex.errors import InputError
 from graphex.evidence.tensors import clone_together
 from graphex.records import Journal, Refused, Rewrote
-
-WIDTH = 118
-SHOWN = 12  # rewrites and refusals printed in full; the JSON has all of them
+from graphex.torch_private.trees import pytree
 
 
 @dataclass(frozen=True)
@@ -75,13 +70,10 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from graphex.evidence.tables import printed
 
-        console = Console(file=io.StringIO(), width=WIDTH)
-        for part in _tables(self):
-            console.print(part)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return text.rstrip()
+        title = f"graphex explain: {self.name}   {self.calls} calls, largest difference from eager"
+        return printed(f"{title} {self.worst_difference:.3g}", self.journal)
 
     __repr__ = __str__
 
@@ -125,7 +117,9 @@ def _call(model: Callable[..., Any], inputs: Any, seed: int) -> Any:
     args, kwargs = pytree.tree_unflatten(copies, spec)
     torch.manual_seed(seed)
     result = model(*args, **kwargs)
-    differentiable = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    differentiable = [
+        leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     wanted = [leaf for leaf in [*parameters, *copies] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if differentiable and wanted:
@@ -176,85 +170,3 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 def _name(model: Callable[..., Any]) -> str:
     return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "function")
-
-
-# -- the printed form ----------------------------------------------------------------------------------------------
-
-
-def _tables(report: Report) -> Iterator[Any]:
-    journal = report.journal
-    yield f"[bold]graphex explain: {report.name}[/]   {report.calls} calls, largest difference from eager {report.worst_difference:.3g}"
-    yield _graphs(journal)
-    yield _passes(journal)
-    if journal.rewrites:
-        yield _rules(journal)
-    if journal.refusals:
-        yield _refusals(journal)
-    yield _running(journal)
-    for verdict in journal.verifications:
-        blame = f" in pass '{verdict.pass_name}'" if verdict.pass_name else ""
-        yield f"verified {verdict.graph}: {verdict.status}{blame} {verdict.reason} (against {verdict.reference or 'nothing'})"
-
-
-def _table(title: str, *columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _graphs(journal: Journal) -> Any:
-    table = _table("graphs", "graph", "phase", "nodes", "inputs", "outputs", "devices")
-    for graph in journal.graphs:
-        sizes = map(str, (graph.nodes, graph.inputs, graph.outputs))
-        table.add_row(graph.graph, graph.phase, *sizes, ", ".join(graph.devices))
-    return table
-
-
-def _passes(journal: Journal) -> Any:
-    table = _table("passes", "graph", "stage", "pass", "status", "nodes", "ms", "what changed")
-    for ran in journal.passes:
-        changes = [f"-{count} {name}" for name, count in ran.removed.items()]
-        changes += [f"+{count} {name}" for name, count in ran.added.items()]
-        nodes = f"{ran.nodes_before} -> {ran.nodes_after}" if ran.nodes_before != ran.nodes_after else str(ran.nodes_after)
-        what = ", ".join(changes[:4]) + (" ..." if len(changes) > 4 else "") or ran.reason
-        table.add_row(ran.graph, ran.stage, ran.name, ran.status, nodes, f"{ran.seconds * 1000:.1f}", what)
-    return table
-
-
-def _rules(journal: Journal) -> Any:
-    table = _table("rewrites", "rule", "made", "refused", "for example", "because")
-    made = Counter(record.rule for record in journal.rewrites)
-    refused = Counter(record.rule for record in journal.refusals)
-    first = {record.rule: record for record in reversed(journal.rewrites)}
-    for rule, count in made.most_common():
-        example = first[rule]
-        where = example.line or ", ".join(example.nodes)
-        table.add_row(rule, str(count), str(refused[rule]), where, example.because)
-    return table
-
-
-def _refusals(journal: Journal) -> Any:
-    table = _table("refused", "rule", "node", "reason", "line")
-    for record in journal.refusals[:SHOWN]:
-        table.add_row(record.rule, record.node, record.reason, record.line)
-    if len(journal.refusals) > SHOWN:
-        table.add_row("", "", f"... and {len(journal.refusals) - SHOWN} more in the JSON", "")
-    return table
-
-
-def _running(journal: Journal) -> Any:
-    table = _table("running", "graph", "calls", "captured", "replayed", "remark")
-    reasons = {record.graph: f"{record.what}: {record.reason}" for record in journal.fallbacks}
-    for graph in journal.graphs:
-        if graph.phase == "joint":
-            continue
-        counts = journal.counts.get(graph.graph, Counter())
-        captured = counts["captured"] + counts["recaptured"]
-        calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program once without computing
-        remark = reasons.get(graph.graph) or ("" if captured else "straight-line code; no device graph")
-        table.add_row(graph.graph, str(calls), str(captured), str(counts["replays"]), remark)
-    return table

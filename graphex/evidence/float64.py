@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter
-from torch.utils import _pytree as pytree
 
 from graphex.analysis import is_random
+from graphex.torch_private.trees import pytree
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -20,15 +20,17 @@ _WIDE = {
 _BITS = frozenset({torch.ops.aten.view.dtype})  # the bytes of a float64 mean something else
 
 
-class NotInFloat64(Exception):
+class NotInFloat64Error(Exception):
     """The graph has something that cannot, or must not, be run in float64."""
 
 
 class _Wide(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _BITS:
-            raise NotInFloat64(f"{target} looks at bits")
-        args, kwargs = pytree.tree_map(lambda value: _WIDE.get(value, value) if _is_dtype(value) else value, (args, kwargs))
+            raise NotInFloat64Error(f"{target} looks at bits")
+        args, kwargs = pytree.tree_map(
+            lambda value: _WIDE.get(value, value) if _is_dtype(value) else value, (args, kwargs)
+        )
         return super().call_function(target, args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:

@@ -24,6 +24,12 @@ import torch
 from torch import device, inf, nan  # noqa: F401  (constants may be written with these)
 '''
 
+_MAIN = """if __name__ == "__main__":
+    with torch.no_grad():
+        results = forward(example_inputs())
+    print("ran:", [tuple(result.shape) if isinstance(result, torch.Tensor) else result for result in results])
+"""
+
 
 def write_output_code(code: Code, gm: GraphModule, files: Any, folder: str) -> str:
     """The whole text of output_code.py."""
@@ -32,8 +38,7 @@ def write_output_code(code: Code, gm: GraphModule, files: Any, folder: str) -> s
         bindings_text(code),
         code.source,
         f"def example_inputs():\n    return [{', '.join(_example(node) for node in placeholders(gm))}]\n",
-        'if __name__ == "__main__":\n    with torch.no_grad():\n        results = forward(example_inputs())\n'
-        '    print("ran:", [tuple(r.shape) if isinstance(r, torch.Tensor) else r for r in results])\n',
+        _MAIN,
     ]
     return "\n\n".join(parts)
 

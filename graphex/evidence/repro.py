@@ -59,7 +59,8 @@ if __name__ == "__main__":
     for kind, one, other in (("output", wanted, found), ("input", given, given_again)):
         for index, (a, b) in enumerate(zip(one, other)):
             if isinstance(a, torch.Tensor) and a.numel() and a.shape == b.shape:
-                print(kind, index, "largest difference:", (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item())
+                gap = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item()
+                print(kind, index, "largest difference:", gap)
             elif isinstance(a, torch.Tensor):
                 print(kind, index, "shapes:", tuple(a.shape), tuple(b.shape))
             else:
@@ -98,7 +99,8 @@ def _inputs(args: list[Any]) -> str:
         place = f"[v.to(d) if d else v for v, d in zip({load}, {devices!r})]"
         return f"def example_inputs():\n    return {place}"
     shapes = ", ".join(_random(value) for value in args)
-    return f"def example_inputs():  # random: the real inputs are too large to keep here\n    torch.manual_seed(0)\n    return [{shapes}]"
+    remark = "# random: the real inputs are too large to keep here"
+    return f"def example_inputs():  {remark}\n    torch.manual_seed(0)\n    return [{shapes}]"
 
 
 def _random(value: Any) -> str:

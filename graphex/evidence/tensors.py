@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.torch_private.memory import whole_storage
+
 
 def clone_together(values: Sequence[Any]) -> list[Any]:
     """Copy tensors so that those which shared memory still do, in the same places. Everything else is passed on."""
@@ -19,11 +21,9 @@ def _clone(tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
     plain = tensor.detach()
     if type(plain) is not Tensor or plain.layout != torch.strided or plain.is_quantized:
         return tensor.clone()
-    memory = plain.untyped_storage()
-    key = memory.data_ptr() or id(tensor)
+    key = plain.untyped_storage().data_ptr() or id(tensor)
     if key not in storages:
-        flat = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(memory, 0, (memory.nbytes(),))
-        storages[key] = flat.clone()
+        storages[key] = whole_storage(plain, torch.uint8).clone()
     copy = torch.empty(0, dtype=plain.dtype, device=plain.device)
     copy.set_(storages[key].untyped_storage(), plain.storage_offset(), plain.size(), plain.stride())
     if plain.is_conj():

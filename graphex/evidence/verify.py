@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from graphex.analysis import is_collective
 from graphex.compilation import one_line
@@ -25,6 +24,7 @@ from graphex.records import Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted
+from graphex.torch_private.trees import pytree
 
 CODE_GENERATION = "code generation"
 

@@ -78,7 +78,7 @@ def _aot(
         decompositions=decompositions(custom_decompositions),
         keep_inference_input_mutations=True,
     )
-    return disable(compiled, reason="graphex has compiled this graph already")
+    return compiled
 
 
 def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:
@@ -94,13 +94,13 @@ def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compil
 def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
     """The model through AOTAutograd and nothing else."""
 
-    def as_is(graph: GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return graph.forward
+    def as_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        return gm.forward
 
     compiled: Compiled = aot_module_simplified(
         gm, example_inputs, fw_compiler=as_is, bw_compiler=_untraced(as_is), keep_inference_input_mutations=True
     )
-    return disable(compiled, reason="AOTAutograd has compiled this graph already")
+    return compiled
 
 
 def _untraced(compile_phase: Callable[..., Any]) -> Callable[..., Any]:

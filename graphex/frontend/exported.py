@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from graphex.compilation import Compilation
 from graphex.compiler import compile_graph
@@ -17,13 +16,14 @@ from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, detect_fake_mode
+from graphex.torch_private.trees import pytree
 
 
 class CompiledGraph:
     """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
 
     def __init__(self, run: Boxed, gm: GraphModule, journal: Journal) -> None:
-        self._run = run
+        self.boxed = run  # takes one list of the flat inputs, which it empties
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self.journal = journal
 
@@ -31,11 +31,11 @@ class CompiledGraph:
         if self._tree is None:
             if kwargs:
                 raise InputError("this graph takes positional arguments only.")
-            return self._run(list(args))
+            return self.boxed(list(args))
         flat, found = pytree.tree_flatten((args, kwargs))
         if self._tree.in_spec is not None and found != self._tree.in_spec:
             raise InputError(f"the graph was exported for arguments shaped {self._tree.in_spec}, got {found}.")
-        result = self._run(flat)
+        result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
 
@@ -64,4 +64,3 @@ def _example_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> li
                 fake = isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor)
                 node.meta["val"] = mode.from_tensor(example, static_shapes=True) if fake else example
     return [node.meta["val"] for node in placeholders]
-

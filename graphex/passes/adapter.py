@@ -98,7 +98,7 @@ class CustomGraphPass(GraphPass):
 def as_graph_pass(custom: Any) -> GraphPass:
     """The `GraphPass` for anything the table above lists; OptionError for anything else."""
     if isinstance(custom, GraphPass):
-        return CustomGraphPass(custom, lambda work: custom.apply(work))  # type: ignore[func-returns-value]
+        return CustomGraphPass(custom, lambda work: custom.apply(work))
     if isinstance(custom, type) and issubclass(custom, Transformer):
         return CustomGraphPass(custom, lambda work: custom(work.gm).transform())
     if isinstance(custom, tuple):
@@ -133,7 +133,9 @@ def _module_of(custom: Any, result: Any) -> GraphModule | None:
     result = getattr(result, "graph_module", result)
     if result is None or isinstance(result, GraphModule):
         return result
-    raise TypeError(f"'{_name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult")
+    raise TypeError(
+        f"'{_name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult"
+    )
 
 
 def _ignored(result: object) -> None:
@@ -160,5 +162,3 @@ def _name_of(custom: Any) -> str:
             return value
     inner = getattr(custom, "func", None)  # functools.partial
     return _name_of(inner) if inner is not None else type(custom).__name__
-
-

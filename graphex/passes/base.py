@@ -100,7 +100,7 @@ class GraphPass(ABC):
     what the graph computes on purpose; verification then takes the graph after it as the reference.
     """
 
-    name: ClassVar[str] | str
+    name: str
     option: ClassVar[str | None] = None
     stage: str = ""
     preserves_results: bool = True

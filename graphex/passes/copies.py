@@ -70,7 +70,7 @@ class RemoveRedundantCopies(GraphPass):
 
 
 def _detour(node: Node) -> tuple[Node, Node] | None:
-    """(source, middle) if the node is a plain cast of a plain cast: same device, same strides, only the type differs."""
+    """(source, middle) if the node is a plain cast of a plain cast: only the type differs."""
     if not _is_plain_cast(node):
         return None
     middle = node.args[0]

@@ -20,7 +20,9 @@ from graphex.analysis import is_effectful, placement
 from graphex.analysis.effects import operator_of
 from graphex.passes.base import GraphPass, Work
 
-_UNINITIALISED = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"})
+_UNINITIALISED = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
 
 
 class MergeCommonSubexpressions(GraphPass):

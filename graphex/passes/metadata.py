@@ -43,11 +43,11 @@ class Watch:
         self.replaced: dict[str, list[Node]] = {}
 
     def __enter__(self) -> Watch:
-        self._gm._register_replace_node_hook(self._note)  # type: ignore[no-untyped-call]
+        self._gm._register_replace_node_hook(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gm._unregister_replace_node_hook(self._note)  # type: ignore[no-untyped-call]
+        self._gm._unregister_replace_node_hook(self._note)
 
     def _note(self, old: Node, new: str, user: Node) -> None:
         known = self.replaced.setdefault(new, [])

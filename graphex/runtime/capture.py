@@ -30,11 +30,17 @@ from graphex.runtime.codegen import Boxed
 from graphex.runtime.inputs import InputBuffer
 from graphex.runtime.outputs import OutputPlan
 from graphex.torch_private.symbolic import free_unbacked_symbols
+from graphex.torch_private.tracing import profiler_enabled
 
 KEPT_CAPTURES = 64
 
 _CAPTURABLE_HIGHER_ORDER = frozenset(
-    {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"}
+    {
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "triton_kernel_wrapper_functional",
+        "triton_kernel_wrapper_mutation",
+    }
 )
 
 
@@ -66,7 +72,10 @@ def why_not_captured(gm: GraphModule) -> Uncapturable | None:
             return Uncapturable(f"'{node.name}' reads a value back to the host", node)
         if is_collective(node):
             return Uncapturable(f"'{node.name}' communicates with other processes", node)
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
+        if (
+            isinstance(node.target, torch._ops.HigherOrderOperator)
+            and node.target.name() not in _CAPTURABLE_HIGHER_ORDER
+        ):
             return Uncapturable(f"'{node.name}' is a {node.target.name()}, which may decide on the host", node)
     return None
 
@@ -104,7 +113,9 @@ class Capturing:
         self._copied = [index for index in tensors if index not in by_address]
         self._written = list(written)
         self._sizes = [index for index, value in enumerate(values) if not isinstance(value, torch.Tensor)]
-        self._shaped = [i for i in tensors if any(isinstance(s, torch.SymInt) for s in (*values[i].shape, *values[i].stride()))]
+        self._shaped = [
+            i for i in tensors if any(isinstance(s, torch.SymInt) for s in (*values[i].shape, *values[i].stride()))
+        ]
         self._entries: OrderedDict[Any, Entry | None] = OrderedDict()
         self._pool: Any = None
         self._gave_up = False
@@ -170,7 +181,7 @@ class Capturing:
 
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
         self._counter["replays"] += 1
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             with torch.profiler.record_function(self._label):
                 return self._replay_now(entry, args)
         return self._replay_now(entry, args)

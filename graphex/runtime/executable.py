@@ -20,6 +20,7 @@ from graphex.device import Device, device_of
 from graphex.runtime.capture import Capturing, why_not_captured
 from graphex.runtime.codegen import Boxed, generate
 from graphex.torch_private.kernels import BelowAutograd
+from graphex.torch_private.tracing import profiler_enabled
 
 
 def build_executable(
@@ -47,7 +48,12 @@ def build_executable(
 
 
 def eager_program(
-    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, written: Sequence[int], counter: Counter[str]
+    compilation: Compilation,
+    graph_name: str,
+    folder: str,
+    gm: GraphModule,
+    written: Sequence[int],
+    counter: Counter[str],
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     from graphex.evidence.output_code import write_output_code
@@ -107,11 +113,10 @@ def _below_autograd(body: Boxed, written: Sequence[int]) -> Boxed:
 def _observed(graph_name: str, run: Boxed, counter: Counter[str]) -> Boxed:
     """Count calls, and name them in a profile."""
     label = f"graphex: {graph_name}"
-    profiling = torch.autograd._profiler_enabled
 
     def observed(args: list[Any]) -> Any:
         counter["calls"] += 1
-        if profiling():
+        if profiler_enabled():
             with torch.profiler.record_function(label):
                 return run(args)
         return run(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphex.errors import CaptureError
-from graphex.runtime.outputs import is_dense
+from graphex.torch_private.memory import is_dense, overlaps_itself
 
 
 class InputBuffer:
@@ -27,7 +27,7 @@ class InputBuffer:
         self.target = flat.as_strided(sizes, like.stride())
         self.view = flat.as_strided(like.shape, like.stride())
         self._compact = sizes
-        if torch._debug_has_internal_overlap(self.target) == 1:
+        if overlaps_itself(self.target):
             raise CaptureError(f"an input of shape {tuple(like.shape)} and strides {like.stride()} overlaps itself")
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:

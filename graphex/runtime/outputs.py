@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from graphex.torch_private.memory import is_dense, whole_storage
+
 
 @dataclass(frozen=True)
 class Window:
@@ -42,8 +44,8 @@ class OutputPlan:
             else:
                 storage = storages.get(_address(value))
                 if storage is None:
-                    storage = storages[_address(value)] = self._copied(_whole_storage(value))
-                self._plan.append(Window(storage, value.size(), value.stride(), value.storage_offset()))
+                    storage = storages[_address(value)] = self._copied(whole_storage(value, value.dtype))
+                self._plan.append(Window(storage, value.size(), value.stride(), int(value.storage_offset())))
 
     def _copied(self, source: torch.Tensor) -> int:
         self._sources.append(source)
@@ -54,11 +56,6 @@ class OutputPlan:
         if copies:
             torch._foreach_copy_(copies, self._sources)
         return tuple(_returned(value, plan, copies) for value, plan in zip(self._outputs, self._plan, strict=True))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every element has a place of its own and there are no gaps between them."""
-    return bool(torch._prims_common.is_non_overlapping_and_dense(tensor))
 
 
 def _returned(value: Any, plan: int | Window | None, copies: list[torch.Tensor]) -> Any:
@@ -74,8 +71,3 @@ def _returned(value: Any, plan: int | Window | None, copies: list[torch.Tensor])
 
 def _address(value: torch.Tensor) -> int:
     return value.untyped_storage().data_ptr()
-
-
-def _whole_storage(value: torch.Tensor) -> torch.Tensor:
-    elements = value.untyped_storage().nbytes() // value.element_size()
-    return torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage(), 0, (elements,))

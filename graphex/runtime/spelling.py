@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.analysis.effects import operator_of
 from graphex.torch_private.kernels import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS
+from graphex.torch_private.tracing import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -58,7 +58,12 @@ def spell(node: Node) -> Spelling:
 
 def _candidates(node: Node, op: torch._ops.OpOverload) -> Iterator[Spelling]:
     name = op._schema.name.removeprefix("aten::")
-    if op in _SIZES_AS_ARGUMENTS and len(node.args) == 2 and not node.kwargs and isinstance(node.args[1], (list, tuple)):
+    if (
+        op in _SIZES_AS_ARGUMENTS
+        and len(node.args) == 2
+        and not node.kwargs
+        and isinstance(node.args[1], (list, tuple))
+    ):
         method = getattr(TENSOR_METHODS, name)
         yield Spelling(method, f"torch._C.TensorBase.{name}", (node.args[0], *node.args[1]), {})
     elif op is aten.slice.Tensor:
@@ -89,7 +94,8 @@ def _slice_index(node: Node) -> tuple[Any, ...] | None:
     tensor = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
     if not isinstance(tensor, torch.Tensor) or node.kwargs:
         return None
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    dim, start, end, step = given
     if not isinstance(dim, int) or step != 1:
         return None
     return (slice(None),) * (dim % max(tensor.dim(), 1)) + (slice(start, end),)
@@ -105,7 +111,7 @@ def _tensor_index(node: Node) -> tuple[Any, ...] | None:
 # -- the proof ---------------------------------------------------------------------------------------------------
 
 
-class _Stop(Exception):
+class _StopError(Exception):
     """Ends a trial at the dispatcher, before anything is computed."""
 
 
@@ -120,7 +126,7 @@ class _Arrivals(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # a question about the tensor, not a call
             return args[0].fake_device
         self.call = (func, args, kwargs or {})
-        raise _Stop
+        raise _StopError
 
 
 def _is_same_call(candidate: Spelling, node: Node, op: torch._ops.OpOverload) -> bool:

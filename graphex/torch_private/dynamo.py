@@ -20,12 +20,12 @@ from graphex.errors import GraphexError
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
+    "backend_of",
     "cached_backends_equal_to",
+    "code_of",
     "compile_id",
     "compiling_backend",
     "compiling_code",
-    "backend_of",
-    "code_of",
     "debug_directory",
     "disable",
     "flatten_graph_inputs",

@@ -1,0 +1,153 @@
+"""The parts of the documentation that are written from declarations, so that they cannot grow stale.
+
+`python -m graphex.docs [folder]` writes `docs/options.md` from `CompilerConfig` and fills the marked parts of the
+other pages: what stands between these two lines is replaced.
+
+    <!-- generated: NAME -->
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from graphex import records
+from graphex.config import CustomPass, Option, options_of
+from graphex.frontend import decompositions
+from graphex.passes.noop import NOOPS
+from graphex.pipeline import OURS, TIDY
+
+_INTRODUCTION = """# Options
+
+<!-- Written by `make docs` from graphex/config.py. Change the declaration there, not this page. -->
+
+Give options to `torch.compile` as a dictionary, or set them on a `graphex.CompilerConfig` and build a backend from it:
+
+```python
+import torch
+import graphex
+
+model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+
+compiled = torch.compile(model, backend="graphex", options={"verify": True, "mode": "eager"})
+compiled(x)
+
+config = graphex.CompilerConfig(verify=True)
+config.mode = "eager"
+compiled = torch.compile(model, backend=graphex.get_backend(config))
+compiled(x)
+```
+
+Names, types and values are checked. A `CompilerConfig` checks on assignment. `torch.compile` hands its options over at
+the first call, so that is where a bad one raises `graphex.OptionError`:
+
+```python
+try:
+    torch.compile(model, backend="graphex", options={"verfy": True})(x)
+except graphex.OptionError as error:
+    assert "did you mean 'verify'?" in str(error)
+```
+
+A flag takes `True` or `False`; `0` and `1` are refused. torch does not accept `mode=` and `options=` in one call, so
+`mode` is an option too. The configuration is read-only once compilation has started.
+
+"""
+
+_MARKED = re.compile(r"(<!-- generated: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def options_page() -> str:
+    """The whole of docs/options.md."""
+    options = list(options_of())
+    summary = table(("option", "default"), ((f"[`{o.name}`](#{o.name})", f"`{_default(o)}`") for o in options))
+    details = "\n".join(
+        f"## {o.name}\n\n{_linked(o.doc)}\n\nAllowed: {_allowed(o)}. Default: `{_default(o)}`.\n" for o in options
+    )
+    return f"{_INTRODUCTION}{summary}\n{details}"
+
+
+def passes_section() -> str:
+    """Every pass of graphex in the order it runs."""
+    rows = []
+    for stage, graph_pass in (*OURS, *TIDY):
+        summary = (inspect.getmodule(graph_pass).__doc__ or "").splitlines()[0]
+        switch = f"`{graph_pass.option}`" if graph_pass.option else ""
+        rules = ", ".join(f"`{rule}`" for rule in graph_pass.rules())
+        rows.append((stage, f"`{graph_pass.name}`", summary, rules, switch))
+    return table(("stage", "pass", "what it does", "rules", "option"), rows)
+
+
+def noops_section() -> str:
+    """Every rule of the no-op pass, with the ops it looks at."""
+    by_rule: dict[str, list[str]] = {}
+    for op, noop in NOOPS.items():
+        by_rule.setdefault(noop.rule, []).append(f"`{op}`")
+    reasons = {noop.rule: noop.reason for noop in NOOPS.values()}
+    return table(("rule", "ops", "because"), ((f"`{r}`", ", ".join(ops), reasons[r]) for r, ops in by_rule.items()))
+
+
+def records_section() -> str:
+    """Every record type of the journal with its fields."""
+    rows = []
+    for record in records.Record.__subclasses__():
+        fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(record))
+        meaning = " ".join((record.__doc__ or "").split())
+        rows.append((f"`{record.kind}`", f"`{record.__name__}`", meaning, fields))
+    return table(("kind", "class", "meaning", "fields"), rows)
+
+
+def decompositions_section() -> str:
+    """The ops that the table `canonical` takes apart, as its module documents them."""
+    lines = (decompositions.__doc__ or "").splitlines()
+    first, last = (number for number, line in enumerate(lines) if line.startswith("==="))
+    rows = [tuple(cell.strip() for cell in re.split(r"\s{2,}", line, maxsplit=1)) for line in lines[first + 1 : last]]
+    return table(("op", "becomes"), rows)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "passes": passes_section,
+    "no-op rules": noops_section,
+    "records": records_section,
+    "decompositions": decompositions_section,
+}
+
+
+def filled(page: str) -> str:
+    """The page with its marked parts written anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{SECTIONS[found['name']]()}\n{found[3]}", page)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _allowed(option: Option[CustomPass]) -> str:
+    return _linked(", ".join(f"`{value!r}`" for value in getattr(option.kind, "values", ())) or option.kind.allowed)
+
+
+def _default(option: Option[CustomPass]) -> str:
+    return "[]" if option.default == () else repr(option.default)
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+
+
+def main(folder: str = "docs") -> None:
+    pages = Path(folder)
+    (pages / "options.md").write_text(options_page())
+    for page in sorted(pages.glob("*.md")):
+        if page.name != "options.md":
+            page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

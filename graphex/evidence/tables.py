@@ -1,0 +1,113 @@
+"""A journal as tables for people."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from graphex.records import Journal
+
+WIDTH = 118  # where there is no terminal to ask
+SHOWN = 12  # refusals printed in full; the JSON has all of them
+
+
+def printed(title: str, journal: Journal) -> str:
+    """Everything a person wants to know first, as text."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    width = max(80, shutil.get_terminal_size((WIDTH, 0)).columns)
+    console = Console(file=stream, width=width, markup=False, highlight=False)
+    console.print(title)
+    for part in _tables(journal):
+        console.print(part)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
+
+
+def _tables(journal: Journal) -> Iterator[Any]:
+    yield _graphs(journal)
+    yield _passes(journal)
+    if journal.rewrites:
+        yield _rules(journal)
+    if journal.refusals:
+        yield _refusals(journal)
+    yield _running(journal)
+    if journal.verifications:
+        yield _verdicts(journal)
+
+
+def _verdicts(journal: Journal) -> Any:
+    table = _table("verification", "graph", "verdict", "measured against", "worst error", "pass to blame", "reason")
+    for verdict in journal.verifications:
+        error = f"{verdict.worst_error:.3g}"
+        table.add_row(verdict.graph, verdict.status, verdict.reference, error, verdict.pass_name, verdict.reason)
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _graphs(journal: Journal) -> Any:
+    table = _table("graphs", "graph", "phase", "nodes", "inputs", "outputs", "devices")
+    for graph in journal.graphs:
+        sizes = map(str, (graph.nodes, graph.inputs, graph.outputs))
+        table.add_row(graph.graph, graph.phase, *sizes, ", ".join(graph.devices))
+    return table
+
+
+def _passes(journal: Journal) -> Any:
+    table = _table("passes", "graph", "stage", "pass", "status", "nodes", "ms", "what changed")
+    for ran in journal.passes:
+        changes = [f"-{count} {name}" for name, count in ran.removed.items()]
+        changes += [f"+{count} {name}" for name, count in ran.added.items()]
+        nodes = (
+            f"{ran.nodes_before} -> {ran.nodes_after}" if ran.nodes_before != ran.nodes_after else str(ran.nodes_after)
+        )
+        what = ", ".join(changes[:4]) + (" ..." if len(changes) > 4 else "") or ran.reason
+        table.add_row(ran.graph, ran.stage, ran.name, ran.status, nodes, f"{ran.seconds * 1000:.1f}", what)
+    return table
+
+
+def _rules(journal: Journal) -> Any:
+    table = _table("rewrites", "rule", "made", "refused", "for example", "because")
+    made = Counter(record.rule for record in journal.rewrites)
+    refused = Counter(record.rule for record in journal.refusals)
+    first = {record.rule: record for record in reversed(journal.rewrites)}
+    for rule, count in made.most_common():
+        example = first[rule]
+        where = example.line or ", ".join(example.nodes)
+        table.add_row(rule, str(count), str(refused[rule]), where, example.because)
+    return table
+
+
+def _refusals(journal: Journal) -> Any:
+    table = _table("refused", "rule", "node", "reason", "line")
+    for record in journal.refusals[:SHOWN]:
+        table.add_row(record.rule, record.node, record.reason, record.line)
+    if len(journal.refusals) > SHOWN:
+        table.add_row("", "", f"... and {len(journal.refusals) - SHOWN} more in the JSON", "")
+    return table
+
+
+def _running(journal: Journal) -> Any:
+    table = _table("running", "graph", "calls", "captured", "replayed", "remark")
+    reasons = {record.graph: f"{record.what}: {record.reason}" for record in journal.fallbacks}
+    for graph in journal.graphs:
+        if graph.phase == "joint":
+            continue
+        counts = journal.counts.get(graph.graph, Counter())
+        captured = counts["captured"] + counts["recaptured"]
+        calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program once without computing
+        remark = reasons.get(graph.graph) or ("" if captured else "straight-line code; no device graph")
+        table.add_row(graph.graph, str(calls), str(captured), str(counts["replays"]), remark)
+    return table

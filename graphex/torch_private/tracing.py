@@ -1,0 +1,20 @@
+"""Logs, traces and profiles: structured-trace artifacts, and whether a profiler is looking."""
+
+from __future__ import annotations
+
+import torch
+from torch._logging._internal import trace_log, trace_structured
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["TorchDispatchMode", "is_traced", "profiler_enabled", "trace_artifact"]
+
+profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def is_traced() -> bool:
+    """Whether somebody collects structured-trace artifacts (TORCH_TRACE)."""
+    return bool(trace_log.handlers)
+
+
+def trace_artifact(name: str, encoding: str, text: str) -> None:
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
