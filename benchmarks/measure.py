@@ -14,7 +14,7 @@ Call = Callable[[], object]
 
 
 def interleaved(variants: Mapping[str, Call], *, rounds: int, calls: int, warm_up: int = 5) -> dict[str, float]:
-    """Median seconds of one call of each variant. In each round every variant makes `calls` calls, one after another."""
+    """Median seconds of one call of each variant. A round makes `calls` calls of every variant."""
     for call in variants.values():
         for _ in range(warm_up):
             call()

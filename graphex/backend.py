@@ -52,7 +52,7 @@ class Backend:
 
     def _config(self, *, mode: Any = None, options: Any = None) -> CompilerConfig:
         config = config_from(self.config, mode)
-        config.update(config_from(options)._values if options else {})
+        config.update(config_from(options).given())
         return config
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.compilation import Compilation
@@ -16,9 +14,12 @@ from graphex.records import GraphCompiled
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
+from graphex.torch_private.symbolic import unset_fake_temporarily
+from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.trees import pytree
 
 
+@unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
 ) -> Boxed:
@@ -28,7 +29,7 @@ def compile_graph(
 
     name = _begin(gm, compilation, phase)
     config = compilation.config
-    original = _copy(gm) if config.verify or config.dump_tensor_data else gm
+    original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
     runner = Runner(compilation, name, gm, example_inputs, folder=phase)
     optimise(runner)
     if config.dump_tensor_data:
@@ -42,6 +43,7 @@ def compile_graph(
     return executable
 
 
+@unset_fake_temporarily()
 def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> GraphModule:
     """Take the joint graph of a training step through the passes that ask for it."""
     if not any(stages(compilation.config, joint=True)):
@@ -66,7 +68,3 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
 def _sizes(graph: Graph) -> tuple[int, int]:
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     return inputs, sum(len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output")
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    return torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))

@@ -189,6 +189,10 @@ class CompilerConfig:
         copy._is_frozen = True
         return copy
 
+    def given(self) -> dict[str, Any]:
+        """The options that were set, as they could be set again: a tuple of passes would read as one pass."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self._values.items()}
+
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in option_names()}
 
@@ -216,7 +220,7 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
     torch refuses `mode` and `options` together, so `mode` is also an option.
     """
     if isinstance(options, CompilerConfig):
-        config = CompilerConfig(**{name: _as_given(options, name) for name in options._values})
+        config = CompilerConfig(**options.given())
     else:
         config = CompilerConfig()
         if not isinstance(options, (Mapping, type(None))):
@@ -228,11 +232,6 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
     if mode is not None:
         config.update({"mode": mode})
     return config
-
-
-def _as_given(config: CompilerConfig, name: str) -> Any:
-    value = getattr(config, name)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _closest(name: str) -> str:

@@ -7,7 +7,6 @@ compilation with its name (or is undone too, with `strict=False`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
+from graphex.torch_private.graphs import copy_graph
 from graphex.records import PassRan, Record
 from graphex.torch_private.trees import pytree
 
@@ -58,7 +58,7 @@ class Runner:
         before, started = _targets(self.gm.graph), time.perf_counter()
         module_before = self.gm
         try:
-            changed = self._apply(graph_pass, records)
+            changed, remark = self._apply(graph_pass, records)
         except Exception as error:
             self._undo(module_before, snapshot)
             self._failed(stage, graph_pass, error, before, time.perf_counter() - started)
@@ -80,14 +80,15 @@ class Runner:
                 after.total(),
                 dict(before - after),
                 dict(after - before),
+                remark,
             )
         )
         for record in records:
             self.compilation.journal.add(record)
         self._show(f"after_{graph_pass.name}", stage=stage, changed=changed)
 
-    def _apply(self, graph_pass: GraphPass, records: list[Record]) -> bool:
-        """Run the pass and check what it left. True if the graph changed."""
+    def _apply(self, graph_pass: GraphPass, records: list[Record]) -> tuple[bool, str]:
+        """Run the pass and check what it left: whether the graph changed, and what there is to say about it."""
         work = Work(
             self.gm,
             self.example_inputs,
@@ -100,17 +101,19 @@ class Runner:
             graph_pass.apply(work)
             if work.changes:
                 check_graph(work.gm.graph, self._arity, f"pass '{graph_pass.name}'")
-            return work.changes > 0
+            return work.changes > 0, ""
         self.gm.recompile()  # a user's pass may look at the code or run the module
         signature = _signature(self.gm.graph)
         with Watch(self.gm) as watch:
             graph_pass.apply(work)
-        if work.gm is self.gm and _signature(self.gm.graph) == signature:
-            return False
-        check_graph(work.gm.graph, self._arity, f"your pass '{graph_pass.name}'")
-        repair(work.gm, watch, graph_pass.name)
+        changed = work.gm is not self.gm or _signature(self.gm.graph) != signature
+        dropped = watch.dropped(work.gm)
+        if changed:
+            check_graph(work.gm.graph, self._arity, f"your pass '{graph_pass.name}'")
+        if changed or dropped:
+            repair(work.gm, watch, graph_pass.name)
         self.gm = work.gm
-        return True
+        return changed, f"dropped the metadata of {len(dropped)} nodes; it was restored" if dropped else ""
 
     def _failed(
         self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float
@@ -132,7 +135,7 @@ class Runner:
     def _take_snapshot(self) -> Graph:
         """A copy of the graph as it stands, made again only after something changed it."""
         if self._snapshot is None:
-            self._snapshot = copy.deepcopy(self.gm.graph)
+            self._snapshot = copy_graph(self.gm.graph)
         return self._snapshot
 
     def _undo(self, module: GraphModule, snapshot: Graph) -> None:

@@ -42,6 +42,16 @@ class CudaDevice(Device):
                 with torch.cuda.graph(graph, pool=pool):
                     result = run()
             except Exception as error:
-                torch.cuda.synchronize(self._device)
+                _recover(self._device)
                 raise CaptureError(str(error)) from error
         return CudaReplay(graph), result
+
+
+def _recover(device: torch.device) -> None:
+    """After a failed capture the random generator still believes that it is being captured.
+
+    Ending any other capture puts it right.
+    """
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass

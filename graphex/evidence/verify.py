@@ -23,7 +23,7 @@ from graphex.evidence.tensors import clone_together, difference, sharing
 from graphex.records import Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed, generate
-from graphex.runtime.executable import build_executable, interpreted
+from graphex.runtime.executable import build_executable, interpreted, written_constants
 from graphex.torch_private.trees import pytree
 
 CODE_GENERATION = "code generation"
@@ -81,6 +81,7 @@ class _Verification:
         self.args = args
         self.versions = _versions(original, runner)
         self.state = _random_state()
+        self.constants = written_constants(original)
 
     def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
         """The executable to use from now on."""
@@ -127,10 +128,16 @@ class _Verification:
     def _run(self, run: Boxed) -> Outcome:
         """Run on copies of the inputs, from the same random state each time."""
         inputs = clone_together(self.args)
+        saved = [constant.clone() for constant in self.constants]
         _set_random_state(self.state)
         with torch.no_grad():
-            outputs = pytree.tree_leaves(run(list(inputs)))
-        return Outcome(outputs, inputs, sharing(outputs, inputs))
+            try:
+                outputs = pytree.tree_leaves(run(list(inputs)))
+                left = [constant.clone() for constant in self.constants]
+            finally:
+                for constant, value in zip(self.constants, saved, strict=True):
+                    constant.copy_(value)
+        return Outcome(outputs, inputs + left, sharing(outputs, inputs + self.constants))
 
     def _blame(
         self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Boxed]
@@ -202,7 +209,7 @@ def _compare(
     )
     for what, ours, theirs, truth in groups:
         for index, (mine, original) in enumerate(zip(ours, theirs, strict=True)):
-            true = truth[index] if truth is not None and isinstance(truth[index], torch.Tensor) else None
+            true = truth[index] if truth is not None and index < len(truth) else None
             problem, error = difference(mine, original, true)
             worst = max(worst, error)
             if problem:

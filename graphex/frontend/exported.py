@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from graphex.errors import InputError
 from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
 from graphex.runtime.codegen import Boxed
+from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, detect_fake_mode
 from graphex.torch_private.trees import pytree
 
@@ -40,7 +40,7 @@ class CompiledGraph:
 
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
-    gm = GraphModule(gm, copy.deepcopy(gm.graph))  # the caller's module is not touched
+    gm = copy_module(gm)  # the caller's module is not touched
     values = _example_values(gm, example_inputs)
     propagate_values(gm, lambda node: False, "compile_fx")
     run = compile_graph(gm, values, compilation, "inference", ())

@@ -21,6 +21,7 @@ from graphex.analysis import known_equal
 from graphex.errors import PassError
 from graphex.passes.base import ORIGINS, inherit
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, detect_fake_mode
+from graphex.torch_private.trees import pytree
 
 _INHERITED = ("stack_trace", "custom", "nn_module_stack", "seq_nr", "partitioner_tag")
 
@@ -36,6 +37,7 @@ class Watch:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
+        self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
         self.calls = {node.name: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -49,6 +51,16 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._gm._unregister_replace_node_hook(self._note)
 
+    def dropped(self, gm: GraphModule) -> list[Node]:
+        """The nodes that are still there and have lost what they carried."""
+        return [
+            node
+            for node in gm.graph.nodes
+            if node.op != "output"
+            and node in self.nodes
+            and any(key in self.metas[node.name] and key not in node.meta for key in ("val", ORIGINS))
+        ]
+
     def _note(self, old: Node, new: str, user: Node) -> None:
         known = self.replaced.setdefault(new, [])
         if old not in known:
@@ -58,10 +70,15 @@ class Watch:
 def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
     """Restore metadata after a foreign pass that turned `watch.before` into `gm`."""
     _restore_placeholders(gm, watch)
+    for node in watch.dropped(gm):
+        node.meta.update({key: value for key, value in watch.metas[node.name].items() if key not in node.meta})
     copies = _restore_copies(gm, watch)
-    new = [node for node in gm.graph.nodes if ORIGINS not in node.meta and node.op not in ("placeholder", "output")]
+    replaced = (old.name for olds in watch.replaced.values() for old in olds)
+    elsewhere = {*replaced, *(node.name for node in gm.graph.nodes)}
+    known = copies | watch.nodes
+    new = [node for node in gm.graph.nodes if node not in known and node.op not in ("placeholder", "output")]
     for node in new:
-        _inherit_from(node, _ancestors(node, watch))
+        _inherit_from(node, _ancestors(node, watch, elsewhere))
     for node in reversed(new):  # the inside of a replacement: from the part of it that is known
         if ORIGINS not in node.meta:
             _inherit_from(node, [user for user in node.users if ORIGINS in user.meta])
@@ -129,12 +146,24 @@ def _source_node(node: Node, watch: Watch) -> Node | None:
     return watch.before.get(sources[-1].name) if sources else None
 
 
-def _ancestors(node: Node, watch: Watch) -> list[Node]:
+def _ancestors(node: Node, watch: Watch, elsewhere: set[str]) -> list[Node]:
+    """What a new node stands for: the nodes whose users it took over, and what disappeared along with them.
+
+    `elsewhere` names nodes that did not disappear, or that another node stands for.
+    """
     replaced = watch.replaced.get(node.name)
-    if replaced:
-        return replaced
-    source = _source_node(node, watch)
-    return [source] if source is not None else []
+    if not replaced:
+        source = _source_node(node, watch)
+        return [source] if source is not None else []
+    found = dict.fromkeys(replaced)
+    pending = list(replaced)
+    while pending:
+        _, args, kwargs = watch.calls.get(pending.pop().name, (None, (), {}))
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Node) and value not in found and value.name not in elsewhere:
+                found[value] = None
+                pending.append(value)
+    return list(found)
 
 
 def _inherit_from(node: Node, ancestors: list[Node]) -> None:

@@ -93,8 +93,6 @@ class Entry:
 class Capturing:
     """A boxed callable that captures and replays `run`."""
 
-    _boxed_call = True
-
     def __init__(
         self,
         compilation: Compilation,
@@ -105,6 +103,7 @@ class Capturing:
         static_inputs: Sequence[int],
         written: Sequence[int],
     ) -> None:
+        self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
         values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
         tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
@@ -146,8 +145,6 @@ class Capturing:
 
     def _capture(self, key: Any, args: list[Any], why_again: str) -> Entry | None:
         started = time.perf_counter()
-        if old := self._entries[key]:
-            old.replay.free()
         self._pool = self._pool or self._device.pool()
         captured = list(args)
         try:
@@ -163,6 +160,8 @@ class Capturing:
         addresses = [args[index].data_ptr() for index in self._by_address]
         owned = {args[index].untyped_storage().data_ptr() for index in self._by_address}
         entry = Entry(replay, buffers, addresses, OutputPlan(outputs, owned))
+        if old := self._entries[key]:
+            old.replay.free()  # only now: a pool that no graph uses is gone
         self._keep(key, entry)
         status = "recaptured" if why_again else "captured"
         self._counter[status] += 1

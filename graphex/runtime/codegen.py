@@ -90,7 +90,7 @@ class _Writer:
         if node.op == "output":
             self.lines.append(f"return {self._returned(node.args[0])}")
         elif node.op == "get_attr":
-            self.names[node] = self._bind(_attribute(self.gm, str(node.target)), str(node.target))
+            self.names[node] = self._bind(attribute_of(self.gm, str(node.target)), str(node.target))
         else:
             self.lines.append(f"{self.names[node]} = {self._call(node)}")
 
@@ -174,7 +174,7 @@ class _Writer:
             self.lines.append(f"del {', '.join(names)}")
 
 
-def _attribute(gm: GraphModule, target: str) -> Any:
+def attribute_of(gm: GraphModule, target: str) -> Any:
     value: Any = gm
     for part in target.split("."):
         value = getattr(value, part)

@@ -18,7 +18,7 @@ from graphex.analysis import Aliases
 from graphex.compilation import Compilation
 from graphex.device import Device, device_of
 from graphex.runtime.capture import Capturing, why_not_captured
-from graphex.runtime.codegen import Boxed, generate
+from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.torch_private.kernels import BelowAutograd
 from graphex.torch_private.tracing import profiler_enabled
 
@@ -66,7 +66,8 @@ def eager_program(
         return _boxed(interpreted(gm))
     if compilation.files.wanted:
         compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm, compilation.files, folder))
-    return _observed(graph_name, _below_autograd(body, written) if _is_plain(gm) else body, counter)
+    run = _below_autograd(body, written, written_constants(gm)) if _is_plain(gm) else body
+    return _observed(graph_name, run, counter)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
@@ -85,14 +86,22 @@ def written_inputs(gm: GraphModule) -> list[int]:
     return [index for index, node in enumerate(placeholders) if aliases.is_written(node)]
 
 
+def written_constants(gm: GraphModule) -> list[torch.Tensor]:
+    """The tensors the module itself holds whose memory the graph writes to (buffers of an exported program)."""
+    aliases = Aliases(gm.graph)
+    attributes = [node for node in gm.graph.nodes if node.op == "get_attr" and aliases.is_written(node)]
+    values = {str(node.target): attribute_of(gm, str(node.target)) for node in attributes}
+    return [value for value in values.values() if isinstance(value, torch.Tensor)]
+
+
 def devices_of(gm: GraphModule) -> set[torch.device]:
     values = (node.meta.get("val") for node in gm.graph.nodes)
     return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
-def _below_autograd(body: Boxed, written: Sequence[int]) -> Boxed:
+def _below_autograd(body: Boxed, written: Sequence[int], constants: list[torch.Tensor]) -> Boxed:
     """Skip the autograd keys: AOTAutograd has dealt with them. They also count writes, so that is done here."""
-    if not written:
+    if not (written or constants):
 
         def run(args: list[Any]) -> Any:
             with BelowAutograd():
@@ -101,7 +110,7 @@ def _below_autograd(body: Boxed, written: Sequence[int]) -> Boxed:
         return run
 
     def run_and_count_writes(args: list[Any]) -> Any:
-        changed = [args[index] for index in written]
+        changed = [args[index] for index in written] + constants
         with BelowAutograd():
             result = body(args)
         increment_version([tensor for tensor in changed if not tensor.is_inference()])

@@ -54,7 +54,11 @@ def surfaced(error: GraphexError) -> GraphexError:
     def init(self: Any, *args: Any) -> None:
         ShortenTraceback.__init__(self, *args, first_useful_frame=None)
 
-    both = type(kind.__name__, (kind, ShortenTraceback), {"__init__": init, "__module__": "graphex"})
+    def hand_over(self: Any) -> Any:
+        raise self from error.__cause__  # Dynamo would say `raise self.remove_dynamo_frames() from None`
+
+    members = {"__init__": init, "__module__": "graphex", "remove_dynamo_frames": hand_over}
+    both = type(kind.__name__, (kind, ShortenTraceback), members)
     copy: GraphexError = both(*error.args)
     copy.__cause__ = error.__cause__
     copy.__dict__.update(error.__dict__)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch._prims_common
 from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether every element has a place of its own and there are no gaps between them."""
-    return bool(torch._prims_common.is_non_overlapping_and_dense(tensor))  # type: ignore[attr-defined]
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

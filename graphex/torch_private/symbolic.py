@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     free_unbacked_symbols,
@@ -23,6 +23,7 @@ __all__ = [
     "has_free_symbols",
     "hint_of",
     "statically_known_true",
+    "unset_fake_temporarily",
 ]
 
 

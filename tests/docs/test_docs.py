@@ -1,0 +1,164 @@
+"""The documentation is true: its code runs, prints what it says, and its links lead somewhere.
+
+The Python blocks of a page are one program. Two comments in a page carry meaning:
+
+    <!-- file: examples/NAME.py -->     the block below is that file, word for word
+    <!-- output -->                     the block below is what the block above it prints
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import runpy
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphex import docs, records
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
+EXAMPLES = [ROOT / "examples" / f"{name}.py" for name in ("custom_pass", "explain_model", "verify_a_pass")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    language: str
+    marker: str
+    line: int
+    text: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+    text = page.read_text()
+    for found in fence.finditer(text):
+        before = text[: found.start()].rstrip().rsplit("\n", 1)[-1]
+        marker = re.fullmatch(r"<!-- (.*) -->", before)
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(found[2], marker[1] if marker else "", line, textwrap.dedent(found[3]))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_every_python_block_runs_and_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / f"{page.stem.lower()}.py"  # on disk, so that source lines can be shown
+    namespace = {"__name__": page.stem}
+    program, printed = "", ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in blocks(page):
+            if block.language == "python":
+                program += "\n" * bool(program)
+                script.write_text(program + block.text)
+                run(block, "\n" * program.count("\n") + block.text, script, namespace, page)
+                program += block.text
+                printed = capsys.readouterr().out
+            elif block.marker == "output":
+                check_output(page, block, printed)
+
+
+def run(block: Block, code: str, script: Path, namespace: dict[str, object], page: Path) -> None:
+    try:
+        exec(compile(code, str(script), "exec"), namespace)
+    except BaseException as error:
+        error.add_note(f"in the block at {name_of(page)}:{block.line}")
+        raise
+
+
+def check_output(page: Path, block: Block, printed: str) -> None:
+    if words(printed) == words(block.text) or not is_pinned_torch():
+        return
+    complaint = f"{name_of(page)}:{block.line} shows other output than\n{printed}"
+    assert os.environ.get("GRAPHEX_UPDATE_DOCS") == "1", complaint
+    shown = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
+    page.write_text(page.read_text().replace(f"```text\n{block.text}```", f"```text\n{shown}```"))
+
+
+def is_pinned_torch() -> bool:
+    """The pages show what the torch of development prints; another one may trace the same model to other ops."""
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return pinned is not None and torch.__version__.split("+")[0] == pinned[1]
+
+
+def words(printed: str) -> Counter[str]:
+    """What was printed without its layout: times differ from run to run, and with them the width of columns."""
+    return Counter(re.sub(r"\d+\.\d+(e[-+]\d+)?", "0.0", re.sub("─+", "", printed)).split())
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_a_block_taken_from_a_file_is_that_file(page: Path) -> None:
+    for block in blocks(page):
+        if block.marker.startswith("file: "):
+            assert block.text == (ROOT / block.marker.removeprefix("file: ")).read_text(), f"{page.name}:{block.line}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_every_example_runs_and_is_shown_in_the_docs(example: Path) -> None:
+    assert any(block.marker == f"file: {name_of(example)}" for page in WITH_CODE for block in blocks(page))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(example), run_name="__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text):
+        path, _, heading = (target[0] or target[1]).partition("#")
+        if path.startswith(("http:", "https:", "mailto:")):
+            continue
+        there = (page.parent / path) if path else page
+        assert there.exists(), f"{page.name} links to {path}, which does not exist"
+        if heading:
+            assert heading in headings(there), f"{page.name} links to #{heading}, which {there.name} does not have"
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_named_in_the_docs_exist(page: Path) -> None:
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shell = "\n".join(block.text for block in blocks(page) if block.language in ("sh", "bash", "shell", "console"))
+    named = re.findall(r"^(?:\$ )?make ([a-z-]+)", shell, re.MULTILINE) + re.findall(
+        r"`make ([a-z-]+)`", page.read_text()
+    )
+    assert set(named) <= known
+
+
+def test_the_options_page_is_what_the_declarations_say() -> None:
+    assert (ROOT / "docs/options.md").read_text() == docs.options_page(), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- generated:" in page.read_text()], ids=name_of)
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    assert page.read_text() == docs.filled(page.read_text()), "run `make docs`"
+
+
+def test_every_generated_part_has_a_place() -> None:
+    everything = "".join(page.read_text() for page in PAGES)
+    assert all(f"<!-- generated: {name} -->" in everything for name in docs.SECTIONS)
+
+
+def test_every_field_of_every_record_is_explained() -> None:
+    page = (ROOT / "docs/debugging.md").read_text()
+    explained = page.split("## What the fields mean")[1].split("\n## ")[0]
+    fields = {field.name for record in records.Record.__subclasses__() for field in dataclasses.fields(record)}
+    assert not {name for name in fields if f"`{name}`" not in explained}

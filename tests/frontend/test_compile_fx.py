@@ -1,0 +1,98 @@
+"""compile_fx: a user's own AOTAutograd call, traced graphs, and exported programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import graphex
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.seen.add_(1)
+        return {"y": self.linear(x).relu() * scale["s"], "n": self.seen + 0}
+
+
+def test_as_the_compiler_of_a_users_own_aot_backend():
+    journals = []
+
+    def backend(gm, inputs):
+        def compiler(graph, examples):
+            compiled = graphex.compile_fx(graph, examples, options={"verify": True})
+            journals.append(compiled.journal)
+            return compiled
+
+        return aot_module_simplified(gm, inputs, fw_compiler=compiler, keep_inference_input_mutations=True)
+
+    def f(x: Tensor) -> Tensor:
+        return (x.clone() + 1)[:, 0:].sum(0)
+
+    compiled = torch.compile(f, backend=backend)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), f(x), rtol=0, atol=0)
+    assert [verdict.status for verdict in journals[0].verifications] == ["equal"]
+    assert journals[0].rewrites
+
+
+def test_a_traced_graph_without_example_inputs_uses_its_own_values():
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ y, (x + y).t()
+
+    args = (torch.randn(3, 3), torch.randn(3, 3))
+    gm = make_fx(f, tracing_mode="fake")(*args)
+    compiled = graphex.compile_fx(gm)
+    for found, wanted in zip(compiled(*args), f(*args), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_graph_without_values_takes_them_from_the_examples():
+    gm = torch.fx.symbolic_trace(lambda x: torch.ops.aten.mul.Tensor(torch.ops.aten.add.Tensor(x, x), 3))
+    compiled = graphex.compile_fx(gm, [torch.ones(2)])
+    assert compiled(torch.ones(2)).tolist() == [6.0, 6.0]
+
+
+def test_the_callers_graph_is_not_touched():
+    gm = make_fx(lambda x: x.clone() + 1, tracing_mode="fake")(torch.ones(2))
+    before = str(gm.graph)
+    graphex.compile_fx(gm)
+    assert str(gm.graph) == before
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_exported_program(dynamic):
+    model, x, scale = Model(), torch.randn(3, 4), {"s": torch.tensor(2.0)}
+    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=16)}, "scale": {"s": {}}} if dynamic else None
+    program = torch.export.export(model, (x, scale), dynamic_shapes=shapes).run_decompositions({})
+    module = program.module()
+    compiled = graphex.compile_fx(module, options={"verify": True})
+    for rows in (3, 7) if dynamic else (3,):
+        x = torch.randn(rows, 4)
+        with torch.no_grad():
+            found = compiled(x, scale)
+            wanted = model.linear(x).relu() * 2
+        assert set(found) == {"y", "n"}
+        torch.testing.assert_close(found["y"], wanted, rtol=0, atol=0)
+    assert found["n"].item() == (2 if dynamic else 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: graphex.compile_fx(nn.Linear(2, 2), []), "GraphModule"),
+        (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1)), "example_inputs"),
+        (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), [1, 2]), "1 inputs, 2 example"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, message):
+    with pytest.raises(graphex.InputError, match=message):
+        call()

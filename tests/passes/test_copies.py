@@ -1,0 +1,180 @@
+"""Casts that lose nothing on the way are skipped; casts that round stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.passes.support import Optimised, assert_same_to_user, aten
+
+cast = aten._to_copy.default
+
+EXACT = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.bool, torch.uint8),
+    (torch.bool, torch.bfloat16),
+    (torch.uint8, torch.int16),
+    (torch.uint8, torch.bfloat16),
+    (torch.int8, torch.float16),
+    (torch.int16, torch.float32),
+    (torch.int32, torch.float64),
+    (torch.int32, torch.int64),
+]
+LOSSY = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.int32, torch.float32),
+    (torch.int64, torch.float64),
+    (torch.int16, torch.float16),
+    (torch.int16, torch.int8),
+    (torch.float32, torch.int32),
+    (torch.uint8, torch.int8),
+    (torch.int64, torch.bool),
+]
+
+
+def everything(dtype: torch.dtype) -> torch.Tensor:
+    """Values that a wrong detour would change."""
+    if dtype == torch.bool:
+        return torch.tensor([True, False])
+    if dtype.is_floating_point:
+        return torch.tensor([0.0, -0.0, 1 / 3, -3.7, 1e4, 6e-8, 65504.0, float("inf"), float("nan")]).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.tensor([info.min, info.max, info.max - 1, 0, 1, 77], dtype=dtype)
+
+
+def there_and_back(dtype, through):
+    return lambda x: (
+        aten.neg.default(cast(cast(x, dtype=through), dtype=dtype))
+        if dtype != torch.bool
+        else (aten.logical_not.default(cast(cast(x, dtype=through), dtype=dtype)))
+    )
+
+
+@pytest.mark.parametrize(("dtype", "through"), EXACT, ids=str)
+def test_there_and_back_through_a_wider_type_is_no_trip(dtype, through):
+    made = Optimised(there_and_back(dtype, through), everything(dtype))
+    assert made.rules() == ["cast_back"]
+    assert made.count(cast) == 0
+    assert_same_to_user(made.run, there_and_back(dtype, through), everything(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "through"), LOSSY, ids=str)
+def test_there_and_back_through_a_type_that_rounds_stays(dtype, through):
+    given = everything(dtype) if dtype.is_floating_point <= through.is_floating_point else torch.tensor([1.5, -2.0])
+    made = Optimised(there_and_back(dtype, through), given)
+    assert made.rules() == []
+    assert made.count(cast) == 2
+    assert_same_to_user(made.run, there_and_back(dtype, through), given)
+
+
+@pytest.mark.parametrize(
+    ("source", "middle", "last"),
+    [
+        (torch.bfloat16, torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32, torch.float16),
+        (torch.float16, torch.float64, torch.bfloat16),
+        (torch.float32, torch.float64, torch.float16),
+    ],
+    ids=str,
+)
+def test_a_stop_on_the_way_to_a_third_type_is_skipped(source, middle, last):
+    def detour(x):
+        return aten.neg.default(cast(cast(x, dtype=middle), dtype=last))
+
+    made = Optimised(detour, everything(source))
+    assert made.rules() == ["cast_through"]
+    assert made.count(cast) == 1
+    assert_same_to_user(made.run, detour, everything(source))
+
+
+def test_every_exact_detour_is_exact_for_every_16_bit_value():
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    for dtype, through in itertools.product((torch.float16, torch.bfloat16), (torch.float32, torch.float64)):
+        values = patterns.view(dtype)
+        back = values.to(through).to(dtype)
+        assert torch.equal(back.nan_to_num(nan=0.0), values.nan_to_num(nan=0.0))
+
+
+def test_the_middle_stays_for_those_who_read_it():
+    def used_twice(x):
+        middle = cast(x, dtype=torch.float32)
+        return aten.sin.default(middle), aten.neg.default(cast(middle, dtype=torch.bfloat16))
+
+    given = everything(torch.bfloat16)
+    made = Optimised(used_twice, given)
+    assert made.rules() == ["cast_back"]
+    assert made.count(cast) == 1
+    assert_same_to_user(made.run, used_twice, given)
+
+
+def test_a_returned_round_trip_of_an_input_is_kept():
+    def returned(x):
+        return cast(cast(x, dtype=torch.float32), dtype=torch.bfloat16)
+
+    given = everything(torch.bfloat16)
+    made = Optimised(returned, given)
+    assert made.reasons("cast_back") == ["an output would begin to share memory with an input"]
+    assert_same_to_user(made.run, returned, given)
+
+
+def test_a_round_trip_across_a_write_is_kept():
+    def written(x):
+        wide = cast(x, dtype=torch.float64)
+        aten.add_.Tensor(x, 1)
+        return aten.neg.default(cast(wide, dtype=torch.float32))
+
+    made = Optimised(written, torch.randn(4))
+    assert_same_to_user(made.run, written, torch.randn(4))
+    assert made.count(cast) == 2
+
+
+def test_a_stop_is_not_skipped_across_a_write():
+    def written(x):
+        wide = cast(x, dtype=torch.float64)
+        aten.add_.Tensor(x, 1)
+        return aten.neg.default(cast(wide, dtype=torch.float16))
+
+    made = Optimised(written, torch.randn(4))
+    assert made.reasons("cast_through") == ["the original is written to in this graph"]
+    assert_same_to_user(made.run, written, torch.randn(4))
+
+
+def test_a_cast_that_also_changes_the_layout_is_kept():
+    def relaid(x):
+        wide = cast(x, dtype=torch.float64, memory_format=torch.channels_last)
+        return aten.neg.default(cast(wide, dtype=torch.float32))
+
+    image = torch.randn(1, 3, 4, 4)
+    made = Optimised(relaid, image)
+    assert made.rules() == []
+    assert_same_to_user(made.run, relaid, image)
+
+
+@pytest.mark.parametrize("rule", ["cast_back", "cast_through"])
+def test_the_rules_can_be_disabled(rule):
+    last = torch.bfloat16 if rule == "cast_back" else torch.float16
+
+    def detour(x):
+        return aten.neg.default(cast(cast(x, dtype=torch.float32), dtype=last))
+
+    made = Optimised(detour, everything(torch.bfloat16), disable_rules=[rule])
+    assert made.rules() == []
+    assert_same_to_user(made.run, detour, everything(torch.bfloat16))
+
+
+def test_the_pass_can_be_disabled():
+    made = Optimised(
+        there_and_back(torch.bfloat16, torch.float32),
+        everything(torch.bfloat16),
+        disable_passes=["remove_redundant_copies"],
+    )
+    assert made.count(cast) == 2
