@@ -72,7 +72,9 @@ def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, opt
 
     if not isinstance(gm, GraphModule):
         raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}.")
-    return compile_aten(gm, example_inputs, _begin(config_from(options), Journal()))
+    own = Journal()
+    config = config_from(options)
+    return gm if _is_off(own) else compile_aten(gm, example_inputs, _begin(config, own))
 
 
 def journal(compiled: object) -> Journal:
@@ -105,13 +107,20 @@ def _compile(
 ) -> Any:
     from graphex.frontend.aot import compile_with_aot
 
-    if os.environ.get("GRAPHEX_DISABLE") == "1":
-        journal.fall_back(FellBack("-", "graphex is off", "GRAPHEX_DISABLE=1 is set"), warn=False)
+    if _is_off(journal):
         return gm.forward
     compilation = _begin(config, journal)
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
     return compile_with_aot(gm, example_inputs, compilation, custom_decompositions)
+
+
+def _is_off(journal: Journal) -> bool:
+    """The switch for "is it graphex?": the model runs as it is, and the journal says so."""
+    if os.environ.get("GRAPHEX_DISABLE") != "1":
+        return False
+    journal.fall_back(FellBack("-", "graphex is off", "GRAPHEX_DISABLE=1 is set"), warn=False)
+    return True
 
 
 def _begin(config: CompilerConfig, journal: Journal) -> Compilation:

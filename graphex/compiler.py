@@ -10,12 +10,12 @@ from torch.fx import Graph, GraphModule
 from graphex.compilation import Compilation
 from graphex.passes.metadata import stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
-from graphex.records import GraphCompiled
+from graphex.records import GraphCompiled, Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
-from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.trees import pytree
 
 
@@ -52,6 +52,9 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     runner = Runner(compilation, name, gm, values, folder="joint")
     optimise_joint(runner)
+    if runner.steps:
+        reason = "passes on the joint graph run before there is anything to run it on"
+        compilation.journal.add(Verified(name, "refused", reason))
     return runner.gm
 
 

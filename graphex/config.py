@@ -138,6 +138,10 @@ class CompilerConfig:
     remove_noop_ops = Option(
         Flag(), True, "Drop operations that return their input unchanged (full slices, same-dtype casts, clones ...)."
     )
+    inplace_pass = Option(Flag(), True, "Compute into memory of intermediate values that nobody needs any more.")
+    input_inplace_pass = Option(
+        Flag(), True, "Write updated inputs (caches, buffers) in place instead of computing a copy and copying it back."
+    )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."
     )

@@ -20,7 +20,7 @@ from graphex import records
 from graphex.config import CustomPass, Option, options_of
 from graphex.frontend import decompositions
 from graphex.passes.noop import NOOPS
-from graphex.pipeline import OURS, TIDY
+from graphex.pipeline import LAST, OURS
 
 _INTRODUCTION = """# Options
 
@@ -74,7 +74,7 @@ def options_page() -> str:
 def passes_section() -> str:
     """Every pass of graphex in the order it runs."""
     rows = []
-    for stage, graph_pass in (*OURS, *TIDY):
+    for stage, graph_pass in (*OURS, *LAST):
         summary = (inspect.getmodule(graph_pass).__doc__ or "").splitlines()[0]
         switch = f"`{graph_pass.option}`" if graph_pass.option else ""
         rules = ", ".join(f"`{rule}`" for rule in graph_pass.rules())

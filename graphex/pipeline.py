@@ -4,6 +4,7 @@
     clean  no-ops, redundant casts, dead code
     unify  common subexpressions
     post   the user's passes, after ours
+    memory inputs are written in place again, then dead intermediates; the graph is not functional from here on
     tidy   dead code that the stages before have left
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
@@ -23,6 +24,8 @@ from graphex.passes import (
     RemoveDeadCode,
     RemoveNoops,
     RemoveRedundantCopies,
+    RestoreInputWrites,
+    ReuseDeadMemory,
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
@@ -33,7 +36,11 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("clean", RemoveDeadCode()),
     ("unify", MergeCommonSubexpressions()),
 )
-TIDY: tuple[tuple[str, GraphPass], ...] = (("tidy", RemoveDeadCode()),)
+LAST: tuple[tuple[str, GraphPass], ...] = (
+    ("memory", RestoreInputWrites()),
+    ("memory", ReuseDeadMemory()),
+    ("tidy", RemoveDeadCode()),
+)
 
 
 def optimise(runner: Runner) -> None:
@@ -51,7 +58,7 @@ def optimise_joint(runner: Runner) -> None:
 def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str, GraphPass]]:
     """(stage, pass) pairs in the order they run."""
     pre, post = config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass
-    everything = [*_users("pre", pre), *OURS, *_users("post", post), *TIDY]
+    everything = [*_users("pre", pre), *OURS, *_users("post", post), *LAST]
     for stage, graph_pass in everything:
         if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
             yield ("joint" if joint else stage), graph_pass
@@ -60,7 +67,7 @@ def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str
 def check_names(config: CompilerConfig) -> None:
     """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
     users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
-    passes = [graph_pass for _, graph_pass in (*OURS, *TIDY)] + users
+    passes = [graph_pass for _, graph_pass in (*OURS, *LAST)] + users
     known = {
         "disable_passes": {graph_pass.name for graph_pass in passes},
         "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()},

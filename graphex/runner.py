@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import node_line
@@ -21,11 +24,13 @@ from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
-from graphex.torch_private.graphs import copy_graph
 from graphex.records import PassRan, Record
+from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.trees import pytree
 
 log = logging.getLogger("graphex")
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,8 @@ class Runner:
             if isinstance(error, PassError):
                 raise error
             raise PassError(
-                f"your pass '{graph_pass.name}' raised {reason}. Fix it, or set strict=False to go on without it."
+                f"your pass '{graph_pass.name}' raised {reason}{_raised_at(error)}. "
+                "Fix it, or set strict=False to go on without it."
             ) from error
         self.compilation.fall_back(self.graph_name, f"pass '{graph_pass.name}' was rolled back", error)
 
@@ -149,6 +155,14 @@ class Runner:
             log.debug("%s, %s, %s:\n%s", self.graph_name, stage, title, readable(self.gm))
         if wanted:
             self.compilation.files.graph(self.folder, title, readable(self.gm))
+
+
+def _raised_at(error: Exception) -> str:
+    """Where in the user's own code it happened: the last frame that is neither torch's nor ours."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
+    ]
+    return f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def check_graph(graph: Graph, arity: tuple[int, int], who: str) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.effects import is_plain_python, operator_of, written_arguments
+from graphex.torch_private.schemas import holds_tensors, is_composite
 from graphex.torch_private.trees import pytree
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
@@ -34,14 +35,15 @@ class Aliases:
     """The alias and mutation facts of one graph, as they stand when it is made."""
 
     def __init__(self, graph: Graph) -> None:
-        self._position = {node: index for index, node in enumerate(graph.nodes)}
+        self._nodes = list(graph.nodes)
+        self._position = {node: index for index, node in enumerate(self._nodes)}
         self._storages: dict[Node, frozenset[Storage]] = {}
         self._parts: dict[Node, Parts] = {}
         self._joined: dict[Storage, Storage] = {}
         self._inputs: set[Storage] = set()
         self._outputs: list[frozenset[Storage]] = []
         self._writes: dict[Storage, list[int]] = {}
-        self._last_read: dict[Storage, int] = {}
+        self._reads: dict[Storage, list[int]] = {}
         self._absolute: set[Storage] = set()
         self._by_memory: dict[int, Storage] = {}
         for node in graph.nodes:
@@ -77,9 +79,27 @@ class Aliases:
                 return True
         return False
 
+    def position(self, node: Node) -> int:
+        """When the node runs, counted in nodes."""
+        return self._position[node]
+
+    def writes(self, node: Node) -> list[Node]:
+        """The nodes that write to the memory of `node`, in order."""
+        positions = {position for storage in self.storages(node) for position in self._writes.get(storage, ())}
+        return [self._nodes[position] for position in sorted(positions)]
+
     def last_read(self, node: Node) -> int:
         """The position of the last node that reads the memory of `node`."""
-        return max((self._last_read.get(storage, -1) for storage in self.storages(node)), default=-1)
+        return max((self._reads[s][-1] for s in self.storages(node) if s in self._reads), default=-1)
+
+    def readers_after(self, node: Node, start: Node, *, until: int | None = None) -> list[Node]:
+        """The nodes after `start` (and before position `until`) that read the memory of `node`, the output included."""
+        first = self._position[start]
+        positions: set[int] = set()
+        for storage in self.storages(node):
+            reads = self._reads.get(storage, [])
+            positions.update(reads[bisect_right(reads, first) :])
+        return [self._nodes[position] for position in sorted(positions) if until is None or position < until]
 
     def why_not_same(self, node: Node, kept: Node) -> str | None:
         """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
@@ -115,16 +135,14 @@ class Aliases:
         position = self._position[node]
         for value in node.all_input_nodes:
             for storage in self._storages.get(value, ()):
-                self._last_read[storage] = position
+                _append(self._reads, storage, position)
         if node.op == "output":
             leaves = (leaf for leaf in pytree.tree_leaves(node.args) if isinstance(leaf, Node))
             self._outputs = [self._storages.get(leaf, frozenset()) for leaf in leaves]
             return
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):
-                writes = self._writes.setdefault(storage, [])
-                if not writes or writes[-1] != position:
-                    writes.append(position)
+                _append(self._writes, storage, position)
         self._storages[node] = self._storages_of(node)
         if operator_of(node) in _ABSOLUTE_VIEWS:
             self._absolute |= self._storages[node]
@@ -179,9 +197,13 @@ class Aliases:
         parts: Parts = []
         for index, result in enumerate(op._schema.returns):
             names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
-            if not names:
+            if not holds_tensors(result.type):
+                parts.append(frozenset())  # a size
+            elif is_composite(op):
+                parts.append(frozenset({(node, index), *everything}))  # `reshape`: a view or a copy, as it happens
+            elif result.alias_info is None:
                 parts.append(frozenset({(node, index)}))
-            elif "*" in names or not names <= sources.keys():
+            elif not names or "*" in names or not names <= sources.keys():  # torch gives no names for a list of views
                 parts.append(frozenset(everything or {(node, index)}))
             else:
                 parts.append(frozenset(set().union(*(sources[name] for name in names)) or {(node, index)}))
@@ -206,8 +228,9 @@ class Aliases:
             self._inputs.add(into)
         if storage in self._absolute:
             self._absolute.add(into)
-        self._last_read[into] = max(self._last_read.get(into, -1), self._last_read.get(storage, -1))
-        self._writes[into] = sorted(self._writes.get(into, []) + self._writes.get(storage, []))
+        for table in (self._reads, self._writes):
+            if storage in table:
+                table[into] = sorted({*table.get(into, ()), *table[storage]})
 
     def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
         if any(storage in self._inputs for storage in theirs):
@@ -216,6 +239,12 @@ class Aliases:
             if out.isdisjoint(mine) and not out.isdisjoint(theirs):
                 return "two outputs would begin to share memory"
         return None
+
+
+def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:
+    positions = table.setdefault(storage, [])
+    if not positions or positions[-1] != position:
+        positions.append(position)
 
 
 def _node_leaves(value: Any) -> Iterator[Node]:

@@ -62,7 +62,7 @@ def is_effectful(node: Node) -> bool:
         return not is_plain_python(node.target)
     if op.namespace not in PURE_NAMESPACES or op._schema.is_mutable or is_random(node):
         return True
-    return bool(node.is_impure())
+    return bool(node.is_impure(impure_random=False))
 
 
 def is_plain_python(target: Any) -> bool:

@@ -41,10 +41,19 @@ class CompiledGraph:
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
     gm = copy_module(gm)  # the caller's module is not touched
+    _forget_unrelated_values(gm)
     values = _example_values(gm, example_inputs)
     propagate_values(gm, lambda node: False, "compile_fx")
     run = compile_graph(gm, values, compilation, "inference", ())
     return CompiledGraph(run, gm, compilation.journal)
+
+
+def _forget_unrelated_values(gm: GraphModule) -> None:
+    """`make_fx` on real tensors gives each value a fake mode of its own; no op takes two of those together."""
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
+        for node in gm.graph.nodes:
+            node.meta.pop("val", None)
 
 
 def _example_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> list[Any]:

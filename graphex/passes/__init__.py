@@ -8,7 +8,9 @@ from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.passes.copies import RemoveRedundantCopies
 from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
+from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
+from graphex.passes.reinplace import ReuseDeadMemory
 
 __all__ = [
     "GraphPass",
@@ -17,5 +19,7 @@ __all__ = [
     "RemoveDeadCode",
     "RemoveNoops",
     "RemoveRedundantCopies",
+    "RestoreInputWrites",
+    "ReuseDeadMemory",
     "Work",
 ]

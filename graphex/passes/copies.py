@@ -51,7 +51,7 @@ class RemoveRedundantCopies(GraphPass):
                 continue
             exact = f"{origin.dtype} values are exact in {through.dtype}"
             if result.dtype == origin.dtype and same_layout(result, origin) and work.allows("cast_back"):
-                if reason := work.aliases.why_not_same(node, source):
+                if reason := _why_not_source(work, node, source, middle):
                     work.refuse(node, reason, rule="cast_back")
                 else:
                     work.replace(node, source, rule="cast_back", because=exact)
@@ -67,6 +67,12 @@ class RemoveRedundantCopies(GraphPass):
             return
         node.replace_input_with(node.args[0], source)  # type: ignore[arg-type]
         work.rewired(node, rule=rule, because=exact)
+
+
+def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str | None:
+    if work.aliases.written_between(source, middle, work.aliases.last_read(node)):
+        return "the original is written to after it was read"
+    return work.aliases.why_not_same(node, source)
 
 
 def _detour(node: Node) -> tuple[Node, Node] | None:

@@ -82,8 +82,8 @@ def _frozen(value: Any) -> Hashable:
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
         return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
-    if isinstance(value, float):
-        return (float, repr(value))
+    if isinstance(value, (float, complex)):
+        return (type(value), repr(value))
     if isinstance(value, slice):
         return (slice, _frozen((value.start, value.stop, value.step)))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -24,6 +24,8 @@ from graphex.passes.base import GraphPass, Work
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+MAXIMUM = torch.iinfo(torch.int64).max  # how `x[a:]` says "to the end"
+
 
 @dataclass(frozen=True)
 class Noop:
@@ -57,7 +59,7 @@ def _covers_everything(node: Node) -> bool:
         return False
     start, end, size = argument(node, "start"), argument(node, "end"), tensor.shape[dim]
     from_zero = start is None or known_equal(start, 0)
-    to_end = end is None or known_true(end >= size)
+    to_end = end is None or known_equal(end, MAXIMUM) or known_true(end >= size)
     return from_zero and to_end and known_equal(argument(node, "step"), 1)
 
 
@@ -126,7 +128,7 @@ NOOPS: dict[Any, Noop] = {
     **_row("same_copy", "all is overwritten", _always, aten.copy.default, keeps=1),
     **_row(
         "plain_copy",
-        "the copy can be told from the original by nobody",
+        "nobody can tell the copy from the original",
         _always,
         aten.clone.default,
         aten.alias.default,

@@ -140,9 +140,14 @@ def _boxed(run: Boxed) -> Boxed:
 
 def _is_plain(gm: GraphModule) -> bool:
     """Whether every call is an operator or arithmetic: what else there is may need the autograd keys itself."""
-    return not any(
-        node.op == "call_module" or isinstance(node.target, torch._ops.HigherOrderOperator) for node in gm.graph.nodes
-    )
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return False
+        if node.op == "call_module":
+            inner = gm.get_submodule(str(node.target))
+            if not isinstance(inner, GraphModule) or not _is_plain(inner):
+                return False
+    return True
 
 
 def _name(node: Node | None) -> str:

@@ -188,7 +188,13 @@ def test_forward_equals_eager(name: str, device: str) -> None:
 def test_greedy_decoding_with_a_static_cache_gives_eagers_tokens(name: str, device: str) -> None:
     model = ARCHITECTURES[name].build(device)
     prompt = tokens(device, seed=1)
-    how = dict(cache_implementation="static", max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, disable_compile=True)
+    how = dict(
+        cache_implementation="static",
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        disable_compile=True,
+    )
     expected = model.generate(prompt, **how)
     model.forward = torch.compile(model.forward, backend="graphex", fullgraph=True)
     found = model.generate(prompt, **how)

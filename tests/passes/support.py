@@ -14,6 +14,8 @@ import graphex
 
 aten = torch.ops.aten
 
+CLEAN = ("remove_noops", "remove_redundant_copies", "merge_common_subexpressions")
+
 
 def trace(fn: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> GraphModule:
     """An ATen graph of `fn` with values on its nodes, without Dynamo and AOTAutograd: writes stay where they are."""
@@ -33,8 +35,8 @@ class Optimised:
         return self.seen.targets.count(target)
 
     def rules(self) -> list[str]:
-        """Rules of rewrites that were made, dead code aside."""
-        return [record.rule for record in self.journal.rewrites if record.rule != "unused"]
+        """The rewrites that the clean passes made, dead code aside."""
+        return [record.rule for record in self.journal.rewrites if record.pass_name in CLEAN]
 
     def reasons(self, rule: str) -> list[str]:
         return [record.reason for record in self.journal.refusals if record.rule == rule]

@@ -83,7 +83,6 @@ WORK = {
     "power 1.0 of integers": (lambda x: aten.pow.Tensor_Scalar(x, 1.0), WHOLE),
     "cat of two": (lambda x: aten.cat.default([x, x]), X),
     "view of another shape": (lambda x: aten.view.default(x, [4, 3]), X),
-    "view as another type": (lambda x: aten.view.dtype(x, torch.int32), X),
     "expand": (lambda x: aten.expand.default(x, [2, 3, 4]), X),
     "copy of a broadcast": (lambda x: aten.copy.default(torch.zeros(2, 3, 4), x), X),
     "copy into another type": (lambda x: aten.copy.default(torch.zeros(3, 4, dtype=torch.int64), x), X),

@@ -1,0 +1,163 @@
+"""Write inputs where they are: undo functionalisation's "new value, then copy it over the input".
+
+    before:  new = index_copy(cache, 2, pos, k); y = attend(q, new); copy_(cache, new)
+    after:   new = index_copy_(cache, 2, pos, k); y = attend(q, new)
+
+    before:  new = slice_scatter(cache, k, 2, a, b); copy_(cache, new)
+    after:   window = slice(cache, 2, a, b); copy_(window, k)
+
+A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
+is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own;
+the refusal names the read that is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import node_line, same_layout
+from graphex.analysis.twins import in_place_twin
+from graphex.passes.base import GraphPass, Refusal, Work, inherit
+
+aten = torch.ops.aten
+
+# op that returns its input with a window replaced -> the view that is this window
+WINDOWS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The versions of one input: `steps[0]` updates `target`, each further one the step before it."""
+
+    target: Node
+    steps: list[Node]
+    epilogue: Node
+
+
+class RestoreInputWrites(GraphPass):
+    name = "restore_input_writes"
+    option = "input_inplace_pass"
+    rule = "write_input_in_place"
+
+    def rules(self) -> tuple[str, ...]:
+        return (self.rule,)
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        for node in list(work.graph.nodes):
+            chain = _chain(node)
+            if chain is None:
+                continue
+            refusal = _why_not(work, chain)
+            if refusal is not None:
+                work.refuse(refusal.node or node, refusal, rule=self.rule)
+                continue
+            names = ", ".join(f"'{step.name}'" for step in chain.steps)
+            because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
+            work.rewired(chain.steps[-1], rule=self.rule, because=because)
+            _write_in_place(work, chain)
+
+
+def _chain(node: Node) -> Chain | None:
+    """The updates that lead from an input to the value that is copied over it; None if this is no such copy."""
+    if node.op != "call_function" or node.target is not aten.copy_.default:
+        return None
+    target, value = node.args[0], node.args[1]
+    if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr"):
+        return None
+    steps: list[Node] = []
+    while isinstance(value, Node) and value is not target:
+        if in_place_twin(value.target) is None and value.target not in WINDOWS:
+            return None
+        steps.append(value)
+        value = value.args[0]
+    return Chain(target, steps[::-1], node) if value is target and steps else None
+
+
+def _why_not(work: Work, chain: Chain) -> Refusal | None:
+    aliases = work.aliases
+    if len(aliases.writes(chain.target)) != 1:
+        return Refusal(f"'{chain.target.name}' is written to more than once", chain.epilogue)
+    versions = [chain.target, *chain.steps]
+    end = aliases.position(chain.epilogue)
+    for old, step in zip(versions, chain.steps, strict=False):
+        if not same_layout(step.meta.get("val"), chain.target.meta.get("val")):
+            return Refusal("the new value has another layout than the input", step)
+        if _operands_share(work, step, versions):
+            return Refusal("the update reads the memory it would write", step)
+        last = end if old is chain.target else None
+        for reader in aliases.readers_after(old, step, until=last):
+            if reader is not chain.epilogue:
+                where = f" ({line})" if (line := node_line(reader)) else ""
+                return Refusal(f"the old value is read later by '{reader.name}'{where}", step)
+    if any(aliases.reaches_output(step) for step in chain.steps):
+        return Refusal("an output would begin to share memory with an input", chain.steps[-1])
+    if any(aliases.is_written(step) for step in chain.steps):
+        return Refusal("the new value is written to", chain.steps[-1])
+    return None
+
+
+def _operands_share(work: Work, step: Node, versions: list[Node]) -> bool:
+    """Whether an argument besides the first may live in the memory of any version."""
+    operands = [value for value in step.all_input_nodes if value is not step.args[0]]
+    repeated = sum(value is step.args[0] for value in step.args if isinstance(value, Node)) > 1
+    return repeated or any(work.aliases.may_alias(value, version) for value in operands for version in versions)
+
+
+def _write_in_place(work: Work, chain: Chain) -> None:
+    value = chain.target.meta["val"]
+    chain.epilogue.replace_all_uses_with(chain.steps[-1])
+    work.graph.erase_node(chain.epilogue)
+    for step in chain.steps:
+        twin = in_place_twin(step.target)
+        if twin is not None:
+            step.target = twin
+            step.args = (chain.target, *step.args[1:])
+            step.meta["val"] = value
+        else:
+            _write_window(work, step, chain.target)
+
+
+def _write_window(work: Work, step: Node, target: Node) -> None:
+    """Replace a scatter by a write into the window it describes."""
+    with work.graph.inserting_before(step):
+        window = _view(work, WINDOWS[step.target], target, step.args[2:], step.kwargs, step)
+        content, old = step.args[1], step.args[0]
+        while (inner := _same_window(content, old, window)) is not None:
+            old, content = inner.args[0], inner.args[1]
+            window = _view(work, WINDOWS[inner.target], window, inner.args[2:], inner.kwargs, inner)
+        write = work.graph.call_function(aten.copy_.default, (window, content))
+        write.meta["val"] = window.meta["val"]
+        inherit(write, step)
+    step.replace_all_uses_with(target)
+    work.graph.erase_node(step)
+
+
+def _same_window(content: Any, old: Any, window: Node) -> Node | None:
+    """x[1, 2:4] = k arrives as a scatter into a view of x, scattered into x: the inner one, if it is that view."""
+    if not isinstance(content, Node) or content.target not in WINDOWS or len(content.users) != 1:
+        return None
+    seen = content.args[0]
+    if not isinstance(seen, Node) or seen.target is not window.target or seen.args[0] is not old:
+        return None
+    return content if (seen.args[1:], seen.kwargs) == (window.args[1:], window.kwargs) else None
+
+
+def _view(work: Work, op: Any, base: Node, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Node) -> Node:
+    node = work.graph.call_function(op, (base, *args), kwargs)
+    inherit(node, origin)
+    fake: Callable[[Node], Any] = lambda value: value.meta.get("val")  # noqa: E731
+    given, named = torch.fx.map_arg(((base, *args), kwargs), fake)
+    node.meta["val"] = op(*given, **named)
+    return node

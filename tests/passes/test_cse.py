@@ -1,0 +1,260 @@
+"""Equal calls become one, unless they are random, read changed memory, or the user could see shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphex
+from tests.passes.support import Optimised, assert_same_to_user, aten, trace
+
+X = torch.randn(3, 4)
+WHOLE = torch.arange(12).view(3, 4)
+
+
+@torch.library.custom_op("graphex_test::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphex_test::unknown", mutates_args=())
+def unknown(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@unknown.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def twice(op):
+    return lambda x: aten.sub.Tensor(op(x), aten.mul.Tensor(op(x), 3))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.sin.default,
+        lambda x: aten.mul.Tensor(x, 2),
+        lambda x: aten.sum.dim_IntList(x, [0, 1], True),
+        lambda x: aten.view.default(x, [12]),
+        lambda x: aten.topk.default(x, 2)[1],
+        lambda x: aten.cat.default([x, x]),
+        lambda x: aten._to_copy.default(x, dtype=torch.float64),
+        lambda x: aten.full.default([3, 4], 2.0, device="cpu"),
+        lambda x: aten.native_layer_norm.default(x, [4], None, None, 1e-5)[0],
+    ],
+    ids=["unary", "scalar", "list", "view", "parts", "cat", "keyword", "constant", "layer_norm"],
+)
+def test_equal_calls_become_one(op):
+    made = Optimised(twice(op), X)
+    assert "equal_calls" in made.rules()
+    assert len(made.seen.targets) < len(trace(twice(op), X).graph.nodes)
+    assert_same_to_user(made.run, twice(op), X)
+
+
+def test_equal_chains_become_one_chain():
+    made = Optimised(twice(lambda x: aten.cos.default(aten.sin.default(aten.add.Tensor(x, 1)))), X)
+    assert made.rules() == ["equal_calls"] * 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda x: aten.mul.Tensor(x, 1), lambda x: aten.mul.Tensor(x, 1.0)),
+        (lambda x: aten.mul.Tensor(x, 1), lambda x: aten.mul.Tensor(x, True)),
+        (lambda x: aten.mul.Tensor(x, 0.0), lambda x: aten.mul.Tensor(x, -0.0)),
+        (lambda x: aten.mul.Tensor(x, 0.0), lambda x: aten.mul.Tensor(x, 0)),
+        (lambda x: aten.mul.Tensor(x, complex(1, 0.0)), lambda x: aten.mul.Tensor(x, complex(1, -0.0))),
+        (lambda x: aten.add.Tensor(x, 1), lambda x: aten.add.Tensor(x, 1, alpha=2)),
+        (lambda x: aten.sum.dim_IntList(x, [0]), lambda x: aten.sum.dim_IntList(x, [1])),
+        (lambda x: aten.add.Tensor(x, 1), lambda x: aten.sub.Tensor(x, 1)),
+        (
+            lambda x: aten._to_copy.default(x, dtype=torch.float64),
+            lambda x: aten._to_copy.default(x, dtype=torch.float16),
+        ),
+    ],
+    ids=["1 1.0", "1 True", "0.0 -0.0", "0.0 0", "complex zeros", "keyword", "dims", "op", "dtype"],
+)
+@pytest.mark.parametrize("given", [X, WHOLE], ids=["float", "int"])
+def test_calls_that_differ_in_any_argument_stay_two(one, other, given):
+    def both(x):
+        return aten.sin.default(one(x)), aten.sin.default(other(x))
+
+    made = Optimised(both, given)
+    assert made.rules() == []
+    assert_same_to_user(made.run, both, given)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [aten.rand_like.default, lambda x: aten.bernoulli.p(x, 0.5), lambda x: torch.ops.graphex_test.noisy(x)],
+    ids=["rand_like", "bernoulli", "custom op tagged nondeterministic_seeded"],
+)
+def test_random_ops_are_never_merged(op):
+    made = Optimised(twice(op), X)
+    assert made.rules() == []
+    assert_same_to_user(made.run, twice(op), X)
+
+
+def test_dropout_through_torch_compile_draws_twice():
+    def dropped(x):
+        return torch.dropout(x, 0.5, True), torch.dropout(x, 0.5, True)
+
+    fast = torch.compile(dropped, backend="graphex")
+    assert_same_to_user(fast, torch.compile(dropped, backend="aot_eager"), X)
+    first, second = fast(X)
+    assert not torch.equal(first, second)
+
+
+def test_custom_ops_that_nobody_called_pure_are_not_merged():
+    made = Optimised(twice(torch.ops.graphex_test.unknown), X)
+    assert made.rules() == []
+
+
+def test_uninitialised_memory_is_not_shared():
+    def two(x):
+        a, b = aten.empty_like.default(x), aten.empty_like.default(x)
+        aten.fill_.Scalar(a, 1.0)
+        aten.fill_.Scalar(b, 2.0)
+        return aten.sub.Tensor(a, b)
+
+    made = Optimised(two, X)
+    assert_same_to_user(made.run, two, X)
+
+
+def test_a_write_in_between_keeps_calls_apart():
+    def written(x):
+        before = aten.sin.default(x)
+        aten.add_.Tensor(x, 1)
+        return aten.sub.Tensor(before, aten.sin.default(x))
+
+    made = Optimised(written, X)
+    assert made.rules() == []
+    assert_same_to_user(made.run, written, X)
+
+
+def test_a_write_through_a_view_in_between_keeps_calls_apart():
+    def written(x):
+        before = aten.sin.default(x)
+        aten.zero_.default(aten.slice.Tensor(x, 0, 0, 1))
+        return aten.sub.Tensor(before, aten.sin.default(x))
+
+    made = Optimised(written, X)
+    assert made.rules() == []
+    assert_same_to_user(made.run, written, X)
+
+
+def test_after_a_write_the_later_calls_become_one():
+    def written(x):
+        before = aten.sin.default(x)
+        aten.add_.Tensor(x, 1)
+        return aten.add.Tensor(before, aten.mul.Tensor(aten.sin.default(x), aten.sin.default(x)))
+
+    made = Optimised(written, X)
+    assert made.rules() == ["equal_calls"]
+    assert_same_to_user(made.run, written, X)
+
+
+def test_a_result_that_is_written_to_is_not_shared():
+    def written(x):
+        a, b = aten.sin.default(x), aten.sin.default(x)
+        aten.add_.Tensor(a, 1)
+        return aten.sub.Tensor(a, b)
+
+    made = Optimised(written, X)
+    assert "is written to" in made.reasons("equal_calls")[0]
+    assert_same_to_user(made.run, written, X)
+
+
+def test_two_returned_results_stay_two():
+    def both(x):
+        return aten.sin.default(x), aten.sin.default(x)
+
+    made = Optimised(both, X)
+    assert made.reasons("equal_calls") == ["equal to 'sin', but two outputs would begin to share memory"]
+    assert_same_to_user(made.run, both, X)
+
+
+def test_two_returned_views_of_equal_results_stay_apart():
+    def both(x):
+        return aten.view.default(aten.sin.default(x), [12]), aten.view.default(aten.sin.default(x), [4, 3])
+
+    made = Optimised(both, X)
+    assert_same_to_user(made.run, both, X)
+
+
+def test_one_result_returned_and_one_used_inside_become_one():
+    def one(x):
+        return aten.sin.default(x), aten.mul.Tensor(aten.sin.default(x), 2)
+
+    made = Optimised(one, X)
+    assert made.rules() == ["equal_calls"]
+    assert_same_to_user(made.run, one, X)
+
+
+def test_equal_views_of_an_input_are_one_and_both_are_returned():
+    def both(x):
+        return aten.view.default(x, [12]), aten.view.default(x, [12])
+
+    made = Optimised(both, X)
+    assert_same_to_user(made.run, both, X)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: aten.reshape.default(aten.transpose.int(x, 0, 1), [12]),
+        lambda x: aten.contiguous.default(aten.transpose.int(x, 0, 1)),
+        lambda x: aten.to.dtype(x, torch.float64),
+    ],
+    ids=["reshape", "contiguous", "to"],
+)
+def test_ops_that_may_copy_are_not_taken_for_views(op):
+    """A graph that somebody wrote by hand may hold ops that return a view or a copy, as it happens."""
+    graph = torch.fx.symbolic_trace(lambda x: (op(x), op(x)))
+    run = graphex.compile_fx(graph, [X])
+    assert_same_to_user(run, graph, X)
+
+
+def test_calls_on_different_streams_stay_two():
+    def place(gm, example_inputs, config):
+        for stream, node in enumerate(node for node in gm.graph.nodes if node.target == aten.sin.default):
+            node.meta["custom"] = {"stream": stream}
+
+    apart = Optimised(twice(aten.sin.default), X, post_grad_custom_pre_pass=place)
+    assert apart.rules() == []
+    assert apart.count(aten.sin.default) == 2
+
+
+def test_calls_on_one_stream_become_one():
+    def place(gm, example_inputs, config):
+        for node in gm.graph.nodes:
+            node.meta["custom"] = {"stream": 1}
+
+    assert Optimised(twice(aten.sin.default), X, post_grad_custom_pre_pass=place).rules() == ["equal_calls"]
+
+
+def test_equal_calls_of_dynamic_shape_become_one():
+    made = Optimised(twice(lambda x: aten.view.default(x, [x.shape[0] * x.shape[1]])), X, dynamic=True)
+    assert "equal_calls" in made.rules()
+    assert_same_to_user(made.run, twice(lambda x: x.view(-1)), torch.randn(5, 6))
+
+
+def test_the_kept_node_remembers_both():
+    made = Optimised(twice(aten.sin.default), X)
+    kept = next(node for node in made.seen.gm.graph.nodes if node.target == aten.sin.default)
+    assert kept.meta["graphex_origins"] == ("sin", "sin_1")
+
+
+@pytest.mark.parametrize(
+    "off", [{"disable_rules": ["equal_calls"]}, {"disable_passes": ["merge_common_subexpressions"]}], ids=str
+)
+def test_it_can_be_disabled(off):
+    assert Optimised(twice(aten.sin.default), X, **off).count(aten.sin.default) == 2
