@@ -98,7 +98,8 @@ def through(backend: str, model: torch.nn.Module, args: tuple[object, ...], **op
         call()
     if backend == "graphex":
         journal = graphex.journal(compiled)
-        assert journal.captures and not journal.fallbacks, "the step was not replayed"
+        if not journal.captures or journal.fallbacks:
+            raise RuntimeError(f"the step was not replayed: {journal.fallbacks}")
     return call
 
 

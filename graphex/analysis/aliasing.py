@@ -7,7 +7,8 @@ carry the storage of what they look at, by the alias annotations of the op's sch
     y = add(x, 1)            storages(y) == {y}
     z = view(y, [4])         storages(z) == {y}
 
-An op that is not understood may alias each of its inputs. Facts can only be joined (`join`) after a rewrite, never
+An op that is not understood may alias each of its inputs, and a value whose fake tensor shares its memory with that
+of another node shares it (some ops return their input although their schema does not say so). Facts can only be joined (`join`) after a rewrite, never
 taken back, so they stay safe while a pass changes the graph.
 """
 
@@ -143,7 +144,7 @@ class Aliases:
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):
                 _append(self._writes, storage, position)
-        self._storages[node] = self._storages_of(node)
+        self._storages[node] = self._with_fake_memory(node, self._storages_of(node))
         if operator_of(node) in _ABSOLUTE_VIEWS:
             self._absolute |= self._storages[node]
 
@@ -174,6 +175,14 @@ class Aliases:
             return frozenset()  # a size
         self._inputs.add(storage)
         return frozenset({storage})
+
+    def _with_fake_memory(self, node: Node, storages: frozenset[Storage]) -> frozenset[Storage]:
+        """Add what is known from the fake tensors: two that live in one storage are traces of real aliasing."""
+        value = node.meta.get("val")
+        if not storages or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return storages
+        known = self._by_memory.setdefault(value.untyped_storage()._cdata, next(iter(storages)))
+        return storages if known in storages else storages | {known}
 
     def _part_of(self, node: Node) -> frozenset[Storage]:
         source, index = node.args[0], node.args[1]

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 
+_NOT_A_COMPUTATION = frozenset({"aten::set", "aten::resize", "aten::resize_as", "aten::resize_as_sparse"})
+
+
 @cache
 def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
     """`index_copy` -> `index_copy_`: the overload that takes the same arguments and writes its result to the first.
@@ -18,6 +21,8 @@ def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
         return None
     returns = target._schema.returns
     if len(returns) != 1 or returns[0].alias_info is not None or not target._schema.arguments:
+        return None
+    if target._schema.name in _NOT_A_COMPUTATION:
         return None
     packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
     twin: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)

@@ -71,6 +71,9 @@ class Sample:
     def tensors(self) -> list[torch.Tensor]:
         return [value for value in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(value, torch.Tensor)]
 
+    def on_cuda(self) -> bool:
+        return any(tensor.is_cuda for tensor in self.tensors())
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -97,10 +100,18 @@ def SHAPE(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
 
 
+def seed(device: str) -> None:
+    """`torch.manual_seed` for the devices in use: for every other one it formats the whole stack, at each call."""
+    torch.default_generator.manual_seed(0)
+    if device != "cpu":
+        torch.cuda.manual_seed_all(0)
+
+
 def samples(op: Any, device: str, dtype: torch.dtype, most: int | None, requires_grad: bool = False) -> list[Sample]:
     """Up to `most` of the operator's samples, evenly spread over all of them."""
-    torch.manual_seed(0)
-    found = list(op.sample_inputs(device, dtype, requires_grad=requires_grad))
+    seed(device)
+    conjugated = {"include_conjugated_inputs": True} if dtype.is_complex and op.test_conjugated_samples else {}
+    found = list(op.sample_inputs(device, dtype, requires_grad=requires_grad, set_seed=False, **conjugated))
     if most is not None and len(found) > most:
         found = [found[index * (len(found) - 1) // max(most - 1, 1)] for index in range(most)]
     return [Sample((sample.input, *sample.args), dict(sample.kwargs)) for sample in found]
@@ -131,7 +142,7 @@ def complaint(
     expected = _run(function, sample)
     if expected.error is not None:  # nothing to compare with
         return None
-    replays = any(tensor.is_cuda for tensor in sample.tensors())
+    replays = sample.on_cuda()
     found, compiled = _compiled(function, sample, backend, dynamic, calls=3 if replays else 1)
     theirs = None
     for agreement in (NEAR,) if replays and defined else (EXACT, NEAR) if defined else (SHAPE,):
@@ -182,7 +193,7 @@ def _compiled(
 
 def _run(function: Call, sample: Sample) -> Outcome:
     given = sample.fresh()
-    torch.manual_seed(0)
+    seed("cuda" if sample.on_cuda() else "cpu")
     try:
         results = function(*given.args, **given.kwargs)
         gradients = _gradients(results, given)
