@@ -8,8 +8,8 @@ carry the storage of what they look at, by the alias annotations of the op's sch
     z = view(y, [4])         storages(z) == {y}
 
 An op that is not understood may alias each of its inputs, and a value whose fake tensor shares its memory with that
-of another node shares it (some ops return their input although their schema does not say so). Facts can only be joined (`join`) after a rewrite, never
-taken back, so they stay safe while a pass changes the graph.
+of another node shares it (some ops return their input although their schema does not say so). Facts can only be
+joined (`join`) after a rewrite, never taken back, so they stay safe while a pass changes the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -194,28 +195,16 @@ class Aliases:
 
     def _parts_by_schema(self, node: Node, op: torch._ops.OpOverload) -> Parts:
         """One set of storages for each declared result: what it aliases, or fresh memory."""
-        sources: dict[str, set[Storage]] = {}
-        everything: set[Storage] = set()
-        for position, argument in enumerate(op._schema.arguments):
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            found = {s for leaf in _node_leaves(value) for s in self._storages.get(leaf, ())}
-            everything |= found
-            if argument.alias_info is not None:
-                for name in argument.alias_info.before_set | argument.alias_info.after_set:
-                    sources.setdefault(name, set()).update(found)
         parts: Parts = []
-        for index, result in enumerate(op._schema.returns):
-            names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
-            if not holds_tensors(result.type):
-                parts.append(frozenset())  # a size
-            elif is_composite(op):
-                parts.append(frozenset({(node, index), *everything}))  # `reshape`: a view or a copy, as it happens
-            elif result.alias_info is None:
-                parts.append(frozenset({(node, index)}))
-            elif not names or "*" in names or not names <= sources.keys():  # torch gives no names for a list of views
-                parts.append(frozenset(everything or {(node, index)}))
-            else:
-                parts.append(frozenset(set().union(*(sources[name] for name in names)) or {(node, index)}))
+        for index, result in enumerate(_declared_results(op)):
+            found: set[Storage] = set()
+            for position, name in result.sources:
+                value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+                for leaf in _node_leaves(value):
+                    found |= self._storages.get(leaf, frozenset())
+            if result.fresh or (result.sources and not found):
+                found.add((node, index))
+            parts.append(frozenset(found))
         return parts
 
     # -- joined storages ---------------------------------------------------------------------------------------
@@ -254,6 +243,38 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
     positions = table.setdefault(storage, [])
     if not positions or positions[-1] != position:
         positions.append(position)
+
+
+class _Result(NamedTuple):
+    """Where a result of an op may live: in memory of these arguments (place and name), in memory of its own."""
+
+    sources: tuple[tuple[int, str], ...] = ()
+    fresh: bool = False
+
+
+@cache
+def _declared_results(op: torch._ops.OpOverload) -> tuple[_Result, ...]:
+    arguments = [
+        (position, argument.name, argument.alias_info.before_set | argument.alias_info.after_set)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None
+    ]
+    everything = tuple((position, argument.name) for position, argument in enumerate(op._schema.arguments))
+    known = set().union(*(names for _, _, names in arguments))
+    results = []
+    for result in op._schema.returns:
+        names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
+        if not holds_tensors(result.type):
+            results.append(_Result())  # a size
+        elif is_composite(op):
+            results.append(_Result(everything, fresh=True))  # `reshape`: a view or a copy, as it happens
+        elif result.alias_info is None:
+            results.append(_Result(fresh=True))
+        elif not names or "*" in names or not names <= known:  # torch gives no names for a list of views
+            results.append(_Result(everything))
+        else:
+            results.append(_Result(tuple((place, name) for place, name, its in arguments if not names.isdisjoint(its))))
+    return tuple(results)
 
 
 def _node_leaves(value: Any) -> Iterator[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def written_arguments(node: Node) -> list[Node]:
         return []
     op = operator_of(node)
     if op is not None:
-        return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
+        return list(_written_by_schema(op, node.args, node.kwargs))
     if node.op == "call_function":
         if is_plain_python(node.target):
             return []
@@ -94,11 +95,18 @@ def written_arguments(node: Node) -> list[Node]:
     return list(node.all_input_nodes)
 
 
+@cache
+def _written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[Node]:
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, name in _written_places(op):
+        value = args[position] if position < len(args) else kwargs.get(name)
         yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
 
 

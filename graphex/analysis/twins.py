@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-
 _NOT_A_COMPUTATION = frozenset({"aten::set", "aten::resize", "aten::resize_as", "aten::resize_as_sparse"})
 
 

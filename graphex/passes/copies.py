@@ -56,22 +56,27 @@ class RemoveRedundantCopies(GraphPass):
                 else:
                     work.replace(node, source, rule="cast_back", because=exact)
             elif result.is_floating_point() and origin.is_floating_point() and result.dtype != origin.dtype:
-                self._skip_middle(work, node, source, exact)
+                self._skip_middle(work, node, source, middle, exact)
 
-    def _skip_middle(self, work: Work, node: Node, source: Node, exact: str) -> None:
+    def _skip_middle(self, work: Work, node: Node, source: Node, middle: Node, exact: str) -> None:
         rule = "cast_through"
         if not work.allows(rule):
             return
         if work.aliases.is_written(source):
             work.refuse(node, "the original is written to in this graph", rule=rule)
             return
-        node.replace_input_with(node.args[0], source)  # type: ignore[arg-type]
+        if work.aliases.is_written(middle):
+            work.refuse(node, "the value in between is written to in this graph", rule=rule)
+            return
+        node.replace_input_with(middle, source)
         work.rewired(node, rule=rule, because=exact)
 
 
 def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str | None:
     if work.aliases.written_between(source, middle, work.aliases.last_read(node)):
         return "the original is written to after it was read"
+    if work.aliases.is_written(middle):
+        return "the value in between is written to in this graph"
     return work.aliases.why_not_same(node, source)
 
 

@@ -29,7 +29,7 @@ WITH_WRITES = [name for name, op in OPS.items() if op.inplace_variant is not Non
 
 @pytest.fixture(autouse=True)
 def guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo times the guards of every graph on flushed caches, for its log: a quarter of the time of a small sample."""
+    """Dynamo times the guards of every graph on flushed caches, for its log: a quarter of a small sample's time."""
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class Observer:
     name = "observer"
 
     def __call__(self, gm: GraphModule, example_inputs: Any, config: Any) -> None:
-        self.gm = gm
+        self.gm = GraphModule(gm, copy.deepcopy(gm.graph))  # later passes go on changing the graph they are given
         self.example_inputs = example_inputs
         self.config = config
         self.metas = {node.name: dict(node.meta) for node in gm.graph.nodes}

@@ -148,6 +148,19 @@ def test_a_stop_is_not_skipped_across_a_write():
     assert_same_to_user(made.run, written, torch.randn(4))
 
 
+@pytest.mark.parametrize("last", [torch.float32, torch.float16], ids=str)
+def test_a_stop_that_is_written_to_is_kept(last):
+    def written(x):
+        wide = cast(x, dtype=torch.float64)
+        aten.zero_.default(aten.slice.Tensor(wide, 0, 0, 1))
+        return aten.neg.default(cast(wide, dtype=last))
+
+    made = Optimised(written, torch.randn(4))
+    rule = "cast_back" if last == torch.float32 else "cast_through"
+    assert made.reasons(rule) == ["the value in between is written to in this graph"]
+    assert_same_to_user(made.run, written, torch.randn(4))
+
+
 def test_a_cast_that_also_changes_the_layout_is_kept():
     def relaid(x):
         wide = cast(x, dtype=torch.float64, memory_format=torch.channels_last)
