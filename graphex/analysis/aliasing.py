@@ -60,6 +60,15 @@ class Aliases:
     def may_alias(self, left: Node, right: Node) -> bool:
         return not self.storages(left).isdisjoint(self.storages(right))
 
+    def shares_with_operands(self, node: Node, written: Node) -> bool:
+        """Whether `node`, which is to write to `written`, also reads that memory: through another argument, or through
+        `written` itself given twice.
+        """
+        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
+        if sum(leaf is written for leaf in leaves) > 1:
+            return True
+        return any(self.may_alias(leaf, written) for leaf in leaves if leaf is not written)
+
     def lives_in_input(self, node: Node) -> bool:
         """Whether the value may live in memory that the caller owns (an input or a constant)."""
         return any(storage in self._inputs for storage in self.storages(node))
@@ -160,7 +169,10 @@ class Aliases:
         elif is_plain_python(node.target):
             return frozenset()
         elif str(getattr(node.target, "__name__", "")) in _FRESH_HIGHER_ORDER:
-            return frozenset({(node, 0)})
+            value = node.meta.get("val")
+            parts = [
+                frozenset({(node, index)}) for index in range(len(value) if isinstance(value, (list, tuple)) else 1)
+            ]
         else:
             return frozenset({(node, 0)}).union(*(self._storages.get(v, frozenset()) for v in node.all_input_nodes))
         self._parts[node] = parts

@@ -13,6 +13,7 @@ the refusal names the read that is in the way.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from torch.fx import Node
 from graphex.analysis import node_line, same_layout
 from graphex.analysis.twins import in_place_twin
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
+from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
+from graphex.passes.mutable_ops import unwrap_mutable_ops
+from graphex.torch_private.mutable_ops import WRAPPER, base_of_result, write_directly
 
 aten = torch.ops.aten
 
@@ -50,13 +54,11 @@ class RestoreInputWrites(GraphPass):
     rule = "write_input_in_place"
 
     def rules(self) -> tuple[str, ...]:
-        return (self.rule,)
+        return (self.rule, MUTABLE_OPS)
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         for node in list(work.graph.nodes):
-            chain = _chain(node)
+            chain = _chain(node) if work.allows(self.rule) else None
             if chain is None:
                 continue
             refusal = _why_not(work, chain)
@@ -67,6 +69,7 @@ class RestoreInputWrites(GraphPass):
             because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
             work.rewired(chain.steps[-1], rule=self.rule, because=because)
             _write_in_place(work, chain)
+        unwrap_mutable_ops(work, self.name)
 
 
 def _chain(node: Node) -> Chain | None:
@@ -78,11 +81,26 @@ def _chain(node: Node) -> Chain | None:
         return None
     steps: list[Node] = []
     while isinstance(value, Node) and value is not target:
-        if in_place_twin(value.target) is None and value.target not in WINDOWS:
-            return None
         steps.append(value)
-        value = value.args[0]
+        value = _updated(value)
     return Chain(target, steps[::-1], node) if value is target and steps else None
+
+
+def _updated(step: Node) -> Any:
+    """The value that a node is a new version of; None if it is not one."""
+    if in_place_twin(step.target) is not None or step.target in WINDOWS:
+        return step.args[0]
+    if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:
+        return base_of_result(step.args[0], int(step.args[1]))  # type: ignore[arg-type]
+    return None
+
+
+def _writer(step: Node) -> Node:
+    """The node that will do the writing: the step itself, or the wrapped op whose result it is."""
+    if step.target is operator.getitem:
+        assert isinstance(step.args[0], Node)
+        return step.args[0]
+    return step
 
 
 def _why_not(work: Work, chain: Chain) -> Refusal | None:
@@ -97,7 +115,7 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
         if _operands_share(work, step, versions):
             return Refusal("the update reads the memory it would write", step)
         last = end if old is chain.target else None
-        for reader in aliases.readers_after(old, step, until=last):
+        for reader in aliases.readers_after(old, _writer(step), until=last):
             if reader is not chain.epilogue:
                 where = f" ({line})" if (line := node_line(reader)) else ""
                 return Refusal(f"the old value is read later by '{reader.name}'{where}", step)
@@ -110,9 +128,11 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
 
 def _operands_share(work: Work, step: Node, versions: list[Node]) -> bool:
     """Whether an argument besides the first may live in the memory of any version."""
-    operands = [value for value in step.all_input_nodes if value is not step.args[0]]
-    repeated = sum(value is step.args[0] for value in step.args if isinstance(value, Node)) > 1
-    return repeated or any(work.aliases.may_alias(value, version) for value in operands for version in versions)
+    old, writer = _updated(step), _writer(step)
+    if work.aliases.shares_with_operands(writer, old):
+        return True
+    operands = [value for value in writer.all_input_nodes if value is not old]
+    return any(work.aliases.may_alias(value, version) for value in operands for version in versions)
 
 
 def _write_in_place(work: Work, chain: Chain) -> None:
@@ -121,7 +141,11 @@ def _write_in_place(work: Work, chain: Chain) -> None:
     work.graph.erase_node(chain.epilogue)
     for step in chain.steps:
         twin = in_place_twin(step.target)
-        if twin is not None:
+        if step.target is operator.getitem:
+            old = _updated(step)
+            _writer(step).replace_input_with(old, chain.target)
+            write_directly(_writer(step), chain.target)
+        elif twin is not None:
             step.target = twin
             step.args = (chain.target, *step.args[1:])
             step.meta["val"] = value

@@ -91,7 +91,7 @@ def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
 
 def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: str) -> None:
     """Compute `meta["val"]` where it is missing or stale, and downstream of every value that came out different."""
-    mode = _fake_mode(gm)
+    mode = fake_mode_of(gm)
     if mode is None:
         return
     dirty: set[Node] = set()
@@ -181,7 +181,7 @@ def _is_changed(node: Node, watch: Watch) -> bool:
     return call is None or call != (node.target, node.args, node.kwargs)
 
 
-def _fake_mode(gm: GraphModule) -> FakeTensorMode | None:
+def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     values += [node.meta.get("val") for node in gm.graph.nodes if node.op != "placeholder"]
     return detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])

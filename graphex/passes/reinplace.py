@@ -49,8 +49,4 @@ def _is_reusable(work: Work, node: Node, dead: Node) -> bool:
         return False
     if any(stride == 0 for stride in value.stride()):
         return False
-    others = [argument for argument in node.all_input_nodes if argument is not dead]
-    repeated = sum(argument is dead for argument in node.args) > 1
-    if repeated or any(aliases.may_alias(argument, dead) for argument in others):
-        return False
-    return not aliases.readers_after(dead, node)
+    return not aliases.shares_with_operands(node, dead) and not aliases.readers_after(dead, node)

@@ -112,8 +112,10 @@ def samples(op: Any, device: str, dtype: torch.dtype, most: int | None, requires
     seed(device)
     conjugated = {"include_conjugated_inputs": True} if dtype.is_complex and op.test_conjugated_samples else {}
     found = list(op.sample_inputs(device, dtype, requires_grad=requires_grad, set_seed=False, **conjugated))
-    if most is not None and len(found) > most:
-        found = [found[index * (len(found) - 1) // max(most - 1, 1)] for index in range(most)]
+    if most == 1:
+        found = found[len(found) // 2 :][:1]
+    elif most is not None and len(found) > most:
+        found = [found[index * (len(found) - 1) // (most - 1)] for index in range(most)]
     return [Sample((sample.input, *sample.args), dict(sample.kwargs)) for sample in found]
 
 

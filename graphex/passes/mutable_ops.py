@@ -1,0 +1,44 @@
+"""Let custom ops that write to their arguments do so.
+
+    before:  new = auto_functionalized_v2(bump, x=..., _all_bases=[cache])[1]; copy_(cache, new)
+    after:   bump(cache, x)
+
+AOTAutograd wraps such ops so that they write to copies. `restore_input_writes` finds the inputs that can be written
+directly; here the same is found for intermediate values that nobody reads afterwards, and the wrappers are replaced
+by the ops and the copies that remain.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from graphex.passes.base import Work
+from graphex.passes.metadata import Watch, fake_mode_of, repair
+from graphex.torch_private.mutable_ops import WRAPPER, WRAPPERS, unwrap, write_directly, written_bases
+
+RULE = "write_argument_in_place"
+
+
+def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
+    """Replace the wrappers of a graph. Part of the pass that marks them: a marked wrapper is not correct by itself."""
+    wrapped = [node for node in work.graph.nodes if node.target in WRAPPERS]
+    mode = fake_mode_of(work.gm)
+    if not wrapped or mode is None:
+        return
+    for node in wrapped:
+        if node.target is WRAPPER and work.config.inplace_pass and work.allows(RULE):
+            for base in written_bases(node):
+                if isinstance(base, Node) and _is_dead(work, node, base):
+                    write_directly(node, base)
+                    work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
+    with Watch(work.gm) as watch:
+        unwrap(work.graph, mode)
+    repair(work.gm, watch, pass_name)
+    work.changes += len(wrapped)
+
+
+def _is_dead(work: Work, node: Node, base: Node) -> bool:
+    aliases = work.aliases
+    if aliases.lives_in_input(base) or not aliases.storages(base) or aliases.readers_after(base, node):
+        return False
+    return not aliases.shares_with_operands(node, base)

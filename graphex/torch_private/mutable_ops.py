@@ -1,0 +1,52 @@
+"""Mutable custom ops as AOTAutograd leaves them: wrapped in `auto_functionalized_v2`, which copies what they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.torch_private.symbolic import FakeTensorMode
+
+WRAPPER = torch.ops.higher_order.auto_functionalized_v2
+WRAPPERS = (WRAPPER, torch.ops.higher_order.auto_functionalized)
+
+_NOT_COPIED = "graphex_not_copied"
+
+
+def written_bases(node: Node) -> list[Any]:
+    """The tensors a wrapped op writes to (through copies, until it is unwrapped)."""
+    return list(node.kwargs.get("_all_bases", ()))  # type: ignore[arg-type]
+
+
+def base_of_result(node: Node, index: int) -> Node | None:
+    """The tensor whose new version is result number `index` of a wrapped op; None for what the op itself returns."""
+    op = node.args[0]
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return None
+    place = index - max(1, len(schema.returns))
+    bases = written_bases(node)
+    found = bases[place] if 0 <= place < len(bases) else None
+    return found if isinstance(found, Node) else None
+
+
+def write_directly(node: Node, base: Node) -> None:
+    """Let the op write to `base` itself instead of to a copy."""
+    chosen = node.meta.setdefault(_NOT_COPIED, set())
+    chosen.update(place for place, value in enumerate(written_bases(node)) if value is base)
+
+
+def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
+    """Replace every wrapper by the copies that are still needed and the op itself."""
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+    from torch._inductor.virtualized import V
+
+    for node in graph.nodes:
+        if node.target is WRAPPER:
+            direct = node.meta.get(_NOT_COPIED, set())
+            copied = [place for place in range(len(written_bases(node))) if place not in direct]
+            node.meta["only_clone_these_tensors"] = copied
+    with V.set_fake_mode(mode):
+        decompose_auto_functionalized(graph)
