@@ -138,6 +138,9 @@ class CompilerConfig:
     remove_noop_ops = Option(
         Flag(), True, "Drop operations that return their input unchanged (full slices, same-dtype casts, clones ...)."
     )
+    remove_cat_ops = Option(
+        Flag(), True, "Compute the parts of a concatenation directly into its result instead of copying them there."
+    )
     inplace_pass = Option(Flag(), True, "Compute into memory of intermediate values that nobody needs any more.")
     input_inplace_pass = Option(
         Flag(), True, "Write updated inputs (caches, buffers) in place instead of computing a copy and copying it back."

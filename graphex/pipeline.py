@@ -4,7 +4,8 @@
     clean  no-ops, redundant casts, dead code
     unify  common subexpressions
     post   the user's passes, after ours
-    memory inputs are written in place again, then dead intermediates; the graph is not functional from here on
+    memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
+           the graph is not functional from here on
     tidy   dead code that the stages before have left
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
@@ -26,6 +27,7 @@ from graphex.passes import (
     RemoveRedundantCopies,
     RestoreInputWrites,
     ReuseDeadMemory,
+    WritePartsOfCat,
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
@@ -37,6 +39,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("unify", MergeCommonSubexpressions()),
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
+    ("memory", WritePartsOfCat()),
     ("memory", RestoreInputWrites()),
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),

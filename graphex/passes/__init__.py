@@ -5,6 +5,7 @@ leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
 """
 
 from graphex.passes.base import GraphPass, Refusal, Work
+from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
 from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
@@ -22,4 +23,5 @@ __all__ = [
     "RestoreInputWrites",
     "ReuseDeadMemory",
     "Work",
+    "WritePartsOfCat",
 ]

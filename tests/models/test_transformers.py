@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,107 +36,112 @@ class Architecture:
 
 
 # What nearly every decoder of the Llama line is described by.
-LLAMA = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "mistral": Architecture("MistralForCausalLM", "MistralConfig", LLAMA | dict(sliding_window=4, head_dim=8)),
+    "mistral": Architecture("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": 4, "head_dim": 8}),
     "qwen2": Architecture("Qwen2ForCausalLM", "Qwen2Config", LLAMA),
-    "qwen3": Architecture("Qwen3ForCausalLM", "Qwen3Config", LLAMA | dict(head_dim=16)),
-    "gemma2": Architecture("Gemma2ForCausalLM", "Gemma2Config", LLAMA | dict(head_dim=8, sliding_window=4), "eager"),
-    "gemma3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA | dict(head_dim=8, sliding_window=4)),
+    "qwen3": Architecture("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 16}),
+    "gemma2": Architecture("Gemma2ForCausalLM", "Gemma2Config", LLAMA | {"head_dim": 8, "sliding_window": 4}, "eager"),
+    "gemma3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA | {"head_dim": 8, "sliding_window": 4}),
     "phi3": Architecture("Phi3ForCausalLM", "Phi3Config", LLAMA),
     "gpt2": Architecture(
-        "GPT2LMHeadModel", "GPT2Config", dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     ),
     "gpt_neox": Architecture(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",
-        dict(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        ),
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
     ),
     "opt": Architecture(
         "OPTForCausalLM",
         "OPTConfig",
-        dict(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        ),
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
     ),
     "falcon": Architecture(
         "FalconForCausalLM",
         "FalconConfig",
-        dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     ),
     "bloom": Architecture(
-        "BloomForCausalLM", "BloomConfig", dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "eager"
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "eager",
     ),
     "mixtral": Architecture(
-        "MixtralForCausalLM", "MixtralConfig", LLAMA | dict(num_local_experts=4, num_experts_per_tok=2)
+        "MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),
     "deepseek_v3": Architecture(
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         LLAMA
         | EXPERTS
-        | dict(
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-        ),
+        | {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        },
     ),
     "bert": Architecture(
         "BertForMaskedLM",
         "BertConfig",
-        dict(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        ),
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
         generates=False,
     ),
     "t5": Architecture(
         "T5ForConditionalGeneration",
         "T5Config",
-        dict(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        ),
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
         "eager",
         given=("input_ids", "decoder_input_ids"),
     ),
@@ -157,7 +162,7 @@ def inputs(architecture: Architecture, device: str, seed: int = 1) -> dict[str, 
 def assert_compiled(journal: graphex.Journal, *phases: str) -> None:
     """Every one of these graphs went through all passes, and nothing was given up on the way."""
     assert {graph.phase for graph in journal.graphs} >= set(phases)
-    assert [record for record in journal.fallbacks] == []
+    assert list(journal.fallbacks) == []
     assert [ran for ran in journal.passes if ran.status not in ("changed", "unchanged")] == []
 
 
@@ -188,13 +193,13 @@ def test_forward_equals_eager(name: str, device: str) -> None:
 def test_greedy_decoding_with_a_static_cache_gives_eagers_tokens(name: str, device: str) -> None:
     model = ARCHITECTURES[name].build(device)
     prompt = tokens(device, seed=1)
-    how = dict(
-        cache_implementation="static",
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        disable_compile=True,
-    )
+    how = {
+        "cache_implementation": "static",
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "disable_compile": True,
+    }
     expected = model.generate(prompt, **how)
     model.forward = torch.compile(model.forward, backend="graphex", fullgraph=True)
     found = model.generate(prompt, **how)

@@ -1,0 +1,175 @@
+"""Compute the parts of a concatenation where they belong.
+
+    before:  a = mm(x, w); b = relu(y); c = cat([a, b])
+    after:   c = empty(...); mm.out(x, w, out=c[:n]); relu.out(y, out=c[n:])
+
+A part is computed in place if an op of the graph makes it for the concatenation alone, in its type and on its stream,
+and the op can write to memory it is given. Parts that cannot are copied, as `cat` would have done. The rewrite is
+made only where it saves more bytes than the additional calls are worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import is_random, placement
+from graphex.analysis.effects import operator_of
+from graphex.analysis.shapes import canonical_dim
+from graphex.passes.base import GraphPass, Work, inherit
+
+aten = torch.ops.aten
+
+WORTHWHILE = 2**16  # bytes; below this one cat is cheaper than several calls
+
+# On a CPU a window that is not contiguous is computed row by row, and functions that are not exactly rounded may then
+# take another path for the last elements of a row. These ops give the same bits either way.
+EXACT = frozenset(
+    {
+        "aten::abs",
+        "aten::add",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::clamp",
+        "aten::div",
+        "aten::maximum",
+        "aten::minimum",
+        "aten::mm",
+        "aten::mul",
+        "aten::neg",
+        "aten::relu",
+        "aten::sqrt",
+        "aten::sub",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operand: the node, where it begins, and the op that can write it there (None: it is copied)."""
+
+    node: Node
+    start: int
+    size: int
+    out: torch._ops.OpOverload | None
+
+
+class WritePartsOfCat(GraphPass):
+    name = "write_parts_of_cat"
+    option = "remove_cat_ops"
+    rule = "cat_in_place"
+
+    def rules(self) -> tuple[str, ...]:
+        return (self.rule,)
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        for node in list(work.graph.nodes):
+            if node.op == "call_function" and node.target is aten.cat.default:
+                plan = _plan(node)
+                if isinstance(plan, str):
+                    work.refuse(node, plan, rule=self.rule)
+                else:
+                    self._rewrite(work, node, plan)
+
+    def _rewrite(self, work: Work, node: Node, parts: list[Part]) -> None:
+        value, dim = node.meta["val"], _dim(node)
+        direct = [part.node for part in parts if part.out is not None]
+        order = {each: position for position, each in enumerate(work.graph.nodes)}
+        with work.graph.inserting_before(min(direct, key=order.__getitem__)):
+            options = {"dtype": value.dtype, "device": value.device, "layout": value.layout, "pin_memory": False}
+            buffer = _call(work, aten.empty.memory_format, (list(value.shape),), options, node, value)
+        for part in parts:
+            # a part that is copied exists only where the cat stood
+            place = part.node if part.out is not None else node
+            with work.graph.inserting_before(place):
+                piece = value.narrow(dim, part.start, part.size)
+                window = _call(
+                    work, aten.slice.Tensor, (buffer, dim, part.start, part.start + part.size), {}, node, piece
+                )
+                if part.out is None:
+                    _call(work, aten.copy_.default, (window, part.node), {}, node, piece)
+                else:
+                    kwargs = {**part.node.kwargs, "out": window}
+                    _call(work, part.out, tuple(part.node.args), kwargs, part.node, piece)
+        names = ", ".join(f"'{each.name}'" for each in direct)
+        work.replace(node, buffer, rule=self.rule, because=f"{names} can be computed where the result needs them")
+        for each in direct:
+            work.graph.erase_node(each)
+
+
+def _plan(node: Node) -> list[Part] | str:
+    """The parts of a cat, or why it stays."""
+    operands, value = node.args[0], node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
+        return "there are not two tensors to join"
+    if not all(isinstance(size, int) for size in value.shape) or not value.is_contiguous():
+        return "the sizes of the result are not known before running"
+    bytes_saved, start, parts = 0, 0, []
+    for operand in operands:
+        part = operand.meta.get("val") if isinstance(operand, Node) else None
+        if not isinstance(operand, Node) or not isinstance(part, torch.Tensor) or part.dim() != value.dim():
+            return "an operand has another rank (an empty tensor of rank 1 is skipped by cat)"
+        size = int(part.shape[_dim(node)])
+        out = _writer(node, operand, operands.count(operand))
+        bytes_saved += part.numel() * part.element_size() if out is not None else 0
+        parts.append(Part(operand, start, size, out))
+        start += size
+    if bytes_saved < WORTHWHILE:
+        return f"only {bytes_saved} bytes could be computed in place"
+    return parts
+
+
+def _writer(cat: Node, operand: Node, occurrences: int) -> torch._ops.OpOverload | None:
+    """The op that computes `operand` into given memory, if it may."""
+    value, part = cat.meta["val"], operand.meta["val"]
+    op = operator_of(operand)
+    if op is None or occurrences != 1 or set(operand.users) != {cat} or is_random(operand):
+        return None
+    if part.dtype != value.dtype or part.device != value.device or placement(operand) != placement(cat):
+        return None
+    contiguous = all(size == 1 for size in value.shape[: _dim(cat)])
+    if not contiguous and value.device.type == "cpu" and op._schema.name not in EXACT:
+        return None
+    return out_overload(op)
+
+
+@cache
+def out_overload(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """`mm` -> `mm.out`: the overload with the same arguments and an `out` to write to."""
+    returns = op._schema.returns
+    if op.namespace != "aten" or op._schema.is_mutable or len(returns) != 1 or returns[0].alias_info is not None:
+        return None
+    wanted = _names_and_types(op._schema.arguments)
+    for name in op.overloadpacket.overloads():
+        overload: torch._ops.OpOverload = getattr(op.overloadpacket, name)
+        arguments = overload._schema.arguments
+        if not arguments or not arguments[-1].is_out or sum(argument.is_out for argument in arguments) != 1:
+            continue
+        if arguments[-1].name == "out" and _names_and_types(arguments[:-1]) == wanted:
+            return overload
+    return None
+
+
+def _names_and_types(arguments: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in arguments]
+
+
+def _dim(node: Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    return canonical_dim(dim, node.meta["val"].dim())
+
+
+def _call(work: Work, op: Any, args: Any, kwargs: Any, origin: Node, value: Any) -> Node:
+    node = work.graph.call_function(op, args, kwargs)
+    inherit(node, origin)
+    if "custom" in origin.meta:
+        node.meta["custom"] = origin.meta["custom"]
+    node.meta["val"] = value
+    return node

@@ -1,0 +1,53 @@
+"""Random programs through graphex with every pass on: nobody can tell it from eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.check import session
+from tests.fuzz.instructions import random_program
+
+SHARDS = 6
+PROGRAMS = 90  # of each shard
+PROGRAMS_OF_THE_LONG_RUN = 1500
+
+
+def effort(programs: int) -> Any:
+    return settings(
+        max_examples=programs,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def run_programs(shard: int, programs: int) -> None:
+    """Let Hypothesis write programs, and shrink the first that fails."""
+    with session() as checks:
+
+        @seed(shard)
+        @effort(programs)
+        @given(rng=st.randoms(use_true_random=False))
+        def nobody_can_tell(rng: Any) -> None:
+            program = random_program(rng)
+            verdict = checks.check(program)
+            assert not verdict.failed, f"{verdict.detail}\n{program.script()}"
+
+        nobody_can_tell()
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_random_program_cannot_be_told_from_eager(shard):
+    run_programs(shard, PROGRAMS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", range(100, 104))
+def test_many_random_programs_cannot_be_told_from_eager(shard):
+    run_programs(shard, PROGRAMS_OF_THE_LONG_RUN)
