@@ -7,10 +7,11 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from graphex.analysis.memory import predicted_peak
 from graphex.compilation import Compilation
 from graphex.passes.metadata import stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
-from graphex.records import GraphCompiled, Verified
+from graphex.records import GraphCompiled, MemoryPredicted, Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
@@ -31,7 +32,9 @@ def compile_graph(
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
     runner = Runner(compilation, name, gm, example_inputs, folder=phase)
+    peak_as_given = predicted_peak(gm.graph)
     optimise(runner)
+    compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))

@@ -70,11 +70,24 @@ class Rewrote(Record):
     into: tuple[str, ...]
     because: str
     line: str = ""
+    certificate: Certificate | None = None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Why it is safe to write to memory: who owns it, who read it last, and what is saved by it.
+
+    `bytes_saved` are bytes that are no longer copied or no longer allocated in every call.
+    """
+
+    storage: str
+    last_read: str
+    bytes_saved: int
 
 
 @dataclass(frozen=True)
 class Refused(Record):
-    """A rewrite that was possible by its pattern and was not made, and why."""
+    """A rewrite that was possible by its pattern and was not made, why, and how many bytes each call still moves."""
 
     kind: ClassVar[str] = "refusal"
     pass_name: str
@@ -82,6 +95,16 @@ class Refused(Record):
     node: str
     reason: str
     line: str = ""
+    bytes_moved: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPredicted(Record):
+    """The most bytes alive at one time besides inputs, as the shapes predict it: as given, and after all passes."""
+
+    kind: ClassVar[str] = "memory"
+    peak_before: int
+    peak_after: int
 
 
 @dataclass(frozen=True)
@@ -173,6 +196,10 @@ class Journal:
     @property
     def captures(self) -> list[Captured]:
         return self.of(Captured)
+
+    @property
+    def memory(self) -> list[MemoryPredicted]:
+        return self.of(MemoryPredicted)
 
     @property
     def verifications(self) -> list[Verified]:

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import node_line
+from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError
 from graphex.passes.base import GraphPass, Work
@@ -55,6 +56,7 @@ class Runner:
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
         self._arity = _arity(gm.graph)
+        stamp_order(gm.graph)
         self._show("original", stage="as given")
 
     def run(self, stage: str, graph_pass: GraphPass) -> None:
@@ -106,6 +108,7 @@ class Runner:
             graph_pass.apply(work)
             if work.changes:
                 check_graph(work.gm.graph, self._arity, f"pass '{graph_pass.name}'")
+                self._check_order(graph_pass, work.gm, f"pass '{graph_pass.name}'")
             return work.changes > 0, ""
         self.gm.recompile()  # a user's pass may look at the code or run the module
         signature = _signature(self.gm.graph)
@@ -117,8 +120,20 @@ class Runner:
             check_graph(work.gm.graph, self._arity, f"your pass '{graph_pass.name}'")
         if changed or dropped:
             repair(work.gm, watch, graph_pass.name)
+            self._check_order(graph_pass, work.gm, f"your pass '{graph_pass.name}'")
         self.gm = work.gm
         return changed, f"dropped the metadata of {len(dropped)} nodes; it was restored" if dropped else ""
+
+    def _check_order(self, graph_pass: GraphPass, gm: GraphModule, who: str) -> None:
+        """Reads and writes of one memory must stay in order, which no data dependency says."""
+        if not graph_pass.moves_writes and (moved := moved_across_a_write(gm.graph)) is not None:
+            node, memory = moved
+            where = f" ({line})" if (line := node_line(node)) else ""
+            raise PassError(
+                f"{who} moved node '{node.name}' across a write to '{memory}'{where}; it would read or write other "
+                "values than before. Keep the order of the nodes that use the same memory."
+            )
+        stamp_order(gm.graph)
 
     def _failed(
         self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float

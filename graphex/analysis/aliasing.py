@@ -15,7 +15,7 @@ joined (`join`) after a rewrite, never taken back, so they stay safe while a pas
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -102,6 +102,16 @@ class Aliases:
     def last_read(self, node: Node) -> int:
         """The position of the last node that reads the memory of `node`."""
         return max((self._reads[s][-1] for s in self.storages(node) if s in self._reads), default=-1)
+
+    def last_reader_before(self, node: Node, end: Node) -> Node | None:
+        """The last node before `end` that reads the memory of `node`."""
+        last = self._position[end]
+        found = [
+            reads[before - 1]
+            for storage in self.storages(node)
+            if (before := bisect_left(reads := self._reads.get(storage, []), last))
+        ]
+        return self._nodes[max(found)] if found else None
 
     def readers_after(self, node: Node, start: Node, *, until: int | None = None) -> list[Node]:
         """The nodes after `start` (and before position `until`) that read the memory of `node`, the output included."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from graphex.records import Journal
+from graphex.records import Journal, Refused
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -34,6 +34,7 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _rules(journal)
     if journal.refusals:
         yield _refusals(journal)
+    yield _memory(journal)
     yield _running(journal)
     if journal.verifications:
         yield _verdicts(journal)
@@ -91,12 +92,35 @@ def _rules(journal: Journal) -> Any:
 
 
 def _refusals(journal: Journal) -> Any:
-    table = _table("refused", "rule", "node", "reason", "line")
-    for record in journal.refusals[:SHOWN]:
-        table.add_row(record.rule, record.node, record.reason, record.line)
-    if len(journal.refusals) > SHOWN:
-        table.add_row("", "", f"... and {len(journal.refusals) - SHOWN} more in the JSON", "")
+    """The most expensive first; the same reason at the same line is one row."""
+    table = _table("refused", "rule", "times", "node", "reason", "line")
+    groups: dict[tuple[str, str, str], list[Refused]] = {}
+    for record in journal.refusals:
+        groups.setdefault((record.rule, record.reason, record.line), []).append(record)
+    ranked = sorted(groups.values(), key=lambda group: -sum(record.bytes_moved for record in group))
+    for group in ranked[:SHOWN]:
+        first = group[0]
+        table.add_row(first.rule, str(len(group)), first.node, first.reason, first.line)
+    if len(ranked) > SHOWN:
+        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "")
     return table
+
+
+def _memory(journal: Journal) -> Any:
+    table = _table("memory", "graph", "peak as given", "peak now", "saved in every call", "still moved in every call")
+    for record in journal.memory:
+        saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
+        moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
+        table.add_row(record.graph, *map(_size, (record.peak_before, record.peak_after, saved, moved)))
+    return table
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
 
 
 def _running(journal: Journal) -> Any:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.config import CompilerConfig
-from graphex.records import Record, Refused, Rewrote
+from graphex.records import Certificate, Record, Refused, Rewrote
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,32 @@ class Work:
         node.replace_all_uses_with(kept)
         self.graph.erase_node(node)
 
-    def rewired(self, node: Node, *, rule: str, because: str) -> None:
-        """Take note that `node` was changed in place (its arguments now skip something redundant)."""
-        self._record_rewrite(rule, [node], [node], because)
+    def rewired(self, node: Node, *, rule: str, because: str, certificate: Certificate | None = None) -> None:
+        """Take note that `node` was changed in place: its arguments, or the op it calls."""
+        self._record_rewrite(rule, [node], [node], because, certificate)
 
     def erase(self, node: Node, *, rule: str, because: str) -> None:
         self._record_rewrite(rule, [node], [], because)
         self.graph.erase_node(node)
 
-    def refuse(self, node: Node, reason: str | Refusal, *, rule: str) -> None:
+    def refuse(self, node: Node, reason: str | Refusal, *, rule: str, bytes_moved: int = 0) -> None:
         """Take note that `rule` fits at `node` and was not applied."""
         text = reason.reason if isinstance(reason, Refusal) else reason
-        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, node_line(node)))
+        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, node_line(node), bytes_moved))
 
-    def _record_rewrite(self, rule: str, nodes: list[Node], into: list[Node], because: str) -> None:
+    def certificate(self, written: Node, writer: Node, bytes_saved: int) -> Certificate:
+        """Why `writer` may write to the memory of `written`: nobody reads it after the node named here."""
+        owners = ", ".join(sorted(owner.name for owner, _ in self.aliases.storages(written)))
+        last = self.aliases.last_reader_before(written, writer)
+        return Certificate(owners, "nobody" if last is None else last.name, bytes_saved)
+
+    def _record_rewrite(
+        self, rule: str, nodes: list[Node], into: list[Node], because: str, certificate: Certificate | None = None
+    ) -> None:
         self.changes += 1
         line = next(filter(None, map(node_line, nodes)), "")
         old, new = tuple(node.name for node in nodes), tuple(node.name for node in into)
-        self._write(Rewrote(self._graph_name, self._pass_name, rule, old, new, because, line))
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, old, new, because, line, certificate))
 
 
 class GraphPass(ABC):
@@ -104,6 +112,7 @@ class GraphPass(ABC):
     option: ClassVar[str | None] = None
     stage: str = ""
     preserves_results: bool = True
+    moves_writes: ClassVar[bool] = False  # writes to memory are this pass's subject: they may end up elsewhere
     foreign: bool = False  # written by a user: errors stop compilation, metadata is repaired afterwards
 
     def enabled(self, config: CompilerConfig) -> bool:

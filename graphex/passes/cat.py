@@ -62,6 +62,7 @@ class WritePartsOfCat(GraphPass):
     name = "write_parts_of_cat"
     option = "remove_cat_ops"
     rule = "cat_in_place"
+    moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
         return (self.rule,)

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import node_line, same_layout
+from graphex.analysis.memory import bytes_of
 from graphex.analysis.twins import in_place_twin
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
@@ -52,6 +53,7 @@ class RestoreInputWrites(GraphPass):
     name = "restore_input_writes"
     option = "input_inplace_pass"
     rule = "write_input_in_place"
+    moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
         return (self.rule, MUTABLE_OPS)
@@ -63,11 +65,12 @@ class RestoreInputWrites(GraphPass):
                 continue
             refusal = _why_not(work, chain)
             if refusal is not None:
-                work.refuse(refusal.node or node, refusal, rule=self.rule)
+                work.refuse(refusal.node or node, refusal, rule=self.rule, bytes_moved=_bytes_moved(chain))
                 continue
             names = ", ".join(f"'{step.name}'" for step in chain.steps)
             because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
-            work.rewired(chain.steps[-1], rule=self.rule, because=because)
+            proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
+            work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
             _write_in_place(work, chain)
         unwrap_mutable_ops(work, self.name)
 
@@ -84,6 +87,11 @@ def _chain(node: Node) -> Chain | None:
         steps.append(value)
         value = _updated(value)
     return Chain(target, steps[::-1], node) if value is target and steps else None
+
+
+def _bytes_moved(chain: Chain) -> int:
+    """What functionalisation costs a call: each step, and the copy back, reads and writes the whole tensor."""
+    return 2 * bytes_of(chain.target) * (len(chain.steps) + 1)
 
 
 def _updated(step: Node) -> Any:
@@ -150,15 +158,19 @@ def _write_in_place(work: Work, chain: Chain) -> None:
             step.args = (chain.target, *step.args[1:])
             step.meta["val"] = value
         else:
-            _write_window(work, step, chain.target)
+            _write_window(work, step, chain)
 
 
-def _write_window(work: Work, step: Node, target: Node) -> None:
+def _write_window(work: Work, step: Node, chain: Chain) -> None:
     """Replace a scatter by a write into the window it describes."""
+    target, versions = chain.target, [chain.target, *chain.steps]
     with work.graph.inserting_before(step):
         window = _view(work, WINDOWS[step.target], target, step.args[2:], step.kwargs, step)
         content, old = step.args[1], step.args[0]
         while (inner := _same_window(content, old, window)) is not None:
+            source = inner.args[1]
+            if not isinstance(source, Node) or any(work.aliases.may_alias(source, version) for version in versions):
+                break  # what is written may lie in the memory it is written to
             old, content = inner.args[0], inner.args[1]
             window = _view(work, WINDOWS[inner.target], window, inner.args[2:], inner.kwargs, inner)
         write = work.graph.call_function(aten.copy_.default, (window, content))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import is_random, same_layout
+from graphex.analysis.memory import bytes_of
 from graphex.analysis.twins import in_place_twin
 from graphex.passes.base import GraphPass, Work
 
@@ -21,6 +22,7 @@ class ReuseDeadMemory(GraphPass):
     name = "reuse_dead_memory"
     option = "inplace_pass"
     rule = "compute_in_place"
+    moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
         return (self.rule,)
@@ -34,10 +36,11 @@ class ReuseDeadMemory(GraphPass):
                 continue
             dead = node.args[0]
             if _is_reusable(work, node, dead):
+                proof = work.certificate(dead, node, bytes_of(node))
                 work.aliases.join(node, dead)
                 node.target = twin
                 node.meta["val"] = dead.meta["val"]
-                work.rewired(node, rule=self.rule, because=f"'{dead.name}' is not read after this")
+                work.rewired(node, rule=self.rule, because=f"'{dead.name}' is not read after this", certificate=proof)
 
 
 def _is_reusable(work: Work, node: Node, dead: Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,5 +50,19 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
             direct = node.meta.get(_NOT_COPIED, set())
             copied = [place for place in range(len(written_bases(node))) if place not in direct]
             node.meta["only_clone_these_tensors"] = copied
-    with V.set_fake_mode(mode):
+    with V.set_fake_mode(mode), _of_any_type():
         decompose_auto_functionalized(graph)
+
+
+@contextmanager
+def _of_any_type() -> Iterator[None]:
+    """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
+    from torch._inductor import pattern_matcher
+
+    name = "fallback_node_due_to_unsupported_type"
+    check = getattr(pattern_matcher, name)
+    setattr(pattern_matcher, name, lambda *args, **kwargs: False)
+    try:
+        yield
+    finally:
+        setattr(pattern_matcher, name, check)

@@ -6,6 +6,7 @@ not fit is rejected by the trial in eager, so a row says nothing about types and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -13,9 +14,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from tests.fuzz.programs import Program, SIZES, Step, Trial
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+from tests.fuzz.programs import SIZES, Program, Step, Trial
 
 INPUTS = (
     "numbers(n, 3)",
@@ -149,6 +148,7 @@ FUNCTIONAL = (
     "{x} * {y}",
     "{x} - 1",
     "{x} * 2",
+    "{x} ** 2",
     "{y} - {x}",
     "({x} * 2 + 1).relu()",
     "({x} + {y}).tanh()",
@@ -209,32 +209,43 @@ CATS = (
     "torch.cat([torch.sin({x}), torch.zeros(0)])",
     "torch.hstack([{x}, {like}])",
 )
-NOTHING = (
+# Copies and casts that may be left out, and some that may not.
+COPIES = (
     "{x}.clone()",
     "{x}.clone() + 1",
-    "{x}[:] * 2",
-    "{x}[:{x}.shape[0]] + 1",
-    "{x}.repeat(1, 1) * 2",
-    "torch.nn.functional.pad({x} * 2, (0, 0))",
-    "({x} + 1).to({x}.dtype, copy=True) * 2",
-    "torch.round({x})",
-    "torch.ceil({x} > 0)",
-    "torch.floor(({x} * 3).to(torch.int64)) + 1",
-    "({x} * 2) ** 1",
-    "torch.cat([{x} + 1]) * 2",
-    "({x} + 1).view({x}.shape) * 2",
-    "{x}.expand({x}.shape) * 2",
-    "torch.slice_scatter({x}, {like} * 2, 0, 0, {x}.shape[0]) + 1",
     "{x}.contiguous() + {x}",
+    "(({x} + 1) * 2).clone()",
+    "torch.clone({x}).detach()",
     "{x}.double().float()",
     "({x} + 1).double().float() * 2",
     "{x}.float().bfloat16()",
     "{x}.bfloat16().float().double()",
+    "({x} * 2).bfloat16().float().double()",
+    "{x}.bfloat16().double().float()",
     "{x}.to(torch.int64)",
     "{x}.to(torch.bfloat16)",
     "{x}.to(torch.bool)",
-    "torch.clone({x}).detach()",
-    "(({x} + 1) * 2).clone()",
+)
+# Ops that return what they are given. {ones} is 1, 1 for a matrix.
+NOOPS = (
+    "{x}[:] * 2",
+    "{x}[:{x}.shape[0]] + 1",
+    "{x}.repeat({ones}) * 2",
+    "({x} + {like}).repeat({ones})",
+    "torch.nn.functional.pad({x} * 2, (0, 0))",
+    "torch.nn.functional.pad({x}, (0, 0)) + {like}",
+    "({x} + 1).to({x}.dtype, copy=True) * 2",
+    "{x}.to({x}.dtype, copy=True) + {like}",
+    "torch.round({x})",
+    "torch.ceil({x}.to(torch.int64)) + 1",
+    "torch.floor(({x} * 3).to(torch.int64)) + 1",
+    "({x} * 2) ** 1",
+    "{x} ** 1 + {like}",
+    "torch.cat([{x} + 1]) * 2",
+    "torch.cat([{x}]) + {like}",
+    "({x} + 1).view({x}.shape) * 2",
+    "{x}.expand({x}.shape) * 2",
+    "torch.slice_scatter({x}, {like} * 2, 0, 0, {x}.shape[0]) + 1",
 )
 RANDOM = (
     "torch.rand_like({x})",
@@ -260,7 +271,6 @@ class Writer:
 
     rng: Random
     trial: Trial
-    kept: list[Step]
 
     # -- picking -----------------------------------------------------------------------------------------------
 
@@ -298,7 +308,7 @@ class Writer:
             return None
         rank = max(self.trial.example(x).dim(), 1)
         d = self.rng.randrange(rank) - (rank if self.rng.randrange(2) else 0)
-        return row.format(x=x, y=y, d=d, like=self.like(x))
+        return row.format(x=x, y=y, d=d, like=self.like(x), ones=", ".join("1" * rank))
 
     def result(self, rows: tuple[str, ...], count: int = 1) -> Step | None:
         text, names = self.expression(rows), self.new(count)
@@ -307,7 +317,7 @@ class Writer:
     def target(self) -> tuple[str, str] | None:
         """(value, window): an input more often than an intermediate."""
         inputs = [step.makes[0] for step in self.trial.inputs]
-        name = inputs[self.rng.randrange(len(inputs))] if self.rng.randrange(3) else self.value()
+        name = inputs[self.rng.randrange(len(inputs))] if self.rng.randrange(5) < 3 else self.value()
         return (name, self.pick(WINDOWS)) if name is not None else None
 
     def source(self, name: str, window: str) -> str:
@@ -344,8 +354,8 @@ class Writer:
         found = self.target()
         if found is None:
             return None
-        name, window = found[0], found[1] if self.rng.randrange(3) == 0 else ""
-        index = self.value(lambda t: t.dtype is torch.int64 and t.shape == (2,)) if self.rng.randrange(3) == 0 else None
+        name, window = found[0], found[1] if self.rng.randrange(3) == 2 else ""
+        index = self.value(lambda t: t.dtype is torch.int64 and t.shape == (2,)) if self.rng.randrange(3) == 2 else None
         index = index or self.pick(INDICES)
         target, rows = f"{name}{window}", f"{self.source(name, window)}[:2]"
         row = self.pick(INDEXED)
@@ -367,7 +377,7 @@ class Writer:
         for name in "abcd"[: 2 + self.rng.randrange(3)]:
             earlier = [step.makes[0] for step in self.trial.inputs]
             rows = INPUTS
-            if earlier and self.rng.randrange(4) == 0:
+            if earlier and self.rng.randrange(4) == 3:
                 rows = SHARING_INPUTS
             elif self.rng.randrange(2):
                 rows = INPUTS[:3]
@@ -381,12 +391,13 @@ class Writer:
             self.trial.accepts(step)
 
     def returned(self) -> tuple[str, ...]:
-        names = self.names()
-        late = names[-4:]
-        chosen = [late[self.rng.randrange(len(late))]]
-        for _ in range(self.rng.randrange(4)):
+        """Most of what nobody else reads, and a few values more: inputs, intermediates, one of them twice."""
+        names, lines = self.names(), [step.text.partition(" = ")[2] or step.text for step in self.trial.steps]
+        read = set(re.findall(r"\w+", " ".join(lines)))
+        chosen = [name for name in names if name not in read and name.startswith("v") and self.rng.randrange(4)]
+        for _ in range(self.rng.randrange(3)):
             chosen.append(names[self.rng.randrange(len(names))])
-        return tuple(chosen)
+        return tuple(chosen or names[-1:])
 
 
 Kind = Callable[[Writer], Step | None]
@@ -400,23 +411,24 @@ KINDS: tuple[Kind, ...] = (
     *_times(7, lambda w: w.result(FUNCTIONAL)),
     *_times(6, lambda w: w.write(WRITES)),
     *_times(4, lambda w: w.result(VIEWS)),
-    *_times(6, lambda w: w.result(NOTHING)),
+    *_times(4, lambda w: w.result(COPIES)),
+    *_times(5, lambda w: w.result(NOOPS)),
     *_times(3, lambda w: w.indexed()),
     *_times(2, lambda w: w.result(CATS)),
     *_times(2, lambda w: w.again()),
     lambda w: w.result(PAIRS, 2),
     lambda w: w.result(PAIRS_OF_VIEWS, 2),
     lambda w: w.result(RANDOM),
-    lambda w: w.write(CUSTOM_WRITES),
+    *_times(2, lambda w: w.write(CUSTOM_WRITES)),
     lambda w: w.returning_write(),
-    lambda w: w.write(RANDOM_WRITES) if w.rng.randrange(4) == 0 else w.write(WRITES),
+    lambda w: w.write(RANDOM_WRITES) if w.rng.randrange(4) == 3 else w.write(WRITES),
 )
 
 
 def random_program(rng: Random, *, most: int = 11) -> Program:
     """A program that eager runs. The generator only calls `rng.randrange`, so Hypothesis can drive and shrink it."""
-    dynamic = rng.randrange(10) == 9
-    writer = Writer(rng, Trial(SIZES if dynamic else SIZES[:1]), [])
+    dynamic = rng.randrange(14) == 13
+    writer = Writer(rng, Trial(SIZES if dynamic else SIZES[:1]))
     while not writer.trial.inputs:
         writer.add_inputs()
     for _ in range(3 + rng.randrange(most - 2)):

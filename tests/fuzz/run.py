@@ -89,9 +89,7 @@ def _prepare() -> None:
 
 
 def _tallies(seed: int, programs: int, jobs: int, shrink: bool) -> Iterator[Tally]:
-    batches = [
-        (seed, range(start, min(start + _BATCH, programs)), shrink) for start in range(0, programs, _BATCH)
-    ]
+    batches = [(seed, range(start, min(start + _BATCH, programs)), shrink) for start in range(0, programs, _BATCH)]
     if jobs == 1:
         _prepare()
         yield from map(run_batch, batches)

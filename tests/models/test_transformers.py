@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import graphex
 
 transformers = pytest.importorskip("transformers")
 
-BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 7, 4, 96
+BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 7, 5, 96
 
 
 @dataclass(frozen=True)
@@ -24,130 +24,87 @@ class Architecture:
     model: str
     config: str
     sizes: dict[str, Any]
-    attention: str = "sdpa"
+    choices: dict[str, str] = field(default_factory=lambda: {"attn_implementation": "sdpa"})
     generates: bool = True
-    given: tuple[str, ...] = ("input_ids",)
+    inputs: tuple[str, ...] = ("input_ids",)
+    full: bool = False
 
     def build(self, device: str) -> torch.nn.Module:
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**self.sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        model = getattr(transformers, self.model)._from_config(config, attn_implementation=self.attention)
-        return model.to(device).eval()
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        config = getattr(transformers, self.config)(vocab_size=VOCABULARY, **tokens, **self.sizes)
+        return getattr(transformers, self.model)._from_config(config, **self.choices).to(device).eval()
+
+    def given(self, device: str, seed: int = 1) -> dict[str, torch.Tensor]:
+        return {name: tokens(device, seed + index) for index, name in enumerate(self.inputs)}
 
 
-# What nearly every decoder of the Llama line is described by.
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+PLAIN_ATTENTION = {"attn_implementation": "eager"}
+# Backward through the other implementations of experts depends on data in a way that AOTAutograd cannot trace.
+BATCHED_EXPERTS = {"attn_implementation": "sdpa", "experts_implementation": "batched_mm"}
+
+HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER = HIDDEN | {"intermediate_size": 64, "max_position_embeddings": 64}
+LLAMA = ENCODER | {"num_key_value_heads": 2}
+SLIDING = LLAMA | {"head_dim": 8, "sliding_window": 4}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GROUPED_EXPERTS = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "loss_type": "ForCausalLM"}
+OPT = HIDDEN | {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "mistral": Architecture("MistralForCausalLM", "MistralConfig", LLAMA | {"sliding_window": 4, "head_dim": 8}),
-    "qwen2": Architecture("Qwen2ForCausalLM", "Qwen2Config", LLAMA),
+    "mistral": Architecture("MistralForCausalLM", "MistralConfig", SLIDING),
+    "qwen2": Architecture("Qwen2ForCausalLM", "Qwen2Config", LLAMA, full=True),
     "qwen3": Architecture("Qwen3ForCausalLM", "Qwen3Config", LLAMA | {"head_dim": 16}),
-    "gemma2": Architecture("Gemma2ForCausalLM", "Gemma2Config", LLAMA | {"head_dim": 8, "sliding_window": 4}, "eager"),
-    "gemma3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", LLAMA | {"head_dim": 8, "sliding_window": 4}),
+    "gemma2": Architecture("Gemma2ForCausalLM", "Gemma2Config", SLIDING, PLAIN_ATTENTION),
+    "gemma3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", SLIDING),
     "phi3": Architecture("Phi3ForCausalLM", "Phi3Config", LLAMA),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    ),
-    "gpt_neox": Architecture(
-        "GPTNeoXForCausalLM",
-        "GPTNeoXConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
-    "opt": Architecture(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "word_embed_proj_dim": 32,
-            "ffn_dim": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-    ),
-    "falcon": Architecture(
-        "FalconForCausalLM",
-        "FalconConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-    ),
+    "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt_neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER, full=True),
+    "opt": Architecture("OPTForCausalLM", "OPTConfig", OPT),
+    "falcon": Architecture("FalconForCausalLM", "FalconConfig", HIDDEN),
     "bloom": Architecture(
-        "BloomForCausalLM",
-        "BloomConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-        "eager",
+        "BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, PLAIN_ATTENTION, full=True
     ),
     "mixtral": Architecture(
-        "MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        BATCHED_EXPERTS,
     ),
     "deepseek_v3": Architecture(
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        LLAMA
-        | EXPERTS
-        | {
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-        },
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", LLAMA | LATENT_ATTENTION | GROUPED_EXPERTS, BATCHED_EXPERTS
     ),
-    "bert": Architecture(
-        "BertForMaskedLM",
-        "BertConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-        },
-        generates=False,
-    ),
+    "bert": Architecture("BertForMaskedLM", "BertConfig", ENCODER, generates=False),
     "t5": Architecture(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "decoder_start_token_id": 0,
-        },
-        "eager",
-        given=("input_ids", "decoder_input_ids"),
+        "T5ForConditionalGeneration", "T5Config", T5, PLAIN_ATTENTION, inputs=("input_ids", "decoder_input_ids")
     ),
 }
-every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
-every_generator = pytest.mark.parametrize("name", [name for name, it in ARCHITECTURES.items() if it.generates])
+
+
+def parameters(names: list[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=pytest.mark.full if ARCHITECTURES[name].full else ()) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
+every_architecture = parameters(list(ARCHITECTURES))
+every_generator = parameters([name for name, it in ARCHITECTURES.items() if it.generates])
 
 
 def tokens(device: str, seed: int) -> torch.Tensor:
@@ -155,23 +112,21 @@ def tokens(device: str, seed: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, PROMPT), generator=generator).to(device)
 
 
-def inputs(architecture: Architecture, device: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    return {name: tokens(device, seed + index) for index, name in enumerate(architecture.given)}
-
-
 def assert_compiled(journal: graphex.Journal, *phases: str) -> None:
-    """Every one of these graphs went through all passes, and nothing was given up on the way."""
+    """There is a graph for each phase, all of them went through all passes, and nothing was given up on the way."""
     assert {graph.phase for graph in journal.graphs} >= set(phases)
-    assert list(journal.fallbacks) == []
+    assert journal.fallbacks == []
     assert [ran for ran in journal.passes if ran.status not in ("changed", "unchanged")] == []
 
 
-def assert_replayed(journal: graphex.Journal, device: str) -> None:
-    if device == "cpu":
-        return
-    assert journal.captures
-    for graph in journal.graphs:
-        assert journal.counts[graph.graph]["replays"] > 0, graph.graph
+def replays(journal: graphex.Journal) -> int:
+    return sum(journal.counts[graph.graph]["replays"] for graph in journal.graphs)
+
+
+def assert_equal(found: Any, expected: Any, device: str) -> None:
+    """Up to the order of a sum on the CPU, up to another kernel on a GPU."""
+    near = 1e-6 if device == "cpu" else 1e-4
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
 
 
 @every_architecture
@@ -181,12 +136,13 @@ def test_forward_equals_eager(name: str, device: str) -> None:
     compiled = torch.compile(model, backend="graphex", fullgraph=True)
     with torch.no_grad():
         for seed in range(4):
-            given = inputs(architecture, device, seed)
+            given = architecture.given(device, seed)
             expected, found = model(**given, use_cache=False), compiled(**given, use_cache=False)
-            torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+            assert_equal(found.logits, expected.logits, device)
     journal = graphex.journal(compiled)
     assert_compiled(journal, "inference")
-    assert_replayed(journal, device)
+    assert len(journal.graphs) == 1
+    assert replays(journal) > 0 or device == "cpu"
 
 
 @every_generator
@@ -195,16 +151,18 @@ def test_greedy_decoding_with_a_static_cache_gives_eagers_tokens(name: str, devi
     prompt = tokens(device, seed=1)
     how = {
         "cache_implementation": "static",
-        "max_new_tokens": NEW_TOKENS,
-        "min_new_tokens": NEW_TOKENS,
         "do_sample": False,
-        "disable_compile": True,
+        "min_new_tokens": NEW_TOKENS,
+        "max_new_tokens": NEW_TOKENS,
+        "disable_compile": True,  # `generate` would compile the decoding step with a backend of its own choice
     }
     expected = model.generate(prompt, **how)
     model.forward = torch.compile(model.forward, backend="graphex", fullgraph=True)
     found = model.generate(prompt, **how)
     assert found.tolist() == expected.tolist()
-    assert_compiled(graphex.journal(model.forward), "inference")
+    journal = graphex.journal(model.forward)
+    assert_compiled(journal, "inference")
+    assert replays(journal) > 0 or device == "cpu"
 
 
 @every_architecture
@@ -213,9 +171,8 @@ def test_training_step_equals_eager(name: str, device: str) -> None:
     model = architecture.build(device)
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="graphex", fullgraph=True)
-    given = inputs(architecture, device)
-    expected, found = step(model, model, given), step(compiled, twin, given)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    given = architecture.given(device)
+    assert_equal(step(compiled, twin, given), step(model, model, given), device)
     assert_compiled(graphex.journal(compiled), "forward", "backward")
 
 
