@@ -32,9 +32,9 @@ def compile_graph(
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
     runner = Runner(compilation, name, gm, example_inputs, folder=phase)
-    peak_as_given = predicted_peak(gm.graph)
+    peak_as_given = predicted_peak(gm.graph, runner.aliases)
     optimise(runner)
-    compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph)))
+    compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))

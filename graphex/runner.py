@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis import node_line
+from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError
@@ -56,7 +56,8 @@ class Runner:
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
         self._arity = _arity(gm.graph)
-        stamp_order(gm.graph)
+        self._aliases: Aliases | None = None
+        stamp_order(gm.graph, self.aliases)
         self._show("original", stage="as given")
 
     def run(self, stage: str, graph_pass: GraphPass) -> None:
@@ -103,6 +104,7 @@ class Runner:
             graph_name=self.graph_name,
             pass_name=graph_pass.name,
             write=records.append,
+            aliases=self.aliases,
         )
         if not graph_pass.foreign:
             graph_pass.apply(work)
@@ -124,16 +126,24 @@ class Runner:
         self.gm = work.gm
         return changed, f"dropped the metadata of {len(dropped)} nodes; it was restored" if dropped else ""
 
+    @property
+    def aliases(self) -> Aliases:
+        """The alias facts of the graph as it stands, made again only after something changed it."""
+        if self._aliases is None:
+            self._aliases = Aliases(self.gm.graph)
+        return self._aliases
+
     def _check_order(self, graph_pass: GraphPass, gm: GraphModule, who: str) -> None:
         """Reads and writes of one memory must stay in order, which no data dependency says."""
-        if not graph_pass.moves_writes and (moved := moved_across_a_write(gm.graph)) is not None:
+        aliases = self._aliases = Aliases(gm.graph)
+        if not graph_pass.moves_writes and (moved := moved_across_a_write(gm.graph, aliases)) is not None:
             node, memory = moved
             where = f" ({line})" if (line := node_line(node)) else ""
             raise PassError(
                 f"{who} moved node '{node.name}' across a write to '{memory}'{where}; it would read or write other "
                 "values than before. Keep the order of the nodes that use the same memory."
             )
-        stamp_order(gm.graph)
+        stamp_order(gm.graph, aliases)
 
     def _failed(
         self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float
@@ -162,7 +172,7 @@ class Runner:
     def _undo(self, module: GraphModule, snapshot: Graph) -> None:
         self.gm = module
         self.gm.graph = snapshot
-        self._snapshot = None
+        self._snapshot = self._aliases = None
 
     def _show(self, title: str, *, stage: str, changed: bool = True) -> None:
         wanted = self.compilation.files.wanted

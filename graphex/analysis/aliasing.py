@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.effects import is_plain_python, operator_of, written_arguments
+from graphex.analysis.effects import is_plain_python, node_leaves, operator_of, written_arguments
 from graphex.torch_private.schemas import holds_tensors, is_composite
-from graphex.torch_private.trees import pytree
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
@@ -64,7 +63,7 @@ class Aliases:
         """Whether `node`, which is to write to `written`, also reads that memory: through another argument, or through
         `written` itself given twice.
         """
-        leaves = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
+        leaves = list(node_leaves((node.args, node.kwargs)))
         if sum(leaf is written for leaf in leaves) > 1:
             return True
         return any(self.may_alias(leaf, written) for leaf in leaves if leaf is not written)
@@ -76,6 +75,10 @@ class Aliases:
     def reaches_output(self, node: Node) -> bool:
         mine = self.storages(node)
         return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+
+    def has_writes(self) -> bool:
+        """Whether anything in the graph writes to memory at all."""
+        return bool(self._writes)
 
     def is_written(self, node: Node) -> bool:
         return any(self._writes.get(storage) for storage in self.storages(node))
@@ -146,8 +149,8 @@ class Aliases:
         theirs = self.storages(kept)
         if not theirs:
             return
-        target = next(iter(theirs))
-        for storage in self.storages(node):
+        target, *others = theirs  # a value that may live in several memories makes them one
+        for storage in (*others, *self.storages(node)):
             self._merge(storage, target)
 
     # -- building ----------------------------------------------------------------------------------------------
@@ -158,8 +161,7 @@ class Aliases:
             for storage in self._storages.get(value, ()):
                 _append(self._reads, storage, position)
         if node.op == "output":
-            leaves = (leaf for leaf in pytree.tree_leaves(node.args) if isinstance(leaf, Node))
-            self._outputs = [self._storages.get(leaf, frozenset()) for leaf in leaves]
+            self._outputs = [self._storages.get(leaf, frozenset()) for leaf in node_leaves(node.args)]
             return
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):
@@ -222,7 +224,7 @@ class Aliases:
             found: set[Storage] = set()
             for position, name in result.sources:
                 value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-                for leaf in _node_leaves(value):
+                for leaf in node_leaves(value):
                     found |= self._storages.get(leaf, frozenset())
             if result.fresh or (result.sources and not found):
                 found.add((node, index))
@@ -250,7 +252,7 @@ class Aliases:
             self._absolute.add(into)
         for table in (self._reads, self._writes):
             if storage in table:
-                table[into] = sorted({*table.get(into, ()), *table[storage]})
+                table[into] = _merged(table.get(into, []), table[storage])
 
     def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
         if any(storage in self._inputs for storage in theirs):
@@ -265,6 +267,14 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
     positions = table.setdefault(storage, [])
     if not positions or positions[-1] != position:
         positions.append(position)
+
+
+def _merged(left: list[int], right: list[int]) -> list[int]:
+    """Two sorted lists of positions as one; in the usual case, one after the other, without copying the first."""
+    if not left or left[-1] < right[0]:
+        left.extend(right)
+        return left
+    return sorted({*left, *right})
 
 
 class _Result(NamedTuple):
@@ -297,13 +307,6 @@ def _declared_results(op: torch._ops.OpOverload) -> tuple[_Result, ...]:
         else:
             results.append(_Result(tuple((place, name) for place, name, its in arguments if not names.isdisjoint(its))))
     return tuple(results)
-
-
-def _node_leaves(value: Any) -> Iterator[Node]:
-    if isinstance(value, Node):
-        yield value
-    elif value is not None:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
 
 
 def _returns_list(node: Node) -> bool:

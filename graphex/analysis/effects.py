@@ -11,14 +11,26 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.torch_private.trees import pytree
-
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
 
 _PURE_MODULES = frozenset({operator.__name__, math.__name__, "_operator"})
 _FUNCTIONAL_WRAPPERS = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
+
+
+def node_leaves(value: Any) -> Iterator[Node]:
+    """The nodes in an argument, those inside lists, dictionaries and slices included, as often as they occur."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from node_leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from node_leaves(item)
+    elif isinstance(value, slice):
+        yield from node_leaves((value.start, value.stop, value.step))
 
 
 def operator_of(node: Node) -> torch._ops.OpOverload | None:
@@ -107,7 +119,7 @@ def _written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
 def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[Node]:
     for position, name in _written_places(op):
         value = args[position] if position < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node))
+        yield from node_leaves(value)
 
 
 def _written_by_higher_order(node: Node) -> list[Node]:

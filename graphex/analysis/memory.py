@@ -24,9 +24,8 @@ def bytes_of(node: Node) -> int:
     return elements * value.element_size()
 
 
-def predicted_peak(graph: Graph) -> int:
+def predicted_peak(graph: Graph, aliases: Aliases) -> int:
     """The most bytes that are alive at one time besides inputs and constants, each storage freed after its last use."""
-    aliases = Aliases(graph)
     sizes: dict[Storage, int] = defaultdict(int)
     born: dict[int, list[Storage]] = defaultdict(list)
     dies: dict[int, list[Storage]] = defaultdict(list)

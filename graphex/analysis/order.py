@@ -22,15 +22,15 @@ _STAMP = "graphex_writes_before"
 Stamp = dict[str, int]
 
 
-def stamp_order(graph: Graph) -> None:
+def stamp_order(graph: Graph, aliases: Aliases) -> None:
     """Note, on each node, where it stands among the writes to the memory it touches."""
-    for node, stamp in _stamps(graph).items():
+    for node, stamp in _stamps(graph, aliases).items():
         node.meta[_STAMP] = stamp
 
 
-def moved_across_a_write(graph: Graph) -> tuple[Node, str] | None:
+def moved_across_a_write(graph: Graph, aliases: Aliases) -> tuple[Node, str] | None:
     """The first node that stands elsewhere among the writes to some memory than it was stamped, and whose memory."""
-    for node, stamp in _stamps(graph).items():
+    for node, stamp in _stamps(graph, aliases).items():
         before: Stamp = node.meta.get(_STAMP, {})
         for memory, writes in stamp.items():
             if before.get(memory, writes) != writes:
@@ -38,8 +38,9 @@ def moved_across_a_write(graph: Graph) -> tuple[Node, str] | None:
     return None
 
 
-def _stamps(graph: Graph) -> dict[Node, Stamp]:
-    aliases = Aliases(graph)
+def _stamps(graph: Graph, aliases: Aliases) -> dict[Node, Stamp]:
+    if not aliases.has_writes():
+        return {}
     written: Counter[str] = Counter()
     stamps: dict[Node, Stamp] = {}
     for node in graph.nodes:

@@ -40,6 +40,7 @@ class Work:
         graph_name: str,
         pass_name: str,
         write: Callable[[Record], None],
+        aliases: Aliases | None = None,
     ) -> None:
         self.gm = gm
         self.example_inputs = example_inputs
@@ -48,7 +49,7 @@ class Work:
         self._graph_name = graph_name
         self._pass_name = pass_name
         self._write = write
-        self._aliases: Aliases | None = None
+        self._aliases = aliases
 
     @property
     def graph(self) -> Graph:

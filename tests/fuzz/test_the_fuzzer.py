@@ -17,8 +17,9 @@ import torch
 
 from graphex.analysis import Aliases
 from graphex.passes import noop
+from graphex.pipeline import LAST, OURS
 from tests.fuzz.check import Verdict, session
-from tests.fuzz.programs import Program, is_valid, load, shrunk
+from tests.fuzz.programs import Program, Step, is_valid, load, shrunk
 from tests.fuzz.run import main, program_number
 
 aten = torch.ops.aten
@@ -92,3 +93,109 @@ def test_a_planted_bug_is_found_at_once(bug):
 @pytest.mark.parametrize("bug", FOUND_LATER)
 def test_a_planted_bug_is_found(bug):
     assert programs_until_failure(FOUND_LATER[bug], 600) is not None
+
+
+# -- what the programs reach ---------------------------------------------------------------------------------------
+
+SAMPLE = 300
+AT_LEAST = 0.02
+RULES = (
+    "write_input_in_place",
+    "write_argument_in_place",
+    "compute_in_place",
+    "cat_in_place",
+    "equal_calls",
+    "unused",
+    "plain_copy",
+    "same_copy",
+    "full_slice",
+    "full_scatter",
+    "same_view",
+    "cast_back",
+    "cast_through",
+    "same_cast",
+    "repeat_once",
+    "pad_nothing",
+    "power_one",
+    "round_integer",
+    "single_cat",
+)
+
+
+def test_every_kind_of_rewrite_fires_in_some_programs():
+    fired: Counter[str] = Counter()
+    with session() as checks:
+        for number in range(SAMPLE):
+            verdict = checks.check(program_number(SEED, number))
+            assert not verdict.failed, f"{verdict.detail}\n{program_number(SEED, number).script()}"
+            fired.update(verdict.rules)
+    assert {rule: fired[rule] for rule in RULES if fired[rule] < AT_LEAST * SAMPLE} == {}
+
+
+def test_every_rule_is_in_the_sample_or_cannot_be_reached():
+    """`same_type` and `same_device` are rules for ops that torch.compile does not write."""
+    known = {rule for _, graph_pass in (*OURS, *LAST) for rule in graph_pass.rules()}
+    assert known - set(RULES) == {"same_type", "same_device"}
+
+
+# -- programs as data ----------------------------------------------------------------------------------------------
+
+
+def test_a_program_is_the_same_every_time():
+    assert [program_number(3, n) for n in range(20)] == [program_number(3, n) for n in range(20)]
+
+
+def test_a_printed_program_does_what_it_did():
+    for number in range(30):
+        program = program_number(4, number)
+        assert is_valid(program)
+        first, second = (load(program.source()) for _ in range(2))
+        assert first.dynamic == program.dynamic
+        for size in program.sizes:
+            given = first.inputs(size)
+            torch.manual_seed(0)
+            found = first.model(*given)
+            torch.manual_seed(0)
+            torch.testing.assert_close(second.model(*second.inputs(size)), found, equal_nan=True)
+
+
+def test_programs_are_varied():
+    programs = [program_number(5, number) for number in range(200)]
+    lines = [step.text for program in programs for step in (*program.inputs, *program.steps)]
+    for text in (".t()", "_(", "] = ", "ops.", "cat(", "rand", "bfloat16", "float64", "int64", "bool", "as_strided"):
+        assert any(text in line for line in lines), text
+    assert any(program.dynamic for program in programs)
+    assert any(set(program.names) & set(program.returns) for program in programs)
+    assert any(step.text.partition(" = ")[2] in program.names for program in programs for step in program.inputs)
+
+
+def test_a_failure_is_shrunk_to_a_few_lines():
+    def fails(program: Program) -> bool:
+        return any("clone" in step.text for step in program.steps)
+
+    program = next(p for p in (program_number(6, n) for n in range(100)) if fails(p) and len(p.steps) > 4)
+    small = shrunk(program, fails)
+    assert len(small.steps) == 1
+    assert len(small.returns) == 1
+    assert is_valid(small)
+
+
+def test_a_write_that_eager_leaves_undefined_is_not_generated():
+    given = (Step("a = numbers(n, 3)", ("a",)),)
+    for target, source in (("a[1:]", "a[:-1]"), ("a.expand(2, 4, 3)", "1"), ("a", "a[0]")):
+        write = Step(f"{target}.copy_({source})", (), (target,), (source,))
+        assert not is_valid(Program(given, (write,), ("a",)))
+    assert is_valid(Program(given, (Step("a[1:].copy_(a[:-1].clone())", (), ("a[1:]",), ("a[:-1].clone()",)),), ("a",)))
+
+
+def test_the_nightly_says_what_happened(capsys):
+    assert main(["--programs", "4", "--jobs", "1", "--seed", "1"]) == 0
+    assert "4 programs in" in capsys.readouterr().out
+
+
+def test_the_nightly_prints_a_failure_as_a_program_and_fails(capsys):
+    with mock.patch("tests.fuzz.run.Session.check", return_value=Verdict("failure", "planted")):
+        assert main(["--programs", "1", "--jobs", "1", "--no-shrink"]) == 1
+    printed = capsys.readouterr().out
+    assert "planted" in printed
+    assert "def model(" in printed
