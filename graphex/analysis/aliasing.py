@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.effects import is_plain_python, node_leaves, operator_of, written_arguments
+from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
@@ -46,6 +46,8 @@ class Aliases:
         self._writes: dict[Storage, list[int]] = {}
         self._reads: dict[Storage, list[int]] = {}
         self._absolute: set[Storage] = set()
+        self._foreign: set[Storage] = set()
+        self._returned: set[Node] = set()
         self._by_memory: dict[int, Storage] = {}
         for node in graph.nodes:
             self._visit(node)
@@ -72,9 +74,21 @@ class Aliases:
         """Whether the value may live in memory that the caller owns (an input or a constant)."""
         return any(storage in self._inputs for storage in self.storages(node))
 
+    def is_owned_elsewhere(self, node: Node) -> bool:
+        """Whether the value may live in memory that somebody outside the graph holds on to.
+
+        Besides the caller that can be a custom op, which may hand out the same tensor every time.
+        """
+        storages = self.storages(node)
+        return not storages or any(storage in self._inputs or storage in self._foreign for storage in storages)
+
     def reaches_output(self, node: Node) -> bool:
         mine = self.storages(node)
         return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+
+    def is_absolute(self, node: Node) -> bool:
+        """Whether something counts from the start of the node's storage: then it matters where the value begins."""
+        return any(storage in self._absolute for storage in self.storages(node))
 
     def has_writes(self) -> bool:
         """Whether anything in the graph writes to memory at all."""
@@ -133,8 +147,9 @@ class Aliases:
         """
         mine, theirs = self.storages(node), self.storages(kept)
         if mine and mine <= theirs:
-            return None
-        if any(storage in self._absolute for storage in mine):
+            both_returned = node in self._returned and kept in self._returned
+            return "two outputs would become one tensor" if both_returned else None
+        if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
         if self.is_written(node):
             return "the copy is written to later"
@@ -147,6 +162,8 @@ class Aliases:
     def join(self, node: Node, kept: Node) -> None:
         """Take note that `node` was replaced by `kept`."""
         theirs = self.storages(kept)
+        if node in self._returned:
+            self._returned.add(kept)
         if not theirs:
             return
         target, *others = theirs  # a value that may live in several memories makes them one
@@ -162,13 +179,16 @@ class Aliases:
                 _append(self._reads, storage, position)
         if node.op == "output":
             self._outputs = [self._storages.get(leaf, frozenset()) for leaf in node_leaves(node.args)]
+            self._returned = set(node_leaves(node.args))
             return
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):
                 _append(self._writes, storage, position)
         self._storages[node] = self._with_fake_memory(node, self._storages_of(node))
-        if operator_of(node) in _ABSOLUTE_VIEWS:
-            self._absolute |= self._storages[node]
+        if not _allocates_for_the_graph(node):
+            self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
+        for value in _absolutely_addressed(node):
+            self._absolute |= self._storages.get(value, frozenset())
 
     def _storages_of(self, node: Node) -> frozenset[Storage]:
         if node.op in ("placeholder", "get_attr"):
@@ -178,7 +198,7 @@ class Aliases:
         op = operator_of(node)
         if op is not None:
             parts = self._parts_by_schema(node, op)
-        elif is_plain_python(node.target):
+        elif is_size_arithmetic(node):
             return frozenset()
         elif str(getattr(node.target, "__name__", "")) in _FRESH_HIGHER_ORDER:
             value = node.meta.get("val")
@@ -248,8 +268,9 @@ class Aliases:
         self._joined[storage] = into
         if storage in self._inputs:
             self._inputs.add(into)
-        if storage in self._absolute:
-            self._absolute.add(into)
+        for marked in (self._absolute, self._foreign):
+            if storage in marked:
+                marked.add(into)
         for table in (self._reads, self._writes):
             if storage in table:
                 table[into] = _merged(table.get(into, []), table[storage])
@@ -257,10 +278,20 @@ class Aliases:
     def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
         if any(storage in self._inputs for storage in theirs):
             return "an output would begin to share memory with an input"
+        if any(storage in self._foreign for storage in theirs):
+            return "an output would be memory that a custom op may have kept"
         for out in map(self._resolved, self._outputs):
             if out.isdisjoint(mine) and not out.isdisjoint(theirs):
                 return "two outputs would begin to share memory"
         return None
+
+
+def _allocates_for_the_graph(node: Node) -> bool:
+    """Whether fresh memory that the node returns certainly belongs to the graph alone."""
+    if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
+        return True
+    op = operator_of(node)
+    return op is not None and op.namespace in PURE_NAMESPACES
 
 
 def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:
@@ -313,6 +344,15 @@ def _returns_list(node: Node) -> bool:
     """`split` declares one result, a list; `topk` declares two. Only the second is indexed by declaration."""
     op = operator_of(node)
     return op is not None and len(op._schema.returns) == 1
+
+
+def _absolutely_addressed(node: Node) -> list[Node]:
+    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
+    if operator_of(node) in _ABSOLUTE_VIEWS:
+        return [node, *node_leaves(node.args[0])]
+    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
+        return list(node_leaves(node.kwargs.get("_all_bases")))
+    return []
 
 
 _ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})

@@ -72,17 +72,20 @@ def is_effectful(node: Node) -> bool:
         return True
     op = operator_of(node)
     if op is None:
-        return not is_plain_python(node.target)
+        return not is_size_arithmetic(node)
     if op.namespace not in PURE_NAMESPACES or op._schema.is_mutable or is_random(node):
         return True
     return bool(node.is_impure(impure_random=False))
 
 
-def is_plain_python(target: Any) -> bool:
-    """Arithmetic on sizes: `operator.mul`, `math.floor`, `torch.sym_max` ..."""
-    module = getattr(target, "__module__", None)
-    name = getattr(target, "__name__", "")
-    return module in _PURE_MODULES or (module in ("torch", "torch.fx.experimental.sym_node") and "sym_" in name)
+def is_size_arithmetic(node: Node) -> bool:
+    """Python functions on sizes (`operator.mul`, `math.floor`, `torch.sym_max`), and taking a part of a tuple.
+
+    The same functions on tensors (`operator.iadd`, from a custom pass) may write, and are not understood.
+    """
+    module, name = getattr(node.target, "__module__", None), getattr(node.target, "__name__", "")
+    on_sizes = module in _PURE_MODULES or (module in ("torch", "torch.fx.experimental.sym_node") and "sym_" in name)
+    return on_sizes and (node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def written_arguments(node: Node) -> list[Node]:
@@ -96,7 +99,7 @@ def written_arguments(node: Node) -> list[Node]:
     if op is not None:
         return list(_written_by_schema(op, node.args, node.kwargs))
     if node.op == "call_function":
-        if is_plain_python(node.target):
+        if is_size_arithmetic(node):
             return []
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return _written_by_higher_order(node)

@@ -41,6 +41,13 @@ def same_layout(left: Any, right: Any) -> bool:
     )
 
 
+def same_offset(left: Any, right: Any) -> bool:
+    """Whether two (fake) tensors certainly begin at the same place of their storages."""
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return False
+    return known_equal(left.storage_offset(), right.storage_offset())
+
+
 def canonical_dim(dim: int, rank: int) -> int:
     """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
     return dim + max(rank, 1) if dim < 0 else dim

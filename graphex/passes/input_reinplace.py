@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from graphex.analysis import node_line, same_layout
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.shapes import same_offset
 from graphex.analysis.twins import in_place_twin
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
@@ -120,6 +121,8 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
     for old, step in zip(versions, chain.steps, strict=False):
         if not same_layout(step.meta.get("val"), chain.target.meta.get("val")):
             return Refusal("the new value has another layout than the input", step)
+        if aliases.is_absolute(step) and not same_offset(step.meta.get("val"), chain.target.meta.get("val")):
+            return Refusal("the new value is addressed from the start of its storage, and the input begins later", step)
         if _operands_share(work, step, versions):
             return Refusal("the update reads the memory it would write", step)
         last = end if old is chain.target else None

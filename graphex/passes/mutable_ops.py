@@ -39,6 +39,6 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
 
 def _is_dead(work: Work, node: Node, base: Node) -> bool:
     aliases = work.aliases
-    if aliases.lives_in_input(base) or not aliases.storages(base) or aliases.readers_after(base, node):
+    if aliases.is_owned_elsewhere(base) or aliases.readers_after(base, node):
         return False
     return not aliases.shares_with_operands(node, base)

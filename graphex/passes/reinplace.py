@@ -3,8 +3,9 @@
     before:  a = mul(x, y); b = add(a, x); c = relu(b)
     after:   a = mul(x, y); b = add_(a, x); c = relu_(a)
 
-An op that has an in-place twin writes over its first argument if that is no input of the graph, has the result's
-layout, is read by nobody afterwards (not through a view either) and shares no memory with the other arguments.
+An op that has an in-place twin writes over its first argument if the graph has allocated it (it is no input and no
+tensor that a custom op may have kept), it is alone in its storage, has the result's layout, is read by nobody
+afterwards (not through a view either) and shares no memory with the other arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis import is_random, same_layout
+from graphex.analysis import is_random, known_equal, known_true, same_layout
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.twins import in_place_twin
 from graphex.passes.base import GraphPass, Work
@@ -44,12 +45,19 @@ class ReuseDeadMemory(GraphPass):
 
 
 def _is_reusable(work: Work, node: Node, dead: Node) -> bool:
-    aliases = work.aliases
-    value = dead.meta.get("val")
-    if not isinstance(value, Tensor) or not same_layout(node.meta.get("val"), value):
+    value, aliases = dead.meta.get("val"), work.aliases
+    if not isinstance(value, Tensor) or not same_layout(node.meta.get("val"), value) or value.is_complex():
         return False
-    if aliases.lives_in_input(dead) or not aliases.storages(dead):
+    if not _fills_its_storage(value) or aliases.is_owned_elsewhere(dead) or aliases.is_absolute(dead):
         return False
+    if aliases.reaches_output(node) and not all(known_true(size != 1) for size in value.shape):
+        return False  # fake and real strides may differ where a dimension has one element, and the user can see them
+    return not aliases.shares_with_operands(node, dead) and not aliases.readers_after(dead, node)
+
+
+def _fills_its_storage(value: Tensor) -> bool:
+    """A part of a larger storage would keep the whole alive, and its offset would show."""
     if any(stride == 0 for stride in value.stride()):
         return False
-    return not aliases.shares_with_operands(node, dead) and not aliases.readers_after(dead, node)
+    size = value.numel() * value.element_size()
+    return known_equal(value.storage_offset(), 0) and known_equal(value.untyped_storage().nbytes(), size)

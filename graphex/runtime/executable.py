@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases
@@ -30,7 +29,7 @@ def build_executable(
     started = time.perf_counter()
     counter = compilation.journal.counter(graph_name)
     written = written_inputs(gm)
-    run = eager_program(compilation, graph_name, folder, gm, written, counter)
+    run = eager_program(compilation, graph_name, folder, gm, counter)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
         return run
@@ -52,7 +51,6 @@ def eager_program(
     graph_name: str,
     folder: str,
     gm: GraphModule,
-    written: Sequence[int],
     counter: Counter[str],
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
@@ -66,8 +64,7 @@ def eager_program(
         return _boxed(interpreted(gm))
     if compilation.files.wanted:
         compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm, compilation.files, folder))
-    run = _below_autograd(body, written, written_constants(gm)) if _is_plain(gm) else body
-    return _observed(graph_name, run, counter)
+    return _observed(graph_name, _below_autograd(body) if _is_plain(gm) else body, counter)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
@@ -99,24 +96,14 @@ def devices_of(gm: GraphModule) -> set[torch.device]:
     return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
-def _below_autograd(body: Boxed, written: Sequence[int], constants: list[torch.Tensor]) -> Boxed:
-    """Skip the autograd keys: AOTAutograd has dealt with them. They also count writes, so that is done here."""
-    if not (written or constants):
+def _below_autograd(body: Boxed) -> Boxed:
+    """Skip the autograd keys: AOTAutograd has dealt with them. Writes are still counted, one layer further down."""
 
-        def run(args: list[Any]) -> Any:
-            with BelowAutograd():
-                return body(args)
-
-        return run
-
-    def run_and_count_writes(args: list[Any]) -> Any:
-        changed = [args[index] for index in written] + constants
+    def run(args: list[Any]) -> Any:
         with BelowAutograd():
-            result = body(args)
-        increment_version([tensor for tensor in changed if not tensor.is_inference()])
-        return result
+            return body(args)
 
-    return run_and_count_writes
+    return run
 
 
 def _observed(graph_name: str, run: Boxed, counter: Counter[str]) -> Boxed:

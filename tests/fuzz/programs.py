@@ -109,7 +109,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
         return plain.remainder(3).eq(seed % 3).reshape(shape)
     if dtype is torch.int64:
         return plain.sub(4).reshape(shape)
-    return plain.sub(6).div(2).to(dtype).reshape(shape)
+    return plain.sub(6).div(3).to(dtype).reshape(shape)
 
 
 SCOPE = {"torch": torch, "numbers": numbers, "ops": ops}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.fuzz.check import session
 from tests.fuzz.instructions import random_program
 
-SHARDS = 6
-PROGRAMS = 90  # of each shard
+SHARDS = 4
+PROGRAMS = 75  # of each shard
 PROGRAMS_OF_THE_LONG_RUN = 1500
 
 

@@ -35,6 +35,50 @@ def model(a, b):
 
 DYNAMIC = False
 """,
+    "a custom op found its window from the start of the memory of an input that begins later": """
+def inputs(n):
+    a = numbers(2, n, 3)[1]
+    b = numbers(n, 3)
+    return [a, b]
+
+
+def model(a, b):
+    a.index_fill_(0, torch.tensor([1, 0]), 2)
+    ops.swap(a.t(), b.t())
+    return [b]
+
+
+DYNAMIC = False
+""",
+    "a copy was dropped although a custom op counts from the start of its memory": """
+def inputs(n):
+    b = numbers(2, n, 3)[1]
+    c = numbers(n, 3, seed=1)
+    return [b, c]
+
+
+def model(b, c):
+    v0 = b.clone()
+    ops.bump_all([c[:], v0[:]], 1.0)
+    return [v0]
+
+
+DYNAMIC = False
+""",
+    "a reused buffer began elsewhere than the fresh one that as_strided was told about": """
+def inputs(n):
+    a = numbers(n, 3)
+    return [a]
+
+
+def model(a):
+    v0 = (a * 2)[1:]
+    v1 = v0 + 1
+    return [v1.as_strided((2, 2), (2, 1), 0) * 2]
+
+
+DYNAMIC = False
+""",
 }
 
 

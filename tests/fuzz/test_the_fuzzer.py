@@ -1,7 +1,8 @@
 """The fuzzer is tested: it finds bugs that are planted, and its programs reach every kind of rewrite.
 
 A planted bug is one question of the analysis, or one condition of a pass, that gives the wrong answer. Each must be
-found within a bounded number of programs.
+found within a bounded number of programs. (Questions about writes in the middle of a graph are not planted:
+functionalisation leaves none there. `tests/passes/test_properties.py` has graphs that keep them.)
 """
 
 from __future__ import annotations
@@ -61,14 +62,10 @@ FOUND_AT_ONCE: dict[str, Bug] = {
 FOUND_LATER: dict[str, Bug] = {
     "nothing aliases": answer("may_alias", False),
     "no operand shares memory with what is written": answer("shares_with_operands", False),
-    "nothing is written": answer("is_written", False),
-    "nothing is written in between": answer("written_between", False),
     "nothing reaches an output": answer("reaches_output", False),
     "outputs may begin to share memory": answer("_why_not_returned", None),
-    "one write per input": answer("writes", [None]),
     "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
     "every layout is the same to a reused buffer": condition("passes.reinplace.same_layout", True),
-    "every layout is the same to an updated input": condition("passes.input_reinplace.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
     "every argument of a custom op is dead": condition("passes.mutable_ops._is_dead", True),
     "every cat joins rows": condition("passes.cat._dim", 0),
@@ -92,7 +89,7 @@ def test_a_planted_bug_is_found_at_once(bug):
 @pytest.mark.full
 @pytest.mark.parametrize("bug", FOUND_LATER)
 def test_a_planted_bug_is_found(bug):
-    assert programs_until_failure(FOUND_LATER[bug], 600) is not None
+    assert programs_until_failure(FOUND_LATER[bug], 500) is not None
 
 
 # -- what the programs reach ---------------------------------------------------------------------------------------
