@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from graphex.compilation import Compilation
@@ -60,7 +61,17 @@ def get_backend(
     config: CompilerConfig | Mapping[str, Any] | None = None, custom_decompositions: Decompositions | None = None
 ) -> Backend:
     """A backend object with its own configuration (a `CompilerConfig` or a dictionary of options)."""
+    for op in _checked(custom_decompositions):
+        if not isinstance(op, torch._ops.OpOverload):
+            raise InputError(f"custom_decompositions maps operators such as torch.ops.aten.t.default, got {op!r}.")
     return Backend(config_from(config), custom_decompositions)
+
+
+def _checked(custom_decompositions: object) -> Decompositions:
+    if custom_decompositions is not None and not isinstance(custom_decompositions, Mapping):
+        kind = type(custom_decompositions).__name__
+        raise InputError(f"custom_decompositions must be a dictionary from operators to functions, got {kind}.")
+    return custom_decompositions or {}
 
 
 def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, options: Any = None) -> Callable[..., Any]:
@@ -90,6 +101,8 @@ def journal(compiled: object) -> Journal:
     found = getattr(owner, _JOURNAL, None)
     if isinstance(found, Journal):
         return found
+    if not dynamo.uses(owner, graphex_backend, Backend):
+        raise InputError('this was compiled with another backend; pass backend="graphex" to torch.compile.')
     code = dynamo.code_of(compiled)
     for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
         if code in getattr(other, _CODES, ()):

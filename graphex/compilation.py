@@ -39,7 +39,11 @@ class Compilation:
 def one_line(reason: object) -> str:
     """An exception as one sentence: its type and the first line that says something."""
     if isinstance(reason, BaseException):
-        lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+        try:
+            text = str(reason)
+        except Exception:  # a user's exception may fail to print
+            text = ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"{type(reason).__name__}: {lines[0]}" if lines else type(reason).__name__
     return str(reason)
 

@@ -182,11 +182,12 @@ class CompilerConfig:
     def update(self, options: Mapping[str, Any]) -> None:
         """Set several options at once; the first bad one raises."""
         for name, value in options.items():
+            _check_name(name)
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name not in option_names():
-            raise OptionError(f"unknown option '{name}'{_closest(name)}. See docs/options.md.")
+        if name not in ("_values", "_is_frozen"):
+            _check_name(name)
         super().__setattr__(name, value)
 
     def frozen(self) -> CompilerConfig:
@@ -239,6 +240,11 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
     if mode is not None:
         config.update({"mode": mode})
     return config
+
+
+def _check_name(name: str) -> None:
+    if name not in option_names():
+        raise OptionError(f"unknown option '{name}'{_closest(name)}. See docs/options.md.")
 
 
 def _closest(name: str) -> str:

@@ -207,6 +207,8 @@ def check_graph(graph: Graph, arity: tuple[int, int], who: str) -> None:
             raise PassError(f"{who} left node '{node.name}' {verb} '{value.name}' {problem}{where}. {advice}.")
         seen.add(node)
     if (found := _arity(graph)) != arity:
+        if found[1] < 0:
+            raise PassError(f"{who} left a graph with {-found[1]} output nodes. A graph has exactly one.")
         raise PassError(
             f"{who} left a graph with {found[0]} inputs and {found[1]} outputs instead of {arity[0]} and {arity[1]}. "
             "A pass may not change what the graph takes and returns."

@@ -15,6 +15,10 @@ from torch.fx import GraphModule, Node
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
 
+UNINITIALISED = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+)
+
 _PURE_MODULES = frozenset({operator.__name__, math.__name__, "_operator"})
 _FUNCTIONAL_WRAPPERS = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 

@@ -94,6 +94,8 @@ def explain(
         raise InputError(f"explain takes a module or a function, got {type(model).__name__}.")
     if not isinstance(args, (tuple, list)):
         raise InputError(f"args must be a tuple of the model's arguments, got {type(args).__name__}; write (x,).")
+    if not isinstance(kwargs, (Mapping, type(None))):
+        raise InputError(f"kwargs must be a dictionary of the model's keyword arguments, got {type(kwargs).__name__}.")
     if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
         raise InputError(f"calls must be a positive number, got {calls!r}.")
     model = getattr(model, "_orig_mod", model)
@@ -130,15 +132,19 @@ def _call(model: Callable[..., Any], inputs: Any, seed: int) -> Any:
 
 @contextmanager
 def _restored(model: Callable[..., Any]) -> Iterator[None]:
-    """Put the buffers back as they were: a batch norm, or a cache, must not notice."""
-    buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
-    saved = [buffer.detach().clone() for buffer in buffers]
+    """Put buffers and tensor attributes back as they were, contents included: a batch norm must not notice."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    places = [place for module in modules for place in (module._buffers, module.__dict__)]
+    held = [{name: value for name, value in place.items() if isinstance(value, torch.Tensor)} for place in places]
+    contents = [{name: value.detach().clone() for name, value in tensors.items()} for tensors in held]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+            for place, tensors, values in zip(places, held, contents, strict=True):
+                place.update(tensors)
+                for name, tensor in tensors.items():
+                    tensor.detach().copy_(values[name])
 
 
 @contextmanager
@@ -163,8 +169,7 @@ def _difference(ours: Any, theirs: Any) -> float:
     if not ours.numel() or ours.layout != torch.strided:
         return 0.0
     gap = (ours.to(torch.complex128) - theirs.to(torch.complex128)).abs()
-    both_nan = ours.isnan() & theirs.isnan() if ours.is_floating_point() else torch.zeros_like(gap, dtype=torch.bool)
-    same = both_nan | (ours == theirs)
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     return float(gap.masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max())
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphex.analysis import is_collective
+from graphex.analysis import Aliases, is_collective
+from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.compilation import one_line
 from graphex.evidence.float64 import run_in_float64
 from graphex.evidence.repro import write_repro
@@ -175,6 +176,18 @@ def why_not_verified(gm: GraphModule) -> str:
             return f"'{node.name}' communicates with other processes"
         if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "with_effects":
             return f"'{node.name}' has an effect that must happen once"
+    return _why_not_comparable(gm)
+
+
+def _why_not_comparable(gm: GraphModule) -> str:
+    """Memory that nobody has written has other contents every time."""
+    aliases = Aliases(gm.graph)
+    for node in gm.graph.nodes:
+        op = operator_of(node)
+        if op is None or op._schema.name not in UNINITIALISED:
+            continue
+        if aliases.reaches_output(node) and not aliases.is_written(node):
+            return f"'{node.name}' returns memory that nobody has written"
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphex.analysis import Aliases
 from graphex.compilation import Compilation
 from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
@@ -27,6 +28,7 @@ from graphex.torch_private.aot import (
     static_input_indices,
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
+from graphex.torch_private.graphs import copy_module
 
 Compiled = Callable[..., Any]
 
@@ -84,11 +86,26 @@ def _aot(
 def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:
     """Run the passes that ask for the joint graph, then cut it where the fewest bytes are saved for backward."""
     joint = compile_joint(joint, inputs, compilation)
+    plain = copy_module(joint)
     try:
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     except Exception as error:
         compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
-        return default_partition(joint, inputs, **kwargs)
+        return default_partition(plain, inputs, **kwargs)
+    if overwritten := _overwritten_before_backward(forward, backward):
+        reason = f"the backward would recompute from '{overwritten}', which the forward has overwritten by then"
+        what = "the training graph is partitioned without min-cut"
+        compilation.journal.fall_back(FellBack("-", what, reason), warn=False)
+        return default_partition(plain, inputs, **kwargs)
+    return forward, backward
+
+
+def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:
+    """An input that the forward writes to and the backward reads again: it would find the new value."""
+    aliases = Aliases(forward.graph)
+    written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
+    read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
+    return next((name for name in read if name in written), "")
 
 
 def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:

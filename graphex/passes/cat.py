@@ -71,7 +71,7 @@ class WritePartsOfCat(GraphPass):
         if not work.allows(self.rule):
             return
         for node in list(work.graph.nodes):
-            if node.op == "call_function" and node.target is aten.cat.default:
+            if node.op == "call_function" and node.target is aten.cat.default and node.args:
                 plan = _plan(node)
                 if isinstance(plan, str):
                     work.refuse(node, plan, rule=self.rule)

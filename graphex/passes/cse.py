@@ -17,12 +17,8 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import is_effectful, placement
-from graphex.analysis.effects import operator_of
+from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.passes.base import GraphPass, Work
-
-_UNINITIALISED = frozenset(
-    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-)
 
 
 class MergeCommonSubexpressions(GraphPass):
@@ -57,7 +53,7 @@ def _is_mergeable(node: Node) -> bool:
     if node.op == "get_attr":
         return False
     op = operator_of(node)
-    if op is not None and op._schema.name in _UNINITIALISED:
+    if op is not None and op._schema.name in UNINITIALISED:
         return False
     return not is_effectful(node)
 

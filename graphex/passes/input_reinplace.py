@@ -78,7 +78,7 @@ class RestoreInputWrites(GraphPass):
 
 def _chain(node: Node) -> Chain | None:
     """The updates that lead from an input to the value that is copied over it; None if this is no such copy."""
-    if node.op != "call_function" or node.target is not aten.copy_.default:
+    if node.op != "call_function" or node.target is not aten.copy_.default or len(node.args) < 2:
         return None
     target, value = node.args[0], node.args[1]
     if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr"):
@@ -97,6 +97,8 @@ def _bytes_moved(chain: Chain) -> int:
 
 def _updated(step: Node) -> Any:
     """The value that a node is a new version of; None if it is not one."""
+    if not step.args:
+        return None
     if in_place_twin(step.target) is not None or step.target in WINDOWS:
         return step.args[0]
     if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:

@@ -39,9 +39,9 @@ class Watch:
         self._gm = gm
         self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
-        self.calls = {node.name: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
+        self.calls = {node: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self.metas = {node.name: dict(node.meta) for node in gm.graph.nodes}
+        self.metas = {node: dict(node.meta) for node in gm.graph.nodes}
         self.replaced: dict[str, list[Node]] = {}
 
     def __enter__(self) -> Watch:
@@ -58,7 +58,7 @@ class Watch:
             for node in gm.graph.nodes
             if node.op != "output"
             and node in self.nodes
-            and any(key in self.metas[node.name] and key not in node.meta for key in ("val", ORIGINS))
+            and any(key in self.metas[node] and key not in node.meta for key in ("val", ORIGINS))
         ]
 
     def _note(self, old: Node, new: str, user: Node) -> None:
@@ -71,7 +71,7 @@ def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
     """Restore metadata after a foreign pass that turned `watch.before` into `gm`."""
     _restore_placeholders(gm, watch)
     for node in watch.dropped(gm):
-        node.meta.update({key: value for key, value in watch.metas[node.name].items() if key not in node.meta})
+        node.meta.update({key: value for key, value in watch.metas[node].items() if key not in node.meta})
     copies = _restore_copies(gm, watch)
     replaced = (old.name for olds in watch.replaced.values() for old in olds)
     elsewhere = {*replaced, *(node.name for node in gm.graph.nodes)}
@@ -116,7 +116,7 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: 
 def _restore_placeholders(gm: GraphModule, watch: Watch) -> None:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, old in zip(placeholders, watch.placeholders, strict=True):
-        node.meta.update({key: value for key, value in watch.metas[old.name].items() if key not in node.meta})
+        node.meta.update({key: value for key, value in watch.metas[old].items() if key not in node.meta})
 
 
 def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
@@ -132,11 +132,11 @@ def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
             old = _source_node(node, watch)
             if old is None:
                 continue
-            target, args, kwargs = watch.calls[old.name]
+            target, args, kwargs = watch.calls[old]
             mapped = map_arg((node.args, node.kwargs), lambda value: counterpart.get(value, value))
             if node.target == target and mapped == (args, kwargs):
                 counterpart[node] = old
-                node.meta.update(watch.metas[old.name])
+                node.meta.update(watch.metas[old])
     return {node for node in counterpart if node.op != "placeholder"}
 
 
@@ -158,7 +158,7 @@ def _ancestors(node: Node, watch: Watch, elsewhere: set[str]) -> list[Node]:
     found = dict.fromkeys(replaced)
     pending = list(replaced)
     while pending:
-        _, args, kwargs = watch.calls.get(pending.pop().name, (None, (), {}))
+        _, args, kwargs = watch.calls.get(pending.pop(), (None, (), {}))
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Node) and value not in found and value.name not in elsewhere:
                 found[value] = None
@@ -177,7 +177,7 @@ def _inherit_from(node: Node, ancestors: list[Node]) -> None:
 
 
 def _is_changed(node: Node, watch: Watch) -> bool:
-    call = watch.calls.get(node.name)
+    call = watch.calls.get(node)
     return call is None or call != (node.target, node.args, node.kwargs)
 
 

@@ -29,6 +29,7 @@ from graphex.records import Captured
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.inputs import InputBuffer
 from graphex.runtime.outputs import OutputPlan
+from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import free_unbacked_symbols
 from graphex.torch_private.tracing import profiler_enabled
 
@@ -110,6 +111,7 @@ class Capturing:
         by_address = set(static_inputs) | set(written)
         self._by_address = [index for index in tensors if index in by_address]
         self._copied = [index for index in tensors if index not in by_address]
+        self._copy_in = copier(values[index].dtype for index in self._copied)
         self._written = list(written)
         self._sizes = [index for index, value in enumerate(values) if not isinstance(value, torch.Tensor)]
         self._shaped = [
@@ -188,7 +190,7 @@ class Capturing:
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
         if entry.buffers:
             sources = [buffer.source(args[index]) for buffer, index in zip(entry.buffers, self._copied, strict=True)]
-            torch._foreach_copy_([buffer.target for buffer in entry.buffers], sources)
+            self._copy_in([buffer.target for buffer in entry.buffers], sources)
         changed = [args[index] for index in self._written]
         args.clear()
         entry.replay.replay()

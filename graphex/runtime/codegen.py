@@ -65,7 +65,9 @@ class _Writer:
         self.code = Code()
         self.lines: list[str] = []
         self.names: dict[Node, str] = {}
-        self._taken = {node.name for node in gm.graph.nodes} | {"args", "forward"}
+        self._taken = {_identifier(node.name) for node in gm.graph.nodes} | {"forward"}
+        self._inputs = next(name for name in ("args", "boxed_args", "_boxed_args_") if name not in self._taken)
+        self._taken.add(self._inputs)
         self._bound: dict[int | str, str] = {}
 
     def write(self) -> Code:
@@ -74,8 +76,8 @@ class _Writer:
         for node in self.gm.graph.nodes:
             self.names[node] = _identifier(node.name)
         if placeholders:
-            self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = args")
-        self.lines.append("args.clear()")
+            self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = {self._inputs}")
+        self.lines.append(f"{self._inputs}.clear()")
         self._free([node for node in placeholders if node in dying.get(node, ())])
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
@@ -83,7 +85,7 @@ class _Writer:
             self._statement(node)
             self._free([value for value in dying.get(node, ()) if value.op != "get_attr"])
         body = "\n".join(f"    {line}" for line in self.lines)
-        self.code.source = f"def forward(args):\n{body}\n"
+        self.code.source = f"def forward({self._inputs}):\n{body}\n"
         return self.code
 
     def _statement(self, node: Node) -> None:
@@ -147,6 +149,8 @@ class _Writer:
             return repr(value)
         if isinstance(value, float):
             return repr(value) if math.isfinite(value) else f"float('{value}')"
+        if isinstance(value, complex):
+            return f"complex({self._value(value.real)}, {self._value(value.imag)})"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise GraphexError(f"a node has the symbolic value {value} as an argument; pass the node that computes it.")
         return self._bind(value, _text_of(value))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphex.torch_private.memory import is_dense, whole_storage
+from graphex.torch_private.memory import copier, has_memory, is_dense, whole_storage
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class OutputPlan:
         self._outputs = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
         self._sources: list[torch.Tensor] = []
         self._plan: list[int | Window | None] = []
-        tensors = [value for value in self._outputs if isinstance(value, torch.Tensor)]
+        tensors = [value for value in self._outputs if _lives_somewhere(value)]
         sharing = Counter(_address(value) for value in tensors if value.numel())
         storages: dict[int, int] = {}
         for value in self._outputs:
-            if not isinstance(value, torch.Tensor) or (value.numel() and _address(value) in owned_by_caller):
+            if not _lives_somewhere(value) or (value.numel() and _address(value) in owned_by_caller):
                 self._plan.append(None)
             elif sharing[_address(value)] <= 1 and is_dense(value):
                 self._plan.append(self._copied(value))
@@ -46,6 +46,7 @@ class OutputPlan:
                 if storage is None:
                     storage = storages[_address(value)] = self._copied(whole_storage(value, value.dtype))
                 self._plan.append(Window(storage, value.size(), value.stride(), int(value.storage_offset())))
+        self._copy = copier(source.dtype for source in self._sources)
 
     def _copied(self, source: torch.Tensor) -> int:
         self._sources.append(source)
@@ -54,12 +55,12 @@ class OutputPlan:
     def copy_out(self) -> tuple[Any, ...]:
         copies = [torch.empty_strided(s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources]
         if copies:
-            torch._foreach_copy_(copies, self._sources)
+            self._copy(copies, self._sources)
         return tuple(_returned(value, plan, copies) for value, plan in zip(self._outputs, self._plan, strict=True))
 
 
 def _returned(value: Any, plan: int | Window | None, copies: list[torch.Tensor]) -> Any:
-    if plan is None:  # not a tensor, or memory that belongs to the caller
+    if plan is None:  # not a tensor, without memory, or memory that belongs to the caller
         return value.view_as(value) if isinstance(value, torch.Tensor) else value
     if isinstance(plan, int):
         return copies[plan]
@@ -67,6 +68,10 @@ def _returned(value: Any, plan: int | Window | None, copies: list[torch.Tensor])
     if flat.dtype != value.dtype:  # outputs of two types in one storage look at the same bytes
         flat = flat.view(value.dtype)
     return flat.as_strided(plan.size, plan.stride, plan.offset)
+
+
+def _lives_somewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_memory(value)
 
 
 def _address(value: torch.Tensor) -> int:

@@ -31,6 +31,7 @@ __all__ = [
     "flatten_graph_inputs",
     "register_backend",
     "surfaced",
+    "uses",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,6 +94,12 @@ def backend_of(compiled: object) -> object | None:
     context = compiled.dynamo_ctx if isinstance(compiled, OptimizedModule) else _context_in_closure(compiled)
     callback = getattr(context, "callback", None)
     return None if callback is None else _innermost(callback)
+
+
+def uses(backend: object, function: object, kind: type) -> bool:
+    """Whether a backend object calls `function`, or an instance of `kind`."""
+    inner = getattr(backend, "compiler_fn", backend)
+    return inner is function or isinstance(inner, kind)
 
 
 def code_of(compiled: object) -> CodeType | None:

@@ -22,7 +22,7 @@ MAIN_TYPES = (torch.float32, torch.complex64, torch.int64, torch.float16, torch.
 OTHER_TYPES = (torch.bfloat16, torch.int64, torch.complex64, torch.bool)
 
 # The short run takes every operator in its main type, and of the rest a slice: one operator in so many.
-EVERY_OTHER_TYPE = 2
+EVERY_OTHER_TYPE = 3
 EVERY_DYNAMIC = 20
 
 WITH_GRADIENTS = [name for name, op in OPS.items() if op.supports_autograd]

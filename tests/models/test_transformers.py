@@ -150,29 +150,21 @@ def test_forward_equals_eager(name: str, device: str) -> None:
 
 @every_generator
 def test_greedy_decoding_with_a_static_cache_gives_eagers_tokens(name: str, device: str) -> None:
+    """As `generate` does it: the prompt in eager mode, every later token by one compiled step."""
     model = ARCHITECTURES[name].build(device)
-    prompt, cache = tokens(device, seed=1), static_cache(model)
-    expected = generate(model, prompt, cache)
-    cache.reset()  # used once, it is all on the device
-    model.forward = torch.compile(model.forward, backend="graphex", fullgraph=True)
-    assert generate(model, prompt, cache) == expected
-    journal = graphex.journal(model.forward)
+    prompt = tokens(device, seed=1)
+    compiling = transformers.CompileConfig(backend="graphex", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    expected = generate(model, prompt, disable_compile=True)
+    assert generate(model, prompt, compile_config=compiling) == expected
+    journal = graphex.journal(model.get_compiled_call(compiling))
     assert_compiled(journal, "inference")
     assert replays(journal) > 0 or device == "cpu"
 
 
-def static_cache(model: torch.nn.Module) -> Any:
-    decoder = model.config.get_text_config(decoder=True)
-    cache = transformers.StaticCache(config=decoder, max_cache_len=PROMPT + NEW_TOKENS)
-    if not model.config.is_encoder_decoder:
-        return cache
-    return transformers.EncoderDecoderCache(cache, transformers.StaticCache(config=decoder, max_cache_len=PROMPT))
-
-
-def generate(model: torch.nn.Module, prompt: torch.Tensor, cache: Any) -> list[list[int]]:
-    """Greedy decoding; `generate` would compile the decoding step with a backend of its own choice."""
+def generate(model: torch.nn.Module, prompt: torch.Tensor, **how: Any) -> list[list[int]]:
     length = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS}
-    return model.generate(prompt, past_key_values=cache, do_sample=False, disable_compile=True, **length).tolist()
+    return model.generate(prompt, cache_implementation="static", do_sample=False, **length, **how).tolist()
 
 
 @every_architecture
