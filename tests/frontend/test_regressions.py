@@ -1,0 +1,220 @@
+"""Things that were once wrong. Each test is the smallest program that showed it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphex
+
+
+def compiled(f, **options):
+    return torch.compile(f, backend="graphex", **options)
+
+
+def test_bfloat16_gradients_are_eagers_bits():
+    """`mul_.Scalar` rounds differently from `mul.Scalar`; the backward of log2 multiplies by a scalar."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.log2(x.abs() + 1).sum()
+
+    values = (torch.randn(64, 8) * 5).bfloat16()
+    grads = []
+    for g in (compiled(f), f):
+        x = values.clone().requires_grad_()
+        g(x).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: ((x * 2)[2:6] + 1).as_strided((2,), (1,), 0) * 1.0,
+        lambda x: (lambda n: (n.as_strided((2,), (1,), 0).add_(100), n * 1)[1])((x * 2)[2:6] + 1),
+    ],
+    ids=["read", "written"],
+)
+@torch.no_grad()
+def test_as_strided_counts_from_the_start_of_the_storage(f):
+    x = torch.arange(8.0)
+    torch.testing.assert_close(compiled(f)(x), f(x), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_result_is_not_a_corner_of_a_larger_buffer():
+    out = compiled(lambda x: (x * 2)[2:6] + 1)(torch.arange(1000.0))
+    assert out.storage_offset() == 0
+    assert out.untyped_storage().nbytes() == 16
+
+
+TABLE = torch.arange(4.0)
+
+
+@torch.library.custom_op("graphex_tests::table", mutates_args=())
+def table(n: int) -> Tensor:
+    return TABLE
+
+
+@table.register_fake
+def _(n: int) -> Tensor:
+    return torch.empty(4)
+
+
+@torch.no_grad()
+def test_memory_that_a_custom_op_keeps_is_not_written_to_or_handed_out():
+    f = compiled(lambda x: (table(4) * 2 + x, table(4).clone()))
+    for _ in range(3):
+        doubled, copy = f(torch.zeros(4))
+        assert doubled.tolist() == [0, 2, 4, 6]
+        assert copy.data_ptr() != TABLE.data_ptr()
+    assert TABLE.tolist() == [0, 1, 2, 3]
+
+
+def test_the_backward_does_not_recompute_from_a_buffer_that_was_overwritten():
+    def f(x: Tensor, b: Tensor) -> Tensor:
+        y = x * torch.sin(b) * b.cos()
+        b.add_(1)
+        return y
+
+    grads = []
+    for g in (compiled(f), f):
+        x, b = torch.ones(1, requires_grad=True), torch.tensor([0.5])
+        g(x, b).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_strides_of_dimensions_with_one_element_are_eagers():
+    def f(x: Tensor) -> Tensor:
+        return x.mul(0.5).add(x)
+
+    x = torch.arange(4.0).reshape(4, 1).t()
+    assert compiled(f)(x).stride() == f(x).stride()
+
+
+@torch.no_grad()
+def test_outputs_that_look_the_same_are_still_tensors_of_their_own():
+    def f(x: Tensor) -> tuple[Tensor, ...]:
+        y = x + 1
+        return y, y.view(y.shape), y[:], y.detach()
+
+    outputs = compiled(f)(torch.randn(2, 3))
+    outputs[0].t_()
+    assert [tuple(out.shape) for out in outputs] == [(3, 2), (2, 3), (2, 3), (2, 3)]
+
+
+@torch.no_grad()
+def test_a_write_is_counted_as_often_as_by_aot_eager():
+    def f(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    mine, theirs = torch.zeros(3), torch.zeros(3)
+    g, h = compiled(f), torch.compile(f, backend="aot_eager")
+    for _ in range(3):
+        g(mine)
+        h(theirs)
+        assert mine._version == theirs._version
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, i: x[0, 1:].copy_(x[0, :-1].clone()),
+        lambda x, i: (x.mul_(2), x[1:].copy_(x[:-1].clone()))[1],
+        lambda x, i: (i * 1).index_put((i * 1,), i),
+        lambda x, i: i.copy_(i.index_put((i,), i * 2)),
+    ],
+    ids=["row onto itself", "shift after a write", "its own index", "its own index, in place"],
+)
+@torch.no_grad()
+def test_an_update_that_reads_what_it_writes(f):
+    mine, theirs = [(torch.arange(12.0).view(3, 4), torch.tensor([0, 1, 2])) for _ in range(2)]
+    torch.testing.assert_close(compiled(f)(*mine), f(*theirs), rtol=0, atol=0)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_an_exported_argument_may_be_called_args():
+    class Model(nn.Module):
+        def forward(self, args: Tensor) -> Tensor:
+            return args + 1
+
+    program = torch.export.export(Model(), (torch.ones(2),)).run_decompositions({})
+    assert graphex.compile_fx(program.module())(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_explain_puts_rebound_buffers_and_tensor_attributes_back():
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+            self.last = torch.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n = self.n + 1
+            self.last = x * 2
+            return x + self.n
+
+    model = Counter()
+    report = graphex.explain(model, (torch.ones(2),), calls=1)
+    assert report.worst_difference == 0
+    assert model.n.item() == 0
+    assert model.last.tolist() == [0, 0]
+
+
+def test_equal_nans_are_no_difference_complex_ones_included():
+    assert graphex.explain(lambda x: x * float("nan"), (torch.ones(2, dtype=torch.complex64),)).worst_difference == 0
+
+
+@torch.no_grad()
+def test_memory_that_nobody_wrote_is_not_compared():
+    g = compiled(lambda x: torch.empty(1000), options={"verify": True})
+    g(torch.ones(1))
+    assert [verdict.status for verdict in graphex.journal(g).verifications] == ["refused"]
+
+
+@torch.no_grad()
+def test_a_pass_may_rename_nodes_and_move_arguments_to_keywords():
+    def rename(gm: torch.fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                node._rename(f"mine_{node.name}")
+
+    def to_keywords(gm: torch.fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                names = [argument.name for argument in node.target._schema.arguments]
+                node.kwargs = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+                node.args = ()
+
+    def f(x: Tensor) -> Tensor:
+        x.add_(1)
+        return torch.cat([x * 2, x[:]])
+
+    for custom in (rename, to_keywords):
+        torch._dynamo.reset()
+        mine, theirs = torch.ones(3), torch.ones(3)
+        g = compiled(f, options={"post_grad_custom_post_pass": custom})
+        torch.testing.assert_close(g(mine), f(theirs), rtol=0, atol=0)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert not [record for record in graphex.journal(g).passes if record.status == "rolled back"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: graphex.CompilerConfig(_verfy=True), graphex.OptionError, "unknown option '_verfy'"),
+        (lambda: graphex.CompilerConfig(_values={}), graphex.OptionError, "unknown option '_values'"),
+        (lambda: graphex.get_backend(None, 5), graphex.InputError, "dictionary"),
+        (lambda: graphex.get_backend(None, {torch.ops.aten.t: abs}), graphex.InputError, "aten.t.default"),
+        (lambda: graphex.explain(torch.relu, (torch.ones(2),), [1]), graphex.InputError, "kwargs"),
+        (lambda: graphex.journal(torch.compile(abs, backend="eager")), graphex.InputError, "another backend"),
+    ],
+    ids=["underscore", "internal name", "decompositions", "packet", "kwargs", "other backend"],
+)
+def test_bad_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
