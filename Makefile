@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full lint format docs bench test-gpu bench-gpu clean
+.PHONY: demo test test-full fuzz lint format docs bench test-gpu bench-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -34,11 +34,15 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest -n $(JOBS) -m 'not cuda'
 
+fuzz: $(READY)
+	$(RUN) -m tests.fuzz.run --programs 20000 --jobs $(JOBS)
+
 docs: $(READY)
 	$(RUN) -m graphex.docs
 
 bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py
+	$(RUN) benchmarks/memory.py
 
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:
@@ -46,6 +50,7 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
+	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
