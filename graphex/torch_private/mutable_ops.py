@@ -46,6 +46,8 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
     from torch._inductor.virtualized import V
 
     for node in graph.nodes:
+        if node.target in WRAPPERS:
+            node.meta.pop("eager_input_vals", None)  # the values before our passes, which replaced some of them
         if node.target is WRAPPER:
             direct = node.meta.get(_NOT_COPIED, set())
             copied = [place for place in range(len(written_bases(node))) if place not in direct]
