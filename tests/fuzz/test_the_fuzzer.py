@@ -56,7 +56,7 @@ def bfloat16_is_exact() -> AbstractContextManager[Any]:
 FOUND_AT_ONCE: dict[str, Bug] = {
     "nobody reads anything later": answer("readers_after", []),
     "a copy may always be dropped": answer("why_not_same", None),
-    "inputs are ours to overwrite": answer("lives_in_input", False),
+    "inputs are ours to overwrite": answer("is_owned_elsewhere", False),
     "writes are no effects": condition("passes.dce.is_effectful", False),
 }
 FOUND_LATER: dict[str, Bug] = {
@@ -67,7 +67,6 @@ FOUND_LATER: dict[str, Bug] = {
     "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
     "every layout is the same to a reused buffer": condition("passes.reinplace.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
-    "every argument of a custom op is dead": condition("passes.mutable_ops._is_dead", True),
     "every cat joins rows": condition("passes.cat._dim", 0),
     "all scalars are equal": condition("passes.cse._frozen", 0),
     "in-place twins are mixed up": twins_mixed_up,

@@ -183,7 +183,7 @@ def test_two_caches_swapped():
 def test_a_list_of_caches_and_an_optimizer_style_update():
     def step(w: Tensor, m: Tensor, g: Tensor) -> Tensor:
         m.mul_(0.9).add_(g)
-        w.add_(m, alpha=-0.1)
+        w.sub_(m * 0.1)
         return w.norm()
 
     journal = compiled_like_eager(step, CACHE, CACHE * 0, torch.randn(6, 4))
