@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,7 @@ def printed(title: str, journal: Journal) -> str:
     from rich.console import Console
 
     stream = io.StringIO()
-    width = max(80, shutil.get_terminal_size((WIDTH, 0)).columns)
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     console = Console(file=stream, width=width, markup=False, highlight=False)
     console.print(title)
     for part in _tables(journal):

@@ -27,6 +27,7 @@ from graphex.device import Device, Replay
 from graphex.errors import CaptureError
 from graphex.records import Captured
 from graphex.runtime.codegen import Boxed
+from graphex.runtime.host_values import host_outputs, sizes_that_matter
 from graphex.runtime.inputs import InputBuffer
 from graphex.runtime.outputs import OutputPlan
 from graphex.torch_private.memory import copier
@@ -113,7 +114,8 @@ class Capturing:
         self._copied = [index for index in tensors if index not in by_address]
         self._copy_in = copier(values[index].dtype for index in self._copied)
         self._written = list(written)
-        self._sizes = [index for index, value in enumerate(values) if not isinstance(value, torch.Tensor)]
+        self._sizes = sizes_that_matter(gm)
+        self._numbers = host_outputs(gm)
         self._shaped = [
             i for i in tensors if any(isinstance(s, torch.SymInt) for s in (*values[i].shape, *values[i].stride()))
         ]
@@ -128,7 +130,7 @@ class Capturing:
             return self._run(args)
         key = self._key(args)
         if key not in self._entries:
-            self._entries[key] = None  # seen once: this call warms up
+            self._keep(key, None)  # seen once: this call warms up
             return self._run(args)
         self._entries.move_to_end(key)
         entry = self._entries[key]
@@ -173,12 +175,16 @@ class Capturing:
         )
         return entry
 
-    def _keep(self, key: Any, entry: Entry) -> None:
+    def _keep(self, key: Any, entry: Entry | None) -> None:
         self._entries[key] = entry
-        if len(self._entries) > KEPT_CAPTURES:
-            _, oldest = self._entries.popitem(last=False)
-            if oldest is not None:
-                oldest.replay.free()
+        if len(self._entries) <= KEPT_CAPTURES:
+            return
+        if not any(self._entries.values()) and not self._counter["replays"]:
+            reason = f"each of {KEPT_CAPTURES} calls had other sizes, and a graph is captured for sizes seen before"
+            self._compilation.fall_back(self._graph_name, "the graph runs without capture", reason)
+        _, oldest = self._entries.popitem(last=False)
+        if oldest is not None:
+            oldest.replay.free()
 
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
         self._counter["replays"] += 1
@@ -192,8 +198,18 @@ class Capturing:
             sources = [buffer.source(args[index]) for buffer, index in zip(entry.buffers, self._copied, strict=True)]
             self._copy_in([buffer.target for buffer in entry.buffers], sources)
         changed = [args[index] for index in self._written]
+        numbers = self._numbers and self._numbers[1](list(args))
         args.clear()
         entry.replay.replay()
         if changed:
             torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
-        return entry.outputs.copy_out()
+        results = entry.outputs.copy_out()
+        return results if self._numbers is None else _with_numbers(results, self._numbers[0], numbers)
+
+
+def _with_numbers(results: tuple[Any, ...], places: list[int], numbers: Any) -> tuple[Any, ...]:
+    """What a graph returns besides tensors belongs to this call, not to the one that was captured."""
+    merged = list(results)
+    for place, number in zip(places, numbers, strict=True):
+        merged[place] = number
+    return tuple(merged)
