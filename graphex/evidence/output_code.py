@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -31,7 +29,7 @@ _MAIN = """if __name__ == "__main__":
 """
 
 
-def write_output_code(code: Code, gm: GraphModule, files: Any, folder: str) -> str:
+def write_output_code(code: Code, gm: GraphModule) -> str:
     """The whole text of output_code.py."""
     parts = [
         _HEADER.format(title="The program of one graph, as graphex runs it.", name="output_code.py"),
@@ -47,7 +45,7 @@ def placeholders(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def bindings_text(code: Code, prefix: str = "") -> str:
+def bindings_text(code: Code) -> str:
     """An assignment for each free name of the program. Subgraphs become functions of their own."""
     lines = []
     for name, value in code.bindings.items():

@@ -111,6 +111,7 @@ class GraphPass(ABC):
 
     name: str
     option: ClassVar[str | None] = None
+    rule: ClassVar[str] = ""  # for a pass that has one
     stage: str = ""
     preserves_results: bool = True
     moves_writes: ClassVar[bool] = False  # writes to memory are this pass's subject: they may end up elsewhere
@@ -121,7 +122,7 @@ class GraphPass(ABC):
 
     def rules(self) -> tuple[str, ...]:
         """The names of the rules this pass applies, for `disable_rules`."""
-        return ()
+        return (self.rule,) if self.rule else ()
 
     @abstractmethod
     def apply(self, work: Work) -> None: ...

@@ -64,9 +64,6 @@ class WritePartsOfCat(GraphPass):
     rule = "cat_in_place"
     moves_writes = True
 
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule,)
-
     def apply(self, work: Work) -> None:
         if not work.allows(self.rule):
             return

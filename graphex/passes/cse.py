@@ -23,12 +23,10 @@ from graphex.passes.base import GraphPass, Work
 
 class MergeCommonSubexpressions(GraphPass):
     name = "merge_common_subexpressions"
-
-    def rules(self) -> tuple[str, ...]:
-        return ("equal_calls",)
+    rule = "equal_calls"
 
     def apply(self, work: Work) -> None:
-        if not work.allows("equal_calls"):
+        if not work.allows(self.rule):
             return
         first_seen: dict[Hashable, Node] = {}
         positions = {node: index for index, node in enumerate(work.graph.nodes)}
@@ -44,9 +42,9 @@ class MergeCommonSubexpressions(GraphPass):
             if _reads_changed_memory(work, kept, positions[node]):
                 first_seen[key] = node
             elif reason := work.aliases.why_not_same(node, kept) or work.aliases.why_not_same(kept, node):
-                work.refuse(node, f"equal to '{kept.name}', but {reason}", rule="equal_calls")
+                work.refuse(node, f"equal to '{kept.name}', but {reason}", rule=self.rule)
             else:
-                work.replace(node, kept, rule="equal_calls", because=f"computes the same as '{kept.name}'")
+                work.replace(node, kept, rule=self.rule, because=f"computes the same as '{kept.name}'")
 
 
 def _is_mergeable(node: Node) -> bool:

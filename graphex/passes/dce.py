@@ -15,13 +15,11 @@ from graphex.passes.base import GraphPass, Work
 
 class RemoveDeadCode(GraphPass):
     name = "remove_dead_code"
-
-    def rules(self) -> tuple[str, ...]:
-        return ("unused",)
+    rule = "unused"
 
     def apply(self, work: Work) -> None:
-        if not work.allows("unused"):
+        if not work.allows(self.rule):
             return
         for node in reversed(list(work.graph.nodes)):
             if not node.users and not is_effectful(node):
-                work.erase(node, rule="unused", because="nobody uses the value")
+                work.erase(node, rule=self.rule, because="nobody uses the value")

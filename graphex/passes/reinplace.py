@@ -25,9 +25,6 @@ class ReuseDeadMemory(GraphPass):
     rule = "compute_in_place"
     moves_writes = True
 
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule,)
-
     def apply(self, work: Work) -> None:
         if not work.allows(self.rule):
             return

@@ -154,6 +154,7 @@ class Capturing:
         try:
             buffers = [InputBuffer(args[index]) for index in self._copied]
             for index, buffer in zip(self._copied, buffers, strict=True):
+                buffer.target.copy_(buffer.source(args[index]))  # a device may look at its inputs while it captures
                 captured[index] = buffer.view
             replay, outputs = self._device.capture(lambda: self._run(list(captured)), self._pool)
         except CaptureError as error:

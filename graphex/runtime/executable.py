@@ -5,7 +5,6 @@ The result is a boxed callable: it takes one list, empties it, and returns what 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases
 from graphex.compilation import Compilation
-from graphex.device import Device, device_of
+from graphex.device import device_of
 from graphex.runtime.capture import Capturing, why_not_captured
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.torch_private.kernels import BelowAutograd
@@ -26,9 +25,7 @@ def build_executable(
     compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, static_inputs: Sequence[int]
 ) -> Boxed:
     """The program that runs `gm`, as the options ask for it."""
-    started = time.perf_counter()
     counter = compilation.journal.counter(graph_name)
-    written = written_inputs(gm)
     run = eager_program(compilation, graph_name, folder, gm, counter)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
@@ -41,17 +38,11 @@ def build_executable(
             graph_name, "the graph runs without capture", refusal.reason, node=_name(refusal.node), line=refusal.line
         )
         return run
-    capturing = Capturing(compilation, graph_name, device, run, gm, static_inputs, written)
-    counter["compile_ms"] = int((time.perf_counter() - started) * 1000)
-    return capturing
+    return Capturing(compilation, graph_name, device, run, gm, static_inputs, written_inputs(gm))
 
 
 def eager_program(
-    compilation: Compilation,
-    graph_name: str,
-    folder: str,
-    gm: GraphModule,
-    counter: Counter[str],
+    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, counter: Counter[str]
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     from graphex.evidence.output_code import write_output_code
@@ -63,7 +54,7 @@ def eager_program(
         compilation.fall_back(graph_name, "the graph is interpreted node by node", error)
         return _boxed(interpreted(gm))
     if compilation.files.wanted:
-        compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm, compilation.files, folder))
+        compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm))
     return _observed(graph_name, _below_autograd(body) if _is_plain(gm) else body, counter)
 
 
@@ -139,6 +130,3 @@ def _is_plain(gm: GraphModule) -> bool:
 
 def _name(node: Node | None) -> str:
     return "" if node is None else node.name
-
-
-__all__ = ["Device", "build_executable", "eager_program", "interpreted", "written_inputs"]

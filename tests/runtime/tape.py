@@ -40,14 +40,17 @@ class Tape(TorchDispatchMode, Replay):
         assert not self.freed, "a graph was replayed after it was freed"
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
-            if func._schema.is_mutable or any(r.alias_info is not None for r in func._schema.returns):
-                continue  # the memory itself was written, or is only looked at
+            given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
-                if isinstance(old, Tensor):
+                if isinstance(old, Tensor) and _memory(old) not in given:  # else it was written, or is a view
                     old.copy_(new)
 
     def free(self) -> None:
         self.freed = True
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class TapeDevice(Device):
