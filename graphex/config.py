@@ -11,6 +11,7 @@ declaration is the only place that knows what a legal value is:
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -53,13 +54,14 @@ class Option(Generic[T]):
         config._values[self.name] = self.kind.check(self.name, value)
 
 
-class Kind(Generic[T]):
+class Kind(ABC, Generic[T]):
     """What values an option may hold: a check and the words for it."""
 
     allowed: str
 
+    @abstractmethod
     def check(self, name: str, value: Any) -> T:
-        raise NotImplementedError  # every kind below defines it
+        """The value as it is stored; OptionError if it is not allowed."""
 
     def refuse(self, name: str, value: Any, hint: str = "") -> OptionError:
         given = f"{value!r} ({type(value).__name__})"
