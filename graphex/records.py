@@ -13,7 +13,6 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -204,14 +203,6 @@ class Journal:
     @property
     def verifications(self) -> list[Verified]:
         return self.of(Verified)
-
-    def extend(self, other: Journal) -> None:
-        self.records += other.records
-        self.counts.update(other.counts)
-
-    def for_graphs(self, names: Iterable[str]) -> list[Record]:
-        wanted = set(names)
-        return [record for record in self.records if record.graph in wanted]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -5,13 +5,11 @@ from __future__ import annotations
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext
-from torch.fx.traceback import preserve_node_meta
 
 __all__ = [
     "aot_module_simplified",
     "default_partition",
     "min_cut_rematerialization_partition",
-    "preserve_node_meta",
     "static_input_indices",
 ]
 

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     free_unbacked_symbols,
-    has_free_symbols,
     statically_known_true,
 )
 
@@ -20,7 +19,6 @@ __all__ = [
     "ShapeEnv",
     "detect_fake_mode",
     "free_unbacked_symbols",
-    "has_free_symbols",
     "hint_of",
     "statically_known_true",
     "unset_fake_temporarily",
