@@ -147,8 +147,13 @@ class Aliases:
         """
         mine, theirs = self.storages(node), self.storages(kept)
         if mine and mine <= theirs:
-            both_returned = node in self._returned and kept in self._returned
-            return "two outputs would become one tensor" if both_returned else None
+            if node not in self._returned:
+                return None
+            if kept in self._returned:
+                return "two outputs would become one tensor"
+            if kept.target is operator.getitem:  # native_dropout of nothing, for one, hands back its very argument
+                return "the output might become the very tensor that was passed in"
+            return None
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
         if self.is_written(node):

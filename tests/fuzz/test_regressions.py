@@ -79,6 +79,18 @@ def model(a):
 
 DYNAMIC = False
 """,
+    "dropout of nothing hands back its argument, and the alias made of it was dropped": """
+def inputs(n):
+    a = numbers(n, 3)[:0]
+    return [a]
+
+
+def model(a):
+    return [torch.nn.functional.dropout(a, 0.5).detach()]
+
+
+DYNAMIC = False
+""",
 }
 
 
