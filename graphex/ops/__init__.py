@@ -1,0 +1,25 @@
+"""The op library: importing it defines `torch.ops.npu.*` (where torch_npu is not installed) and `torch.ops.graphex.*`.
+
+An op is its schema and its reference in plain ATen; `definition.py` says how one is declared. Kernels are in
+`graphex/kernels/`. `SPECS` has every declaration, `has_kernel` says what a device can do faster than the reference.
+"""
+
+from __future__ import annotations
+
+from graphex.ops import fused_quant, gated, norms, npu_norms, npu_other, npu_quant, quant, rotary
+from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
+
+__all__ = [
+    "SPECS",
+    "OpSpec",
+    "declined",
+    "fused_quant",
+    "gated",
+    "has_kernel",
+    "norms",
+    "npu_norms",
+    "npu_other",
+    "npu_quant",
+    "quant",
+    "rotary",
+]

@@ -1,0 +1,268 @@
+"""torch_npu's norms, and the norms that end in a cast or a quantisation.
+
+All of them normalise over the trailing dimensions that gamma has, in float32 with gamma, and round once:
+
+    n = x32 * rsqrt(mean(x32 ** 2) + epsilon);  y = (n * gamma.to(float32) [+ beta.to(float32)]).to(x.dtype)
+
+A fused op is the composition of its parts: `y` is rounded to its type before it is cast or quantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.ops.definition import Gradient, op
+from graphex.ops.norms import check_residual, norm_gradients, residual_gradient, wide_dtype
+from graphex.ops.npu_quant import npu_dynamic_quant, npu_quantize
+
+
+def _check_gamma(x: Tensor, gamma: Tensor) -> None:
+    torch._check(
+        0 < gamma.dim() <= x.dim() and gamma.shape == x.shape[x.dim() - gamma.dim() :],
+        lambda: f"gamma must have the trailing shape of x, {list(x.shape)}; it has {list(gamma.shape)}",
+    )
+
+
+def _dims(gamma: Tensor) -> tuple[int, ...]:
+    return tuple(range(-gamma.dim(), 0))
+
+
+def _fake_npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    _check_gamma(self, gamma)
+    return torch.empty_like(self), self.sum(_dims(gamma), keepdim=True, dtype=wide_dtype(self))
+
+
+def _save_npu_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, gamma, _ = inputs
+    _remember(ctx, gamma)
+    ctx.save_for_backward(x, gamma, output[1])
+
+
+def _remember(ctx: Any, gamma: Tensor) -> None:
+    ctx.weight_offset, ctx.cast_before_weight, ctx.dims = 0.0, False, _dims(gamma)
+
+
+def _npu_rms_norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None) -> tuple[Any, ...]:
+    x, gamma, rstd = ctx.saved_tensors
+    grad_x, grad_gamma = norm_gradients(ctx, x, gamma, rstd, grad, grad_rstd)
+    return None if grad_x is None else grad_x.to(x.dtype), grad_gamma, None
+
+
+def _norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _check_gamma(x, gamma)
+    x32 = x.to(wide_dtype(x))
+    rstd = torch.rsqrt(x32.pow(2).mean(_dims(gamma), keepdim=True) + epsilon)
+    y = x32 * rstd * gamma.to(x32.dtype)
+    if beta is not None:
+        y = y + beta.to(x32.dtype)
+    return y.to(x.dtype), rstd
+
+
+@op(
+    "npu::npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    fake=_fake_npu_rms_norm,
+    gradient=Gradient(_save_npu_rms_norm, _npu_rms_norm_backward),
+    kernel="norm.npu_rms_norm",
+)
+def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """RMSNorm over the dimensions of gamma: (y, rstd).
+
+    rstd = rsqrt(mean(self.to(float32) ** 2, dims of gamma, keepdim=True) + epsilon)
+    y    = (self.to(float32) * rstd * gamma.to(float32)).to(self.dtype)
+    """
+    return _norm(self, gamma, epsilon)
+
+
+def _fake_npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_residual(x1, x2)
+    total = x1 + x2
+    return (*_fake_npu_rms_norm(total, gamma, epsilon), total)
+
+
+def _save_npu_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _remember(ctx, inputs[2])
+    ctx.save_for_backward(output[2], inputs[2], output[1])
+
+
+def _npu_add_rms_norm_backward(
+    ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None, grad_sum: Tensor | None
+) -> tuple[Any, ...]:
+    total, gamma, rstd = ctx.saved_tensors
+    grad_x, grad_gamma = norm_gradients(ctx, total, gamma, rstd, grad, grad_rstd)
+    both = residual_gradient(grad_sum, grad_x, total.dtype)
+    return both, both, grad_gamma, None
+
+
+@op(
+    "npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_npu_add_rms_norm,
+    gradient=Gradient(_save_npu_add_rms_norm, _npu_add_rms_norm_backward),
+    kernel="norm.npu_add_rms_norm",
+)
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual add and RMSNorm: (y, rstd, x).
+
+    x       = x1 + x2                         rounded to its type
+    y, rstd = npu_rms_norm(x, gamma, epsilon)
+    """
+    check_residual(x1, x2)
+    total = x1 + x2
+    return (*_norm(total, gamma, epsilon), total)
+
+
+def _fake_npu_add_rms_norm_cast(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, rstd, total = _fake_npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return torch.empty_like(y, dtype=torch.float32), y, rstd, total
+
+
+def _save_npu_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save_npu_add_rms_norm(ctx, inputs, output[1:])
+
+
+def _npu_add_rms_norm_cast_backward(ctx: Any, grad32: Tensor | None, grad: Tensor | None, *rest: Any) -> Any:
+    if grad32 is not None:
+        narrowed = grad32.to(ctx.saved_tensors[0].dtype)
+        grad = narrowed if grad is None else grad + narrowed
+    return _npu_add_rms_norm_backward(ctx, grad, *rest)
+
+
+@op(
+    "npu::npu_add_rms_norm_cast(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_npu_add_rms_norm_cast,
+    gradient=Gradient(_save_npu_add_rms_norm_cast, _npu_add_rms_norm_cast_backward),
+    kernel="norm.npu_add_rms_norm_cast",
+)
+def npu_add_rms_norm_cast(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`npu_add_rms_norm`, with its norm also as float32: (y32, y, rstd, x), where y32 = y.to(float32)."""
+    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return y.to(torch.float32, copy=True), y, rstd, total
+
+
+def _fake_npu_add_rms_norm_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    scales1: Tensor,
+    zero_points1: Tensor | None,
+    beta: Tensor | None = None,
+    scales2: Tensor | None = None,
+    zero_points2: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_residual(x1, x2)
+    _check_gamma(x1, gamma)
+    total = x1 + x2
+    q = torch.empty_like(total, dtype=torch.int8)
+    return q, q.new_empty(0) if scales2 is None else torch.empty_like(q), total
+
+
+@op(
+    "npu::npu_add_rms_norm_quant(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1,"
+    " Tensor? beta=None, Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, float epsilon=1e-06,"
+    " bool div_mode=True) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_npu_add_rms_norm_quant,
+    kernel="norm_quant.npu_add_rms_norm_quant",
+)
+def npu_add_rms_norm_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    scales1: Tensor,
+    zero_points1: Tensor | None,
+    beta: Tensor | None = None,
+    scales2: Tensor | None = None,
+    zero_points2: Tensor | None = None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-6,
+    div_mode: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residual add, RMSNorm, then int8 with known scales: (y1, y2, x).
+
+    y, _, x = npu_add_rms_norm(x1, x2, gamma, epsilon)         beta is added to y before it is rounded
+    y1      = npu_quantize(y, scales1, zero_points1, int8, axis, div_mode)
+    y2      = the same with scales2, zero_points2; empty without scales2
+    """
+    check_residual(x1, x2)
+    total = x1 + x2
+    y, _ = _norm(total, gamma, epsilon, beta)
+    y1 = npu_quantize(y, scales1, zero_points1, 1, axis, div_mode)
+    y2 = y1.new_empty(0) if scales2 is None else npu_quantize(y, scales2, zero_points2, 1, axis, div_mode)
+    return y1, y2, total
+
+
+def wants(output_mask: list[bool] | tuple[bool, ...], smooth_scale2: Tensor | None) -> tuple[bool, bool]:
+    """Which of the two quantised results are asked for: without a mask the first, and the second if it has a scale."""
+    return (output_mask[0], output_mask[1]) if len(output_mask) == 2 else (True, smooth_scale2 is not None)
+
+
+def _fake_npu_add_rms_norm_dynamic_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    *,
+    smooth_scale1: Tensor | None = None,
+    smooth_scale2: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | tuple[bool, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_residual(x1, x2)
+    _check_gamma(x1, gamma)
+    total = x1 + x2
+    parts = []
+    for wanted in wants(output_mask, smooth_scale2):
+        q = torch.empty_like(total, dtype=torch.int8) if wanted else total.new_empty(0, dtype=torch.int8)
+        parts.append((q, total.sum(-1, dtype=torch.float32) if wanted else total.new_empty(0, dtype=torch.float32)))
+    (y1, scale1), (y2, scale2) = parts
+    return y1, y2, total, scale1, scale2
+
+
+@op(
+    "npu::npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None,"
+    " Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=1e-06, bool[2] output_mask=[])"
+    " -> (Tensor y1, Tensor y2, Tensor x_out, Tensor scale1, Tensor scale2)",
+    fake=_fake_npu_add_rms_norm_dynamic_quant,
+    kernel="norm_quant.npu_add_rms_norm_dynamic_quant",
+)
+def npu_add_rms_norm_dynamic_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    *,
+    smooth_scale1: Tensor | None = None,
+    smooth_scale2: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | tuple[bool, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Residual add, RMSNorm, then int8 with one scale for each row: (y1, y2, x_out, scale1, scale2).
+
+        y, _, x_out = npu_add_rms_norm(x1, x2, gamma, epsilon)     beta is added to y before it is rounded
+        y1, scale1  = npu_dynamic_quant(y, smooth_scales=smooth_scale1)
+        y2, scale2  = npu_dynamic_quant(y, smooth_scales=smooth_scale2)
+
+    `output_mask` says which of the two are wanted; without it the first is, and the second if it has a smooth scale.
+    What is not wanted is empty.
+    """
+    check_residual(x1, x2)
+    total = x1 + x2
+    y, _ = _norm(total, gamma, epsilon, beta)
+    nothing = y.new_empty(0, dtype=torch.int8), y.new_empty(0, dtype=torch.float32)
+    first, second = wants(output_mask, smooth_scale2)
+    y1, scale1 = npu_dynamic_quant(y, smooth_scales=smooth_scale1) if first else nothing
+    y2, scale2 = npu_dynamic_quant(y, smooth_scales=smooth_scale2) if second else tuple(t.clone() for t in nothing)
+    return y1, y2, total, scale1, scale2
