@@ -1,0 +1,299 @@
+"""Arguments for every op of the library: ordinary sizes, odd sizes, strided inputs, and each option at least once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes random tensors of one type on one device."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    grad: bool = False
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, dtype=torch.float32).to(dtype or self.dtype).to(self.device)
+        return x.requires_grad_() if self.grad else x
+
+    def positive(self, *shape: int) -> Tensor:
+        return torch.rand(shape).add(0.01).to(self.device)
+
+    def row_strided(self, *shape: int) -> Tensor:
+        """A slice of something wider: rows with a gap between them."""
+        wide = self(*shape[:-1], shape[-1] * 2 + 1)
+        return wide[..., 1 : 1 + shape[-1]].detach().requires_grad_(self.grad)
+
+    def transposed(self, a: int, b: int, c: int) -> Tensor:
+        return self(b, a, c).transpose(0, 1).detach().requires_grad_(self.grad)
+
+    def angles(self, *shape: int) -> tuple[Tensor, Tensor]:
+        angle = torch.rand(shape).mul(6.28)
+        return angle.cos().to(self.dtype).to(self.device), angle.sin().to(self.dtype).to(self.device)
+
+    def index(self, *values: int) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _norm_inputs(make: Maker) -> Iterator[tuple[Tensor, Tensor | None, dict[str, Any]]]:
+    yield make(2, 3, 16), make(16), {}
+    yield make(3, 7), make(7), {"weight_offset": 1.0, "cast_before_weight": False}
+    yield make(5), None, {}
+    yield make.row_strided(4, 8), make(8), {"weight_offset": 1.0}
+    yield make.transposed(3, 4, 8), make(8), {"cast_before_weight": False}
+    yield make(0, 8), make(8), {}
+    yield make(2, 8), make(8, dtype=torch.float32), {}
+
+
+def rms_norm(make: Maker) -> Iterator[Sample]:
+    for x, weight, options in _norm_inputs(make):
+        yield Sample((x, weight, EPS), options)
+
+
+def add_rms_norm(make: Maker) -> Iterator[Sample]:
+    for x, weight, options in _norm_inputs(make):
+        yield Sample((x, make(*x.shape), weight, EPS), options)
+    yield Sample((make(2, 8), make.row_strided(2, 8), make(8), EPS))
+
+
+_DYNAMIC: tuple[dict[str, Any], ...] = (
+    {},
+    {"mode": "reciprocal", "min_scale": 1e-5, "quant_min": -127.0},
+    {"min_amax": 1e-5, "keepdim": False},
+    {"divisor": 448.0, "quant_min": -448.0, "quant_max": 448.0, "dtype": torch.float8_e4m3fn, "min_scale": 1e-12},
+)
+_STATIC: tuple[dict[str, Any], ...] = (
+    {},
+    {"mode": "reciprocal", "quant_min": -127.0},
+    {"mode": "multiply", "zero_point_before_round": True},
+    {"dtype": torch.uint8, "quant_min": 0.0, "quant_max": 255.0},
+)
+
+
+def _static_parameters(make: Maker, columns: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    yield make.positive(columns), None
+    yield make.positive(1), make.index(3)
+    yield make.positive(columns), torch.randint(-5, 5, (columns,), dtype=torch.int32, device=make.device)
+    yield torch.tensor(0.25, device=make.device), torch.tensor(2.0, device=make.device)
+
+
+def dynamic_quant(make: Maker) -> Iterator[Sample]:
+    for options in _DYNAMIC:
+        yield Sample((make(2, 3, 16),), options)
+    yield Sample((make.row_strided(4, 7), make(7)))
+    yield Sample((make.transposed(3, 4, 8),), {"keepdim": False})
+    yield Sample((make(3, 8),), {"compute_dtype": make.dtype, "scale_dtype": torch.float32})
+    yield Sample((make(0, 8),))
+
+
+def static_quant(make: Maker) -> Iterator[Sample]:
+    for options, parameters in zip(_STATIC, _static_parameters(make, 8), strict=True):
+        yield Sample((make(3, 8), *parameters), options)
+    yield Sample((make.row_strided(4, 7), make.positive(7)))
+    yield Sample((make.transposed(3, 4, 8), make.positive(8)), {"compute_dtype": make.dtype})
+    yield Sample((make(0, 8), make.positive(8)))
+
+
+def rms_norm_dynamic_quant(make: Maker) -> Iterator[Sample]:
+    for (x, weight, options), quant in zip(_norm_inputs(make), _DYNAMIC * 2, strict=False):
+        yield Sample((x, weight, None, EPS), options | quant)
+    yield Sample((make(3, 8), make(8), make(8), EPS))
+
+
+def add_rms_norm_dynamic_quant(make: Maker) -> Iterator[Sample]:
+    for (x, weight, options), quant in zip(_norm_inputs(make), _DYNAMIC * 2, strict=False):
+        yield Sample((x, make(*x.shape), weight, None, EPS), options | quant)
+    yield Sample((make(3, 8), make(3, 8), make(8), make(8), EPS))
+
+
+def rms_norm_static_quant(make: Maker) -> Iterator[Sample]:
+    for (x, weight, options), quant in zip(_norm_inputs(make), _STATIC * 2, strict=False):
+        for scale, zero_point in _static_parameters(make, x.shape[-1]):
+            yield Sample((x, weight, scale, zero_point, EPS), options | quant)
+
+
+def add_rms_norm_static_quant(make: Maker) -> Iterator[Sample]:
+    for sample in rms_norm_static_quant(make):
+        x, *rest = sample.args
+        yield Sample((x, make(*x.shape), *rest), sample.options)
+
+
+def silu_mul(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 16), make(2, 3, 16)))
+    yield Sample((make.row_strided(3, 7), make.row_strided(3, 7)))
+    yield Sample((make.transposed(3, 4, 8), make.transposed(3, 4, 8)))
+    yield Sample((make(5), make(5)))
+    yield Sample((make(0, 4), make(0, 4)))
+
+
+def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
+    for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
+        yield Sample(sample.args, options)
+    yield Sample((make(3, 8), make(3, 8), make(8)))
+
+
+def silu_mul_static_quant(make: Maker) -> Iterator[Sample]:
+    for sample, options in zip(silu_mul(make), _STATIC * 2, strict=False):
+        yield Sample((*sample.args, make.positive(sample.args[0].shape[-1])), options)
+
+
+def _rotary_inputs(make: Maker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    yield make(2, 3, 5, 8), *(t.unsqueeze(1) for t in make.angles(2, 5, 8))
+    yield make(2, 5, 3, 6), *(t.unsqueeze(2) for t in make.angles(1, 5, 6))
+    heads_first = make(2, 5, 3, 8).transpose(1, 2).detach().requires_grad_(make.grad)
+    yield heads_first, *(t.unsqueeze(1) for t in make.angles(2, 5, 8))
+    yield make.row_strided(2, 3, 4, 8), *make.angles(4, 8)
+    yield make(6, 4), *make.angles(6, 4)
+
+
+def rotary(make: Maker) -> Iterator[Sample]:
+    for inputs in _rotary_inputs(make):
+        yield Sample(inputs)
+        yield Sample(inputs, {"interleaved": True})
+    x, cos, sin = next(_rotary_inputs(make))
+    yield Sample((x, cos[..., :4], sin[..., :4]), {"interleaved": True})
+    yield Sample((x, cos.float(), sin.float()))
+
+
+def rotary_qk(make: Maker) -> Iterator[Sample]:
+    for q, cos, sin in _rotary_inputs(make):
+        head = next((d for d in range(q.dim() - 1) if cos.dim() == q.dim() and cos.shape[d] == 1 < q.shape[d]), None)
+        k = q if head is None else q.narrow(head, 0, 1)
+        yield Sample((q, k.detach().clone().requires_grad_(make.grad), cos, sin))
+    yield Sample((make(2, 4, 5, 8), make(2, 2, 5, 8), *make.angles(5, 8)), {"interleaved": True})
+
+
+def rotary_write_(make: Maker) -> Iterator[Sample]:
+    angles = tuple(t.unsqueeze(1) for t in make.angles(2, 3, 8))
+    yield Sample((make(2, 4, 3, 8), *angles, make(2, 4, 9, 8), make.index(8, 0, 4)))
+    yield Sample((make(2, 4, 3, 8), *angles, make(2, 4, 9, 8), make.index(1, 2, 5)), {"interleaved": True})
+    flat = tuple(t.unsqueeze(2) for t in make.angles(2, 3, 8))
+    yield Sample((make(2, 3, 4, 8), *flat, make(2, 9, 4, 8), make.index(1, 2, 7)), {"dim": 1})
+
+
+def rotary_qkv_write_(make: Maker) -> Iterator[Sample]:
+    for sample in rotary_write_(make):
+        k, cos, sin, cache, positions = sample.args
+        q = torch.cat((k, k), 1 if cos.shape[1] == 1 else 2)
+        yield Sample((q, k, make(*k.shape), cos, sin, cache, make(*cache.shape), positions), sample.options)
+
+
+def npu_rms_norm(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 16), make(16)))
+    yield Sample((make(2, 3, 4), make(3, 4), 1e-5))
+    yield Sample((make.transposed(3, 4, 8), make(8)))
+
+
+def npu_add_rms_norm(make: Maker) -> Iterator[Sample]:
+    for sample in npu_rms_norm(make):
+        x, *rest = sample.args
+        yield Sample((x, make(*x.shape), *rest))
+
+
+def npu_add_rms_norm_quant(make: Maker) -> Iterator[Sample]:
+    inputs = make(4, 16), make(4, 16), make(16)
+    yield Sample((*inputs, make.positive(16), None))
+    yield Sample((*inputs, make.positive(16), make.positive(16)), {"div_mode": False, "epsilon": EPS})
+    yield Sample((*inputs, make.positive(16), None, make(16), make.positive(16), make.positive(16)))
+
+
+def npu_add_rms_norm_dynamic_quant(make: Maker) -> Iterator[Sample]:
+    inputs = make(2, 4, 16), make(2, 4, 16), make(16)
+    yield Sample(inputs)
+    yield Sample(inputs, {"smooth_scale1": make(16), "output_mask": [True, False], "epsilon": EPS})
+    yield Sample(inputs, {"smooth_scale1": make(16), "smooth_scale2": make(16), "beta": make(16)})
+
+
+def npu_dynamic_quant(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 16),))
+    yield Sample((make(3, 16),), {"smooth_scales": make(16)})
+    yield Sample((make(5, 16),), {"smooth_scales": make(3, 16), "group_index": make.index(2, 3, 5)})
+    yield Sample((make(3, 16),), {"dst_type": torch.float8_e4m3fn})
+
+
+def npu_quantize(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(4, 16), make.positive(16), None, torch.qint8))
+    yield Sample((make(4, 16), make.positive(16), make.positive(16), torch.quint8, -1))
+    yield Sample((make(4, 3, 16), make.positive(3), None, torch.qint32, 1, False))
+    yield Sample((make(4, 16), make.positive(1), make.positive(1), 1, -1))
+
+
+def npu_transpose_batchmatmul(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 4, 8), make(3, 8, 16)))
+    yield Sample((make(4, 3, 8), make(3, 8, 16)), {"perm_x1": [1, 0, 2]})
+    yield Sample((make(3, 4, 8), make(3, 16, 8)), {"perm_x2": [0, 2, 1], "perm_y": [0, 1, 2]})
+    yield Sample((make(4, 3, 8), make(4, 8, 6)), {"batch_split_factor": 2})
+
+
+def npu_swiglu(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 16),))
+    yield Sample((make(2, 6, 5), 1))
+    yield Sample((make.row_strided(3, 6),))
+
+
+def npu_rotary_mul(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 4, 8), *make.angles(1, 1, 4, 8)))
+    yield Sample((make(2, 3, 4, 8), *make.angles(2, 1, 4, 8), "interleave"))
+
+
+def npu_dtype_cast(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 4), torch.float32))
+    yield Sample((make(3, 4), torch.float16))
+
+
+def npu_scatter_nd_update(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(6, 4), make.index(0, 3).unsqueeze(-1), make(2, 4)))
+    yield Sample((make(6, 4, 3), make.index(0, 3, 2, 1).view(2, 2), make(2, 3)))
+
+
+SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
+    "graphex::rms_norm": rms_norm,
+    "graphex::add_rms_norm": add_rms_norm,
+    "graphex::add_rms_norm_cast": add_rms_norm,
+    "graphex::dynamic_quant": dynamic_quant,
+    "graphex::static_quant": static_quant,
+    "graphex::rms_norm_dynamic_quant": rms_norm_dynamic_quant,
+    "graphex::add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
+    "graphex::rms_norm_static_quant": rms_norm_static_quant,
+    "graphex::add_rms_norm_static_quant": add_rms_norm_static_quant,
+    "graphex::silu_mul": silu_mul,
+    "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
+    "graphex::silu_mul_static_quant": silu_mul_static_quant,
+    "graphex::rotary": rotary,
+    "graphex::rotary_qk": rotary_qk,
+    "graphex::rotary_write_": rotary_write_,
+    "graphex::rotary_qkv_write_": rotary_qkv_write_,
+    "npu::npu_rms_norm": npu_rms_norm,
+    "npu::npu_add_rms_norm": npu_add_rms_norm,
+    "npu::npu_add_rms_norm_cast": npu_add_rms_norm,
+    "npu::npu_add_rms_norm_quant": npu_add_rms_norm_quant,
+    "npu::npu_add_rms_norm_dynamic_quant": npu_add_rms_norm_dynamic_quant,
+    "npu::npu_dynamic_quant": npu_dynamic_quant,
+    "npu::npu_quantize": npu_quantize,
+    "npu::npu_transpose_batchmatmul": npu_transpose_batchmatmul,
+    "npu::npu_swiglu": npu_swiglu,
+    "npu::npu_rotary_mul": npu_rotary_mul,
+    "npu::_npu_dtype_cast": npu_dtype_cast,
+    "npu::npu_scatter_nd_update": npu_scatter_nd_update,
+    "npu::npu_scatter_nd_update_": npu_scatter_nd_update,
+}
+
+
+def overload(name: str) -> Any:
+    """`graphex::rms_norm` -> `torch.ops.graphex.rms_norm.default`"""
+    namespace, _, short = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), short).default

@@ -1,0 +1,74 @@
+"""Every op of the library is a well-formed torch op: schema, fake implementation, derivative, symbolic sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphex import ops
+from tests.ops.samples import SAMPLES, Maker, overload
+
+WITH_GRADIENT = [name for name in SAMPLES if ops.SPECS[name].gradient is not None]
+
+
+def test_every_op_has_samples_and_a_formula():
+    assert set(SAMPLES) == set(ops.SPECS)
+    assert all(spec.doc for spec in ops.SPECS.values())
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        for sample in SAMPLES[name](Maker(dtype)):
+            torch.library.opcheck(
+                overload(name), sample.args, sample.options, test_utils=("test_schema", "test_faketensor")
+            )
+    maker = Maker(torch.float32, grad=name in WITH_GRADIENT)
+    sample = next(SAMPLES[name](maker))
+    torch.library.opcheck(overload(name), sample.args, sample.options)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_results_are_described_before_they_are_computed(name):
+    """Shape, type and layout, with the sizes of the leading dimension unknown."""
+    for sample in SAMPLES[name](Maker(torch.float16)):
+        args = [a.clone() if isinstance(a, torch.Tensor) and name.endswith("_") else a for a in sample.args]
+        real = overload(name)(*args, **sample.options)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args]
+            options = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in sample.options.items()}
+            fake = overload(name)(*fakes, **options)
+        as_tuple = lambda r: () if r is None else r if isinstance(r, tuple) else (r,)  # noqa: E731
+        for mine, its in zip(as_tuple(real), as_tuple(fake), strict=True):
+            assert (mine.dtype, list(mine.shape)) == (its.dtype, [int(s) for s in its.shape])
+            if mine.numel():
+                wanted = [s for s, n in zip(mine.stride(), mine.shape, strict=True) if n > 1]
+                assert wanted == [int(s) for s, n in zip(its.stride(), its.shape, strict=True) if n > 1]
+
+
+def test_an_unknown_number_of_rows_stays_unknown():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def model(x, weight):
+        return torch.ops.graphex.rms_norm(x, weight, 1e-6)
+
+    gm = make_fx(model, tracing_mode="symbolic")(torch.randn(6, 8), torch.randn(8))
+    node = next(node for node in gm.graph.nodes if node.target is torch.ops.graphex.rms_norm.default)
+    assert isinstance(node.meta["val"][0].shape[0], torch.SymInt)
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_derivative(name):
+    """Against numerical differentiation, in float64."""
+    for sample in SAMPLES[name](Maker(torch.float64, grad=True)):
+        tensors = [a for a in sample.args if isinstance(a, torch.Tensor)]
+        if any(t.numel() == 0 or (t.is_floating_point() and t.dtype != torch.float64) for t in tensors):
+            continue
+        def call(*args, options=sample.options):
+            result = overload(name)(*args, **options)
+            results = result if isinstance(result, tuple) else (result,)
+            return tuple(r for r in results if r.dtype == torch.float64)
+
+        assert torch.autograd.gradcheck(call, sample.args, check_undefined_grad=False)
