@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
-    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError
+    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError
     from graphex.evidence.explain import Report, explain
+    from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.passes.adapter import Rewrite, graph_pass
     from graphex.passes.base import GraphPass, Refusal, Work
     from graphex.records import Journal
@@ -35,12 +36,16 @@ __all__ = [
     "Refusal",
     "Report",
     "Rewrite",
+    "RuleError",
     "Work",
     "compile_fx",
     "explain",
     "get_backend",
     "graph_pass",
     "journal",
+    "node_info",
+    "register_replacement",
+    "replacement",
 ]
 
 # Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
@@ -57,12 +62,16 @@ _HOMES = {
     "Refusal": "passes.base",
     "Report": "evidence.explain",
     "Rewrite": "passes.adapter",
+    "RuleError": "errors",
     "Work": "passes.base",
     "compile_fx": "backend",
     "explain": "evidence.explain",
     "get_backend": "backend",
     "graph_pass": "passes.adapter",
     "journal": "backend",
+    "node_info": "fusion.register",
+    "register_replacement": "fusion.register",
+    "replacement": "fusion.register",
 }
 
 

@@ -122,7 +122,7 @@ def _compile(
 
     if _is_off(journal):
         return gm.forward
-    compilation = _begin(config, journal)
+    compilation = _begin(config, journal, custom_decompositions)
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
     return compile_with_aot(gm, example_inputs, compilation, custom_decompositions)
@@ -136,10 +136,11 @@ def _is_off(journal: Journal) -> bool:
     return True
 
 
-def _begin(config: CompilerConfig, journal: Journal) -> Compilation:
+def _begin(config: CompilerConfig, journal: Journal, custom: Decompositions | None = None) -> Compilation:
     config = config.frozen()
     check_names(config)
-    return Compilation(config, journal, dynamo.compile_id(), open_debug_files(dynamo.debug_directory()))
+    files = open_debug_files(dynamo.debug_directory())
+    return Compilation(config, journal, dynamo.compile_id(), custom or {}, files)
 
 
 def _journal_on(owner: object | None) -> Journal:

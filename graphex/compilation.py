@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -21,6 +23,7 @@ class Compilation:
     config: CompilerConfig
     journal: Journal
     compile_id: str
+    decompositions: Mapping[Any, Any] = field(default_factory=dict)  # a user's, beyond the table `canonical`
     files: DebugFiles = field(default_factory=DebugFiles)
 
     def name_graph(self, phase: str) -> str:

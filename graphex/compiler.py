@@ -31,7 +31,7 @@ def compile_graph(
     name = _begin(gm, compilation, phase)
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
-    runner = Runner(compilation, name, gm, example_inputs, folder=phase)
+    runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
     optimise(runner)
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
@@ -53,7 +53,7 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
         return gm
     name = _begin(gm, compilation, "joint")
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
-    runner = Runner(compilation, name, gm, values, folder="joint")
+    runner = Runner(compilation, name, gm, values, "joint")
     optimise_joint(runner)
     if runner.steps:
         reason = "passes on the joint graph run before there is anything to run it on"

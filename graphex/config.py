@@ -127,6 +127,21 @@ class Passes(Kind[tuple[CustomPass, ...]]):
         return tuple(passes)
 
 
+class Rules(Kind[tuple[Any, ...]]):
+    """A list of fusion rules that `graphex.replacement` made."""
+
+    allowed = "a list of rules made with graphex.replacement(...)"
+
+    def check(self, name: str, value: Any) -> tuple[Any, ...]:
+        from graphex.fusion.registry import AnyRule
+
+        rules = list(value) if isinstance(value, (list, tuple)) else [value]
+        for rule in rules:
+            if not isinstance(rule, AnyRule):
+                raise self.refuse(name, rule)
+        return tuple(rules)
+
+
 class CompilerConfig:
     """The options of one compilation. Assign attributes or pass keywords; both are checked at once."""
 
@@ -146,6 +161,18 @@ class CompilerConfig:
     inplace_pass = Option(Flag(), True, "Compute into memory of intermediate values that nobody needs any more.")
     input_inplace_pass = Option(
         Flag(), True, "Write updated inputs (caches, buffers) in place instead of computing a copy and copying it back."
+    )
+    pattern_fusion_pass = Option(
+        Flag(), True, "Apply fusion rules: those registered with `register_replacement`, graphex's own, and the lifts."
+    )
+    lift_idioms = Option(
+        Choice("auto", "always", "never"),
+        "auto",
+        "Turn idioms of plain PyTorch (RMSNorm, rotary embedding, silu * up ...) into named ops: where the device has "
+        "a faster kernel for them, everywhere, or nowhere.",
+    )
+    fusion_rules = Option[tuple[Any, ...]](
+        Rules(), (), "Fusion rules, made with `graphex.replacement`, for this configuration alone. See docs/fusion.md."
     )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."

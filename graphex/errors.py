@@ -15,6 +15,10 @@ class PassError(GraphexError):
     """A user's pass raised, or left the graph broken. `__cause__` is the user's exception, if there was one."""
 
 
+class RuleError(GraphexError):
+    """A fusion rule cannot work as it was written: it can never match, changes results, or its check raised."""
+
+
 class InputError(GraphexError, TypeError):
     """A public function was called with something it cannot work on."""
 

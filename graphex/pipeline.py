@@ -2,7 +2,9 @@
 
     pre    the user's passes, before ours
     clean  no-ops, redundant casts, dead code
-    unify  common subexpressions
+    lift   idioms of plain PyTorch become named ops
+    unify  common subexpressions (after lift: it would give the inside of an idiom further users)
+    fuse   named ops become fused ops, a user's rules first
     post   the user's passes, after ours
     memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
            the graph is not functional from here on
@@ -19,8 +21,12 @@ from collections.abc import Iterator
 
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError
+from graphex.fusion.registry import users_rules
 from graphex.passes import (
+    FuseJointPatterns,
+    FusePatterns,
     GraphPass,
+    LiftIdioms,
     MergeCommonSubexpressions,
     RemoveDeadCode,
     RemoveNoops,
@@ -36,7 +42,10 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("clean", RemoveNoops()),
     ("clean", RemoveRedundantCopies()),
     ("clean", RemoveDeadCode()),
+    ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
+    ("fuse", FusePatterns()),
+    ("fuse", FuseJointPatterns()),
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
     ("memory", WritePartsOfCat()),
@@ -73,7 +82,8 @@ def check_names(config: CompilerConfig) -> None:
     passes = [graph_pass for _, graph_pass in (*OURS, *LAST)] + users
     known = {
         "disable_passes": {graph_pass.name for graph_pass in passes},
-        "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()},
+        "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()}
+        | {rule.name for rule in users_rules(config)},
     }
     for option, names in known.items():
         for name in getattr(config, option):

@@ -98,6 +98,33 @@ class Refused(Record):
 
 
 @dataclass(frozen=True)
+class RuleTried(Record):
+    """How often a fusion rule applied, of how many places that hold the op it is about."""
+
+    kind: ClassVar[str] = "rule"
+    pass_name: str
+    rule: str
+    matches: int
+    candidates: int
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class NearMiss(Record):
+    """A place where a fusion rule matched `matched` of its `ops` ops: where and why it ended, and what would help."""
+
+    kind: ClassVar[str] = "near miss"
+    pass_name: str
+    rule: str
+    node: str
+    matched: int
+    ops: int
+    reason: str
+    line: str = ""
+    edit: str = ""
+
+
+@dataclass(frozen=True)
 class MemoryPredicted(Record):
     """The most bytes alive at one time besides inputs, as the shapes predict it: as given, and after all passes."""
 
@@ -187,6 +214,14 @@ class Journal:
     @property
     def refusals(self) -> list[Refused]:
         return self.of(Refused)
+
+    @property
+    def rules(self) -> list[RuleTried]:
+        return self.of(RuleTried)
+
+    @property
+    def near_misses(self) -> list[NearMiss]:
+        return self.of(NearMiss)
 
     @property
     def fallbacks(self) -> list[FellBack]:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
-from graphex.errors import PassError
+from graphex.errors import PassError, RuleError
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
 from graphex.records import PassRan, Record
@@ -46,13 +46,13 @@ class Runner:
     """Takes one graph through its passes. `gm` is the graph as it stands."""
 
     def __init__(
-        self, compilation: Compilation, graph_name: str, gm: GraphModule, example_inputs: Sequence[Any], folder: str
+        self, compilation: Compilation, graph_name: str, gm: GraphModule, example_inputs: Sequence[Any], phase: str
     ) -> None:
         self.compilation = compilation
         self.graph_name = graph_name
         self.gm = gm
         self.example_inputs = example_inputs
-        self.folder = folder
+        self.phase = phase
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
         self._arity = _arity(gm.graph)
@@ -105,6 +105,8 @@ class Runner:
             pass_name=graph_pass.name,
             write=records.append,
             aliases=self.aliases,
+            phase=self.phase,
+            table=self.compilation.decompositions,
         )
         if not graph_pass.foreign:
             graph_pass.apply(work)
@@ -148,14 +150,15 @@ class Runner:
     def _failed(
         self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float
     ) -> None:
-        stops = graph_pass.foreign and self.compilation.config.strict
+        users = graph_pass.foreign or isinstance(error, RuleError)
+        stops = users and self.compilation.config.strict
         status, reason = ("failed" if stops else "rolled back"), one_line(error)
         size = before.total()
         self.compilation.journal.add(
             PassRan(self.graph_name, stage, graph_pass.name, status, seconds, size, size, reason=reason)
         )
         if stops:
-            if isinstance(error, PassError):
+            if isinstance(error, (PassError, RuleError)):
                 raise error
             raise PassError(
                 f"your pass '{graph_pass.name}' raised {reason}{_raised_at(error)}. "
@@ -179,7 +182,7 @@ class Runner:
         if changed and log.isEnabledFor(logging.DEBUG):
             log.debug("%s, %s, %s:\n%s", self.graph_name, stage, title, readable(self.gm))
         if wanted:
-            self.compilation.files.graph(self.folder, title, readable(self.gm))
+            self.compilation.files.graph(self.phase, title, readable(self.gm))
 
 
 def _raised_at(error: Exception) -> str:

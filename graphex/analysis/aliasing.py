@@ -58,6 +58,10 @@ class Aliases:
         """The storages that the node's value, or any part of it, may live in."""
         return frozenset(map(self._find, self._storages.get(node, frozenset())))
 
+    def knows(self, node: Node) -> bool:
+        """Whether the node was there when these facts were gathered."""
+        return node in self._position
+
     def may_alias(self, left: Node, right: Node) -> bool:
         return not self.storages(left).isdisjoint(self.storages(right))
 

@@ -1,9 +1,9 @@
 """Quantisation as it is written by hand and by torchao-style code, with its constants and casts as parameters.
 
-    per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
-                            q = (x / s).round().clamp(-128, 127).to(int8)
-    torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (1.0 / s)), -127, 127)
-    SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
+per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
+                        q = (x / s).round().clamp(-128, 127).to(int8)
+torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (1.0 / s)), -127, 127)
+SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
 """
 
 from __future__ import annotations

@@ -9,12 +9,16 @@ from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
 from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
+from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
 from graphex.passes.reinplace import ReuseDeadMemory
 
 __all__ = [
+    "FuseJointPatterns",
+    "FusePatterns",
     "GraphPass",
+    "LiftIdioms",
     "MergeCommonSubexpressions",
     "Refusal",
     "RemoveDeadCode",

@@ -6,7 +6,7 @@ A pass author writes `apply`; timing, linting, dumping, recording and rolling ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,11 +41,15 @@ class Work:
         pass_name: str,
         write: Callable[[Record], None],
         aliases: Aliases | None = None,
+        phase: str = "inference",
+        table: Mapping[Any, Any] | None = None,
     ) -> None:
         self.gm = gm
         self.example_inputs = example_inputs
         self.config = config
         self.changes = 0
+        self.phase = phase  # inference, forward, backward or joint
+        self.table = table  # the decompositions the graph was traced with, beyond ours
         self._graph_name = graph_name
         self._pass_name = pass_name
         self._write = write
@@ -77,6 +81,16 @@ class Work:
     def rewired(self, node: Node, *, rule: str, because: str, certificate: Certificate | None = None) -> None:
         """Take note that `node` was changed in place: its arguments, or the op it calls."""
         self._record_rewrite(rule, [node], [node], because, certificate)
+
+    def fused(self, names: list[str], into: list[Node], *, rule: str, because: str, line: str) -> None:
+        """Take note that the nodes of these names, which are gone, were replaced by `into`."""
+        self.changes += 1
+        new = tuple(node.name for node in into)
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, tuple(names), new, because, line))
+
+    def note(self, make: Callable[[str, str], Record]) -> None:
+        """Write a record of another kind, made from the names of the graph and the pass."""
+        self._write(make(self._graph_name, self._pass_name))
 
     def erase(self, node: Node, *, rule: str, because: str) -> None:
         self._record_rewrite(rule, [node], [], because)

@@ -11,7 +11,7 @@ every value, those of the placeholders too). After it has run:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -78,13 +78,13 @@ def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
     known = copies | watch.nodes
     new = [node for node in gm.graph.nodes if node not in known and node.op not in ("placeholder", "output")]
     for node in new:
-        _inherit_from(node, _ancestors(node, watch, elsewhere))
+        inherit_all(node, _ancestors(node, watch, elsewhere))
     for node in reversed(new):  # the inside of a replacement: from the part of it that is known
         if ORIGINS not in node.meta:
-            _inherit_from(node, [user for user in node.users if ORIGINS in user.meta])
+            inherit_all(node, [user for user in node.users if ORIGINS in user.meta])
     for node in new:
         if ORIGINS not in node.meta:
-            _inherit_from(node, [value for value in node.all_input_nodes if ORIGINS in value.meta])
+            inherit_all(node, [value for value in node.all_input_nodes if ORIGINS in value.meta])
             node.meta.setdefault(ORIGINS, ())
     propagate_values(gm, lambda node: node not in copies and _is_changed(node, watch), pass_name)
 
@@ -102,7 +102,7 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: 
         if node not in dirty and "val" in node.meta and not stale(node):
             continue
         try:
-            value = _fake_value(gm, node, mode)
+            value = evaluate(gm, node, mode)
         except Exception as error:
             raise PassError(
                 f"pass '{pass_name}' left node '{node.name}' ({node.target}) that cannot be evaluated: {error}"
@@ -166,7 +166,8 @@ def _ancestors(node: Node, watch: Watch, elsewhere: set[str]) -> list[Node]:
     return list(found)
 
 
-def _inherit_from(node: Node, ancestors: list[Node]) -> None:
+def inherit_all(node: Node, ancestors: list[Node]) -> None:
+    """Let a node carry on the origins, source line, stream and annotations of what it stands for."""
     if not ancestors:
         return
     inherit(node, *ancestors)
@@ -187,10 +188,12 @@ def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
     return detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
 
 
-def _fake_value(gm: GraphModule, node: Node, mode: FakeTensorMode) -> Any:
+def evaluate(gm: GraphModule, node: Node, mode: FakeTensorMode, instead: Mapping[Node, Any] | None = None) -> Any:
+    """The fake value of a node, from the values of its inputs; `instead` overrides some of them."""
     if node.op == "get_attr":
         return _fake_attribute(gm, str(node.target), mode)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
+    known = instead or {}
+    args, kwargs = map_arg((node.args, node.kwargs), lambda value: known.get(value, value.meta.get("val")))
     with mode:
         if node.op == "call_module":
             return _run_module(gm.get_submodule(str(node.target)), args, kwargs, mode)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch._guards import detect_fake_mode
@@ -16,10 +18,12 @@ from torch.fx.experimental.symbolic_shapes import (
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "NewGuardError",
     "ShapeEnv",
     "detect_fake_mode",
     "free_unbacked_symbols",
     "hint_of",
+    "no_new_guards",
     "statically_known_true",
     "unset_fake_temporarily",
 ]
@@ -31,3 +35,24 @@ def hint_of(value: int | torch.SymInt, default: int) -> int:
         return value
     hint: Any = value.node.hint
     return default if hint is None else int(hint)
+
+
+class NewGuardError(Exception):
+    """Something asked about a symbolic size what is not known for all its values."""
+
+
+@contextmanager
+def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
+    """Raise `NewGuardError` where a guard would be added: that recompiles the user's model and cannot be undone."""
+    if env is None:
+        yield
+        return
+
+    def refuse(condition: Any, value: Any) -> NoReturn:
+        raise NewGuardError(f"it is not known for every size whether {condition} is {value}")
+
+    vars(env)["_check_frozen"] = refuse
+    try:
+        yield
+    finally:
+        vars(env).pop("_check_frozen", None)

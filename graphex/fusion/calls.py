@@ -1,0 +1,217 @@
+"""One spelling for what a node calls, so that a pattern has to know only one.
+
+    view(x, [-1, 8])  reshape(x, [4, 8])  _unsafe_view(x, [4, 8])    ->  reshape(x, shape=(4, 8))
+    _to_copy(x, dtype=float32)  _npu_dtype_cast(x, float32)          ->  cast(x, dtype=float32)
+    transpose(x, -1, 0)  transpose(x, 0, 2)  permute(x, [2, 1, 0])   ->  permute(x, dims=(2, 1, 0))
+    mean(x, [-1], True)  mean(x, [2], True)                          ->  mean(x, dim=(2,), keepdim=True, dtype=None)
+    npu_rms_norm(x, g)   npu_rms_norm(x, g, epsilon=1e-6)            ->  npu_rms_norm(x, g, epsilon=1e-6)
+
+Shapes are what an op comes to (the metadata of its result), never what was written; dimensions are non-negative;
+schema defaults are filled in. The same code reads patterns and graphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis import known_equal
+from graphex.analysis.shapes import canonical_dim
+
+aten = torch.ops.aten
+
+Args = dict[str, Any]
+
+RESHAPE, CAST, PERMUTE, EXPAND = "reshape", "cast", "permute", "expand"
+SOFT = frozenset({RESHAPE, CAST, EXPAND, "alias"})
+"""Ops that may come to nothing: a reshape to the same shape, a cast to the same dtype."""
+
+COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default})
+
+_END = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a node calls: the op under its one name, and its arguments by schema name."""
+
+    op: Any
+    args: Args
+
+
+class Calls:
+    """The calls of one graph's nodes, read once. `forget` what was rewired."""
+
+    def __init__(self) -> None:
+        self._known: dict[Node, Call] = {}
+
+    def __getitem__(self, node: Node) -> Call:
+        call = self._known.get(node)
+        if call is None:
+            call = self._known[node] = call_of(node)
+        return call
+
+    def forget(self, nodes: Iterable[Node]) -> None:
+        for node in nodes:
+            self._known.pop(node, None)
+
+
+def op_of(node: Node) -> Any:
+    """The op under its one name. Cheap: this is asked of every node a pattern looks at."""
+    return one_name(node.target) if node.op == "call_function" else node.op
+
+
+def targets_of(op: Any) -> tuple[Any, ...]:
+    """The targets that go by one name."""
+    return tuple(target for target, name in _names().items() if name == op) or (op,)
+
+
+def call_of(node: Node) -> Call:
+    op = op_of(node)
+    args = arguments(node)
+    reader = _READERS.get(op)
+    if reader is not None:
+        return Call(op, reader(node, args))
+    if "dim" in args and isinstance(value := value_of(args.get("self", args.get("tensors"))), torch.Tensor):
+        args["dim"] = _dims(args["dim"], value.dim())
+    return Call(op, args)
+
+
+def arguments(node: Node) -> Args:
+    """The arguments of a node by name, schema defaults filled in."""
+    names = parameters_of(node.target)
+    if names is None:
+        return {**{str(index): value for index, value in enumerate(node.args)}, **node.kwargs}
+    args: Args = dict(zip((name for name, _ in names), node.args, strict=False))
+    for name, default in names[len(node.args) :]:
+        args[name] = node.kwargs.get(name, default)
+    return args
+
+
+def value_of(argument: Any) -> Any:
+    """The fake value of an argument: a node's metadata, the first of a list, or the constant itself."""
+    if isinstance(argument, (list, tuple)):
+        return value_of(argument[0]) if argument else None
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+
+def is_nothing(node: Node) -> bool:
+    """Whether a node certainly hands on what it is given: same shape, same dtype, same device."""
+    op = op_of(node)
+    if (op not in SOFT and op != PERMUTE) or not node.all_input_nodes:
+        return False
+    before, after = value_of(node.all_input_nodes[0]), value_of(node)
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return False
+    if (before.dtype, before.device) != (after.dtype, after.device):
+        return False
+    if op == PERMUTE:
+        return bool(call_of(node).args["dims"] == tuple(range(after.dim())))
+    return known_equal(tuple(before.shape), tuple(after.shape))
+
+
+def source_of(node: Any) -> Any:
+    """The node whose value this is, seen through what does nothing."""
+    while isinstance(node, Node) and node.op == "call_function" and is_nothing(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+# -- readers: (node, arguments) -> arguments in their one form ------------------------------------------------------
+
+
+def _shape(node: Node, args: Args) -> Args:
+    return {"self": args["self"], "shape": tuple(node.meta["val"].shape)}
+
+
+def _cast(node: Node, args: Args) -> Args:
+    value = node.meta["val"]
+    return {"self": next(iter(args.values())), "dtype": value.dtype, "device": value.device}
+
+
+def _permute(node: Node, args: Args) -> Args:
+    rank = node.meta["val"].dim()
+    if "dims" in args:
+        return {"self": args["self"], "dims": _dims(args["dims"], rank)}
+    dims = list(range(rank))
+    if rank:
+        first, second = (canonical_dim(args[name], rank) for name in ("dim0", "dim1"))
+        dims[first], dims[second] = dims[second], dims[first]
+    return {"self": args["self"], "dims": tuple(dims)}
+
+
+def _unsqueeze(node: Node, args: Args) -> Args:
+    return {**args, "dim": canonical_dim(args["dim"], node.meta["val"].dim())}
+
+
+def _slice(node: Node, args: Args) -> Args:
+    whole = value_of(args["self"])
+    dim = canonical_dim(args["dim"], whole.dim())
+    size = whole.shape[dim]
+    start, end = (value_of(args[name]) for name in ("start", "end"))
+    start = 0 if start is None else start
+    end = size if end is None or (isinstance(end, int) and end >= _END) else end
+    if isinstance(start, int) and start < 0:
+        start = start + size
+    if isinstance(end, int):
+        end = end + size if end < 0 else (min(end, size) if isinstance(size, int) else end)
+    return {"self": args["self"], "dim": dim, "start": start, "end": end, "step": args["step"]}
+
+
+def _dims(dims: Any, rank: int) -> Any:
+    if isinstance(dims, int):
+        return canonical_dim(dims, rank)
+    if isinstance(dims, (list, tuple)) and all(isinstance(dim, int) for dim in dims):
+        return tuple(canonical_dim(dim, rank) for dim in dims)
+    return dims
+
+
+_READERS: dict[Any, Callable[[Node, Args], Args]] = {
+    RESHAPE: _shape,
+    EXPAND: _shape,
+    CAST: _cast,
+    PERMUTE: _permute,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.slice.Tensor: _slice,
+}
+
+
+def one_name(target: Any) -> Any:
+    return _names().get(target, target)
+
+
+@cache
+def _names() -> dict[Any, Any]:
+    names = {
+        aten.view.default: RESHAPE,
+        aten.reshape.default: RESHAPE,
+        aten._unsafe_view.default: RESHAPE,
+        aten._reshape_alias.default: RESHAPE,
+        aten.expand.default: EXPAND,
+        aten._to_copy.default: CAST,
+        torch.ops.prims.convert_element_type.default: CAST,
+        aten.transpose.int: PERMUTE,
+        aten.permute.default: PERMUTE,
+        aten.alias.default: "alias",
+    }
+    if hasattr(torch.ops.npu, "_npu_dtype_cast"):
+        names[torch.ops.npu._npu_dtype_cast.default] = CAST
+    return names
+
+
+@cache
+def parameters_of(target: Any) -> list[tuple[str, Any]] | None:
+    """The names and defaults of an op's parameters, in schema order; None for a plain function."""
+    if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
+        return None
+    return [(argument.name, _default(argument)) for argument in target._schema.arguments]
+
+
+def _default(argument: Any) -> Any:
+    return argument.default_value if argument.has_default_value() else None

@@ -1,0 +1,50 @@
+"""Our own rules: which families there are, what they are called, and which ops make it worth loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import Graph
+
+if TYPE_CHECKING:
+    from graphex.fusion.rules import Rule
+
+
+@dataclass(frozen=True)
+class Family:
+    """A module of `graphex.fusion` whose `RULES` are about the ops in `about`: it is loaded if a graph holds one."""
+
+    module: str
+    rules: tuple[str, ...]
+    about: frozenset[str]
+
+    def load(self) -> tuple[Rule, ...]:
+        loaded: tuple[Rule, ...] = import_module(f"graphex.fusion.{self.module}").RULES
+        return loaded
+
+
+FUSIONS: tuple[Family, ...] = ()
+LIFTS: tuple[Family, ...] = ()
+
+
+def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -> list[Rule]:
+    """The rules that could apply to a graph, judging by the ops it holds."""
+    ops = ops_of(graph)
+    unwanted = set(without)
+    return [
+        rule
+        for family in families
+        if not ops.isdisjoint(family.about)
+        for rule in family.load()
+        if rule.name not in unwanted
+    ]
+
+
+def ops_of(graph: Graph) -> frozenset[str]:
+    """The ops a graph calls, as ``aten::add``."""
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    return frozenset(target._schema.name for target in targets if isinstance(target, torch._ops.OpOverload))

@@ -1,0 +1,281 @@
+"""Whether a rule applies at a node: the match, and everything that must hold besides.
+
+    loose match -> arguments -> exact match -> nothing escapes, one stream -> the rule's own check
+    -> replacement traced on the same arguments -> same results -> a place to put it
+
+The answer is a `Plan`, a `Stop` (the pattern ends somewhere) or a `Refusal` (it matched and must not be applied).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
+from graphex.analysis.aliasing import Aliases
+from graphex.errors import RuleError
+from graphex.fusion.calls import Calls, is_nothing, source_of, value_of
+from graphex.fusion.patterns import OpPattern, Pattern, Stop, pattern_of
+from graphex.fusion.rules import Rule
+from graphex.fusion.tracing import fresh, key_of, without_guards
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import Match
+from graphex.torch_private.symbolic import FakeTensorMode, NewGuardError, detect_fake_mode
+
+
+@dataclass
+class Plan:
+    """A rewrite that may be made: replace `outputs` by the results of `replacement`, called with `inputs`."""
+
+    rule: Rule
+    nodes: list[Node]
+    outputs: list[Node | None]
+    inputs: list[Any]
+    replacement: GraphModule
+    after: Node | None  # insert behind this node; None: before the first output
+    later: list[Node]  # nodes that use a result too early and have to move behind the replacement
+
+
+@dataclass
+class Site:
+    """The graph that rules are tried on, and what is known about it."""
+
+    graph: Graph
+    aliases: Aliases
+    table: Any = None
+    may_change_strides_of_outputs: bool = True
+    calls: Calls = field(default_factory=Calls)
+    writes: list[Node] = field(default_factory=list)
+    _traces: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.writes = [node for node in self.graph.nodes if node.op != "output" and any(written_arguments(node))]
+
+    def traced(self, rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode) -> GraphModule | Pattern:
+        """The exact pattern ("search") or the replacement ("replace") of a rule for these arguments."""
+        key = (rule, what, id(mode), key_of(args))
+        if key not in self._traces:
+            self._traces[key] = _trace(rule, what, args, mode, self.table)
+        found: GraphModule | Pattern = self._traces[key]
+        return found
+
+
+def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
+    """What comes of `rule` with its anchor at this node."""
+    found = rule.pattern.match(anchor, site.calls)
+    if isinstance(found, Stop):
+        return found
+    bound = _bound(rule, found)
+    if isinstance(bound, Stop):
+        return bound
+    mode = detect_fake_mode([value_of(value) for value in bound.values() if isinstance(value, Node)])
+    if mode is None:
+        return Stop(len(found.nodes), anchor, "no tensor argument was found")
+    pattern = rule.pattern
+    if rule.given is None:
+        exact = _exact(rule, bound, anchor, site, mode)
+        if isinstance(exact, Stop):
+            return exact
+        pattern, found = exact
+    outputs = [found.ctx.pattern_to_node.get(output) for output in pattern.outputs]
+    nodes = sorted(found.nodes)
+    refusal = _escapes(nodes, outputs) or _streams(nodes) or _checked(rule, found)
+    if refusal is not None:
+        return refusal
+    return _planned(rule, nodes, outputs, bound, site, mode)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _bound(rule: Rule, match: Match) -> dict[str, Any] | Stop:
+    """What stands for each argument of the rule's functions."""
+    bound: dict[str, Any] = {}
+    for name in rule.parameters:
+        if name not in match.kwargs:
+            if rule.given is None:
+                continue  # an argument the search function does not use
+            raise RuleError(f"rule '{rule.name}': its search_fn_pattern has no KeywordArg('{name}').")
+        value = match.kwargs[name]
+        is_tensor = isinstance(value, Node) and isinstance(value_of(value), torch.Tensor)
+        if rule.given is None and is_tensor == (name in rule.scalars):
+            kind = "a tensor" if is_tensor else "a number"
+            return Stop(len(match.nodes), match.nodes[-1], f"'{name}' is {kind}, which it is not in the rule")
+        bound[name] = value
+    bound.update({name: value for name, value in match.kwargs.items() if name.startswith("tangents_")})
+    return bound
+
+
+def _exact(rule: Rule, bound: dict[str, Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Stop:
+    """Match once more, with the constants the search function has for these very arguments."""
+    args = [rule.scalars[name] if name in rule.scalars else value_of(bound.get(name)) for name in rule.parameters]
+    try:
+        pattern = site.traced(rule, "search", args, mode)
+    except NewGuardError as problem:
+        return Stop(rule.pattern.size, anchor, f"{problem}, which the rule would need")
+    except Exception as problem:
+        return Stop(rule.pattern.size, anchor, f"the search function fails on these arguments: {_first_line(problem)}")
+    assert isinstance(pattern, Pattern)
+    if not all(isinstance(output, OpPattern) for output in pattern.outputs):
+        return Stop(rule.pattern.size, anchor, "with these shapes and dtypes there is nothing to compute")
+    if pattern.anchor_op != rule.pattern.anchor_op:
+        return Stop(rule.pattern.size, anchor, "with these shapes and dtypes the rule computes something else")
+    found = pattern.match(anchor, site.calls)
+    return found if isinstance(found, Stop) else (pattern, found)
+
+
+def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, table: Any) -> GraphModule | Pattern:
+    with mode:
+        fresh_args = [fresh(arg, requires_grad=rule.joint) for arg in args]
+    fn = rule.search if what == "search" else rule.replace
+    gm = without_guards(lambda: rule.trace(fn, fresh_args, mode, table), mode)
+    return pattern_of(gm, rule.parameters, rule.scalars, exact=True) if what == "search" else gm
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+
+def _escapes(nodes: list[Node], outputs: Sequence[Node | None]) -> Refusal | None:
+    """A value that would disappear must not be used by anybody else."""
+    inside, kept = set(nodes), set(outputs)
+    for node in nodes:
+        if node in kept:
+            continue
+        stranger = next((user for user in node.users if not _within(user, inside)), None)
+        if stranger is not None:
+            where = f" ({line})" if (line := node_line(stranger)) else ""
+            what = "returned" if stranger.op == "output" else f"used by '{stranger.name}'{where}"
+            return Refusal(f"'{node.name}' would disappear, and it is also {what}", node)
+    return None
+
+
+def _within(user: Node, inside: set[Node]) -> bool:
+    if user in inside:
+        return True
+    return user.op == "call_function" and is_nothing(user) and all(_within(next_, inside) for next_ in user.users)
+
+
+def _streams(nodes: list[Node]) -> Refusal | None:
+    streams = {placement(node) for node in nodes}
+    if len(streams) == 1:
+        return None
+    other = next(node for node in nodes if placement(node) != placement(nodes[0]))
+    return Refusal(f"'{nodes[0].name}' and '{other.name}' run on different streams", other)
+
+
+def _checked(rule: Rule, match: Match) -> Refusal | None:
+    """Ask the rule's own check. It may answer with a bool, or with a `Refusal` that says why."""
+    if rule.check is None:
+        return None
+    name = getattr(rule.check, "__name__", type(rule.check).__name__)
+    try:
+        answer = rule.check(match)
+    except Exception as problem:
+        raise RuleError(f"the check '{name}' of rule '{rule.name}' raised {_first_line(problem)}.") from problem
+    if isinstance(answer, Refusal):
+        return answer
+    if isinstance(answer, torch.SymBool):
+        answer = known_true(answer)
+    return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
+
+
+def _planned(
+    rule: Rule, nodes: list[Node], outputs: list[Node | None], bound: dict[str, Any], site: Site, mode: FakeTensorMode
+) -> Plan | Refusal:
+    inputs = [source_of(bound.get(name)) for name in (*rule.parameters, *_tangents(bound))]
+    count = len(rule.parameters)
+    try:
+        replacement = site.traced(rule, "replace", [value_of(value) for value in inputs[:count]], mode)
+    except NewGuardError as problem:
+        return Refusal(f"{problem}, which the replacement would need", nodes[-1])
+    except Exception as problem:
+        return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
+    assert isinstance(replacement, GraphModule)
+    refusal = _same_results(replacement, outputs) or _written(nodes, outputs, inputs, site)
+    if refusal is not None:
+        return refusal
+    place = _place(nodes, [node for node in outputs if node is not None], inputs)
+    if isinstance(place, Refusal):
+        return place
+    return Plan(rule, nodes, outputs, inputs, replacement, *place)
+
+
+def _tangents(bound: dict[str, Any]) -> list[str]:
+    return sorted((name for name in bound if name.startswith("tangents_")), key=lambda name: int(name.split("_")[1]))
+
+
+def results_of(gm: GraphModule) -> list[Any]:
+    """The tensors that a traced function returns, flat."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return [leaf for leaf in _flat(output.args[0]) if isinstance(leaf, Node)]
+
+
+def _same_results(replacement: GraphModule, outputs: Sequence[Node | None]) -> Refusal | None:
+    results = results_of(replacement)
+    if len(results) != len(outputs):
+        return Refusal(f"the replacement returns {len(results)} values instead of {len(outputs)}")
+    for index, (old, new) in enumerate(zip(outputs, results, strict=True)):
+        if old is None:
+            continue
+        before, after = value_of(old), value_of(new)
+        same_type = (before.dtype, before.device) == (after.dtype, after.device)
+        if not same_type or not known_equal(tuple(before.shape), tuple(after.shape)):
+            return Refusal(f"result {index} of the replacement is {_kind(after)} instead of {_kind(before)}", old)
+    return None
+
+
+def _written(nodes: list[Node], outputs: Sequence[Node | None], inputs: Iterable[Any], site: Site) -> Refusal | None:
+    """The replacement reads its inputs at another place: nobody may write to them in between."""
+    first, last = nodes[0], nodes[-1]
+    between = [write for write in site.writes if first < write < last]
+    for value in inputs:
+        if not isinstance(value, Node):
+            continue
+        for write in between:
+            if not site.aliases.knows(value) or write in site.aliases.writes(value):
+                return Refusal(f"'{write.name}' writes to '{value.name}' in between", write)
+    return None
+
+
+def _place(nodes: list[Node], outputs: list[Node], inputs: Iterable[Any]) -> tuple[Node | None, list[Node]] | Refusal:
+    """Where to put the replacement: behind its last input and before the first user of a result.
+
+    A user that stands before the last input is moved behind the replacement; an input that needs a result is a cycle.
+    """
+    first = min(outputs)
+    needed = [value for value in inputs if isinstance(value, Node)]
+    last = max(needed, default=first)
+    if last < first:
+        return None, []
+    depends, later, inside = set(outputs), [], set(nodes)
+    node = first.next
+    while True:
+        if node not in inside and any(value in depends for value in node.all_input_nodes):
+            if node in needed:
+                return Refusal(f"'{node.name}' is needed by the rule and computed from its result", node)
+            if is_effectful(node):
+                return Refusal(f"'{node.name}' has an effect and cannot be moved", node)
+            depends.add(node)
+            later.append(node)
+        elif is_effectful(node):
+            return Refusal(f"'{node.name}' has an effect and stands in the way", node)
+        if node is last:
+            return last, later
+        node = node.next
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip().splitlines()
+    return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
+
+
+def _flat(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,433 @@
+"""Patterns: torch's pattern language, with arguments normalised and every failure located.
+
+A pattern is made from a traced function (or converted from what a user wrote in torch's own classes):
+
+    def search(x1, x2, gamma):                    OpPattern(getitem, OpPattern(npu_rms_norm,
+        s = x1 + x2                        ->         self=OpPattern(add, self=x1, other=x2), gamma=gamma,
+        y, _ = npu_rms_norm(s, gamma)                 epsilon=1e-6), 0)
+        return y, s                               and the add, which is an output too
+
+*Loose* patterns ignore constants, since a size may be burnt into them, and let casts and reshapes be absent; they find
+the arguments. The function is then traced again on what was found, and that *exact* pattern has the last word.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphex.fusion.calls import (
+    COMMUTATIVE,
+    PERMUTE,
+    SOFT,
+    Calls,
+    call_of,
+    is_nothing,
+    one_name,
+    op_of,
+    parameters_of,
+    source_of,
+    targets_of,
+    value_of,
+)
+from graphex.torch_private.patterns import (
+    Arg,
+    CallFunction,
+    ExclusiveKeywordArg,
+    FailedMatch,
+    Ignored,
+    KeywordArg,
+    Match,
+    MatchContext,
+    MultiOutputPattern,
+    OrderedSet,
+    PatternExpr,
+)
+from graphex.torch_private.symbolic import statically_known_true
+
+ARITHMETIC = frozenset(
+    {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.div.Tensor}
+)
+_MOVES = frozenset(
+    {*SOFT, PERMUTE, torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor, torch.ops.aten.clone.default}
+)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where a match ended: after how many ops, at which node, why, and what edit of the model would help."""
+
+    matched: int
+    node: Node | None
+    reason: str
+    edit: str = ""
+
+
+class Stopped(FailedMatch):
+    """torch's failed match, with the place where it failed."""
+
+    def __init__(self, stop: Stop) -> None:
+        super().__init__("{}", stop.reason)
+        self.stop = stop
+
+
+class Attempt(MatchContext):
+    """One try of a pattern at one node. Sees through what does nothing, and remembers how far it came."""
+
+    def __init__(self, pattern: Pattern, calls: Calls, node: Node) -> None:
+        super().__init__(list(pattern.outputs), graph=node.graph)
+        self.calls = calls
+        self.furthest = Stop(-1, None, "")
+
+    def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
+        if not (isinstance(pattern, OpPattern) and isinstance(node, Node) and op_of(node) == pattern.op_name):
+            node = source_of(node)
+        found: Match | FailedMatch = super().match(pattern, node)
+        return found
+
+    def stop(self, node: Any, reason: str, edit: str = "") -> FailedMatch:
+        """A failure here. The one that came furthest is the one worth telling."""
+        matched = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
+        stop = Stop(matched, node if isinstance(node, Node) else None, reason, edit)
+        if stop.matched > self.furthest.matched:
+            self.furthest = stop
+        return Stopped(stop)
+
+
+class OpPattern(CallFunction):
+    """Matches a call of one op. `arguments` holds patterns and constants by schema name; None ignores them all."""
+
+    def __init__(self, op_name: Any, arguments: Mapping[str, Any], *, soft: bool = False) -> None:
+        super().__init__(list(targets_of(op_name)), *arguments.values(), _users=1)
+        self.op_name = op_name
+        self.arguments = dict(arguments)
+        self.soft = soft
+
+    def __repr__(self) -> str:
+        return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def _match_fns(self, node: Any) -> bool:
+        return isinstance(node, Node) and op_of(node) == self.op_name
+
+    def _match(self, node: Any, ctx: MatchContext) -> Match | FailedMatch:
+        assert isinstance(ctx, Attempt)
+        if not self._match_fns(node):
+            if self.soft:
+                return ctx.match(next(iter(self.arguments.values())), node)
+            edit = ""
+            if isinstance(node, Node) and op_of(node) in SOFT:
+                edit = f"do not {op_title(op_of(node))} the value here"
+            return ctx.stop(node, f"{_describe(node)} stands where the rule has {op_title(self.op_name)}", edit)
+        found = ctx.calls[node].args
+        if self.op_name in COMMUTATIVE and self.arguments.get("alpha", 1) == 1 and found.get("alpha", 1) == 1:
+            swapped = {**found, "self": found["other"], "other": found["self"]}
+            return self._either(node, (found, swapped), ctx)
+        return self._with(node, found, ctx)
+
+    def _either(self, node: Node, spellings: tuple[dict[str, Any], ...], ctx: Attempt) -> Match | FailedMatch:
+        before = dict(ctx.pattern_to_node)
+        result: Match | FailedMatch = FailedMatch("never tried")
+        for found in spellings:
+            ctx.pattern_to_node = dict(before)
+            try:
+                result = self._with(node, found, ctx)
+            except FailedMatch as failure:
+                result = failure
+            if result:
+                break
+        return result
+
+    def _with(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
+        match = Match(ctx, self)
+        for name, wanted in self.arguments.items():
+            if name not in found:
+                return ctx.stop(node, f"{_describe(node)} has no argument '{name}'")
+            part = self._argument(node, name, wanted, found[name], ctx)
+            if isinstance(part, FailedMatch):
+                return part
+            try:
+                match.extend(part)
+            except FailedMatch:
+                return ctx.stop(node, f"'{name}' of {_describe(node)} is not the value the rule has in two places")
+        match.nodes.append(node)
+        match.targets[self] = node.target
+        return match
+
+    def _argument(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch:
+        if isinstance(wanted, PatternExpr):
+            return ctx.match(wanted, found)
+        if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
+            if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+                return ctx.stop(node, f"'{name}' of {_describe(node)} has another length than in the rule")
+            match = Match(ctx, self)
+            for one_wanted, one_found in zip(wanted, found, strict=True):
+                part = self._argument(node, name, one_wanted, one_found, ctx)
+                if isinstance(part, FailedMatch):
+                    return part
+                match.extend(part)
+            return match
+        if same_constant(wanted, found):
+            return Match(ctx, self)
+        reason = f"'{name}' of {_describe(node)} is {_show(found)}, and {_show(wanted)} in the rule"
+        return ctx.stop(node, reason, f"use {name}={_show(wanted)}, or make it a scalar argument of the rule")
+
+    def find_anchor_nodes(self, ctx: MatchContext, searched: Any) -> Generator[Node | None, None, None]:
+        if self in ctx.pattern_to_node:
+            yield ctx.pattern_to_node[self]
+            return
+        for part in self.flat_args_kwargs[0]:
+            if not isinstance(part, PatternExpr):
+                continue
+            for other in part.find_anchor_nodes(ctx, searched):
+                for user in _users_through(other) if isinstance(other, Node) else ():
+                    if user not in searched and self._match_fns(user):
+                        searched.add(user)
+                        yield user
+
+
+@dataclass
+class Pattern:
+    """What a rule looks for: one pattern for each output of its function. `outputs[anchor]` is where a try begins."""
+
+    outputs: list[PatternExpr]
+    anchor: int = 0
+    operations: list[OpPattern] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.operations = list(_operations(self.outputs))
+        firm = [index for index, output in enumerate(self.outputs) if isinstance(output, OpPattern) and not output.soft]
+        self.anchor = max(firm, key=lambda index: _weight(self._innermost(index)), default=0)
+
+    def _innermost(self, index: int) -> Any:
+        """What tells most about an output: the op itself, or the op whose result it picks."""
+        output = self.outputs[index]
+        assert isinstance(output, OpPattern)
+        parts = [part for part in output.arguments.values() if isinstance(part, OpPattern)]
+        return parts[0].op_name if output.op_name is operator.getitem and parts else output.op_name
+
+    @property
+    def anchor_op(self) -> Any:
+        output = self.outputs[self.anchor]
+        return output.op_name if isinstance(output, OpPattern) else None
+
+    @property
+    def root_op(self) -> Any:
+        """The op that tells this pattern from others: its sites are the candidates."""
+        return max(self.operations, key=lambda op: _weight(op.op_name)).op_name
+
+    @property
+    def size(self) -> int:
+        return len(self.operations)
+
+    def needs(self) -> frozenset[Any]:
+        """The ops a graph must hold for this pattern to match anywhere."""
+        return frozenset(op.op_name for op in self.operations if not op.soft)
+
+    def match(self, node: Node, calls: Calls) -> Match | Stop:
+        """Match with the anchor at `node`; the furthest stop if it does not."""
+        attempt = Attempt(self, calls, node)
+        try:
+            found = self._match(attempt, node)
+        except FailedMatch as failure:
+            found = failure
+        if isinstance(found, Match):
+            return found
+        if attempt.furthest.matched < 0:
+            return Stop(0, node, str(found))
+        return attempt.furthest
+
+    def _match(self, attempt: Attempt, node: Node) -> Match | FailedMatch:
+        whole = attempt.match(self.outputs[self.anchor], node)
+        if isinstance(whole, FailedMatch):
+            return whole
+        for index, output in enumerate(self.outputs):
+            if index == self.anchor:
+                continue
+            part = self._match_further(attempt, output)
+            if isinstance(part, FailedMatch):
+                return part
+            whole.extend(part)
+        whole.nodes = list(dict.fromkeys(whole.nodes))
+        whole.pattern = MultiOutputPattern([self.outputs[self.anchor]])
+        return whole
+
+    def _match_further(self, attempt: Attempt, output: PatternExpr) -> Match | FailedMatch:
+        before = dict(attempt.pattern_to_node)
+        result: Match | FailedMatch | None = None
+        for node in output.find_anchor_nodes(attempt, OrderedSet()):
+            if node is None:
+                continue
+            result = attempt.match(output, node)
+            if result:
+                return result
+            attempt.pattern_to_node = dict(before)
+        if isinstance(output, OpPattern) and output.op_name is operator.getitem:
+            attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
+            return Match(attempt, output)
+        return result or attempt.stop(None, f"no {_title_of(output)} uses what was matched so far")
+
+
+# -- making patterns ---------------------------------------------------------------------------------------------------
+
+
+def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], *, exact: bool) -> Pattern:
+    """The pattern of a traced function. `scalars` are the values that stand for its scalar arguments."""
+    made: dict[Node, Any] = {}
+    arguments = iter(names)
+    marks = {value: name for name, value in scalars.items()}
+    outputs: list[PatternExpr] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            made[node] = KeywordArg(next(arguments, node.name))
+        elif node.op == "output":
+            outputs = [made[leaf] for leaf in _flat(node.args[0]) if isinstance(leaf, Node)]
+        elif not isinstance(value_of(node), torch.Tensor) and op_of(node) is not operator.getitem and _is_size(node):
+            made[node] = value_of(node)
+        elif exact and node.op == "call_function" and is_nothing(node):
+            made[node] = made[node.all_input_nodes[0]]
+        else:
+            made[node] = _op_pattern(node, made, marks, exact=exact)
+    return Pattern(outputs)
+
+
+def _op_pattern(node: Node, made: Mapping[Node, Any], marks: Mapping[Any, str], *, exact: bool) -> OpPattern:
+    call = call_of(node)
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Node):
+            known = made[value]
+            return known if isinstance(known, PatternExpr) or exact else Ignored()
+        if isinstance(value, (list, tuple)):
+            parts = [convert(part) for part in value]
+            return Ignored() if parts and all(isinstance(part, Ignored) for part in parts) else tuple(parts)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value in marks:
+            return KeywordArg(marks[value])
+        keep = exact or value is None or isinstance(value, (bool, str)) or call.op is operator.getitem
+        return value if keep else Ignored()
+
+    arguments = {name: convert(value) for name, value in call.args.items()}
+    return OpPattern(call.op, arguments, soft=not exact and call.op in SOFT)
+
+
+def converted(pattern: PatternExpr) -> Pattern:
+    """A pattern that a user wrote in torch's classes, in ours: normalised arguments, located failures."""
+    made: dict[PatternExpr, Any] = {}
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, (list, tuple)):
+            return tuple(convert(one) for one in part)
+        if not isinstance(part, CallFunction) or isinstance(part, OpPattern):
+            return part
+        if part not in made:
+            op, arguments = _normalised(part)
+            made[part] = OpPattern(op, {name: convert(value) for name, value in arguments.items()})
+        return made[part]
+
+    outputs = pattern.outputs if isinstance(pattern, MultiOutputPattern) else [pattern]
+    return Pattern([convert(output) for output in outputs if output is not None])
+
+
+def _normalised(part: CallFunction) -> tuple[Any, dict[str, Any]]:
+    """An op and its arguments by name: a positional one left out has its default, a keyword is ignored."""
+    target: Any = part.fns[0]
+    op = one_name(target)
+    parameters = parameters_of(target)
+    if parameters is None:
+        return op, {**{str(index): value for index, value in enumerate(part.args)}, **part.kwargs}
+    names = [name for name, _ in parameters]
+    arguments = dict(zip(names, part.args, strict=False)) | part.kwargs
+    if op in SOFT:
+        return op, {"self": next(iter(arguments.values()))}
+    keywords = {a.name for a in target._schema.arguments if a.kwarg_only}
+    return op, {**{n: d for n, d in parameters if n not in keywords and n not in arguments}, **arguments}
+
+
+# -- words and weights -------------------------------------------------------------------------------------------------
+
+
+def same_constant(wanted: Any, found: Any) -> bool:
+    """Whether an argument certainly has the value it has in the rule. Symbolic sizes are compared as expressions."""
+    wanted, found = (_plain(value) for value in (wanted, found))
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(same_constant(a, b) for a, b in zip(wanted, found, strict=True))
+    if isinstance(wanted, bool) != isinstance(found, bool):
+        return False
+    number = (int, float, torch.SymInt, torch.SymFloat)
+    if isinstance(wanted, number) and isinstance(found, number):
+        return bool(statically_known_true(wanted == found))
+    return type(wanted) is type(found) and bool(wanted == found)
+
+
+def _plain(value: Any) -> Any:
+    return value_of(value) if isinstance(value, Node) else value
+
+
+def op_title(op: Any) -> str:
+    """``npu.npu_rms_norm``, ``add``: an op as a user would say it."""
+    if isinstance(op, torch._ops.OpOverload):
+        name = op._schema.name.split("::")
+        return name[1] if name[0] == "aten" else ".".join(name)
+    return str(getattr(op, "__name__", op))
+
+
+def _describe(node: Any) -> str:
+    if isinstance(node, Node):
+        return f"'{node.name}' ({op_title(op_of(node))})" if node.op == "call_function" else f"the input '{node.name}'"
+    return f"the constant {_show(node)}"
+
+
+def _show(value: Any) -> str:
+    return f"'{value.name}'" if isinstance(value, Node) else repr(value)
+
+
+def _title_of(output: PatternExpr) -> str:
+    return op_title(output.op_name) if isinstance(output, OpPattern) else str(output)
+
+
+def _weight(op: Any) -> int:
+    """How much an op tells: a result picked or moved nothing, arithmetic a little, a named op of its own most."""
+    if op is operator.getitem or op in _MOVES:
+        return 0
+    if op in ARITHMETIC:
+        return 1
+    if isinstance(op, torch._ops.OpOverload):
+        return 3 if op.namespace == "aten" else 4
+    return 2
+
+
+def _operations(outputs: list[PatternExpr]) -> Iterator[OpPattern]:
+    seen: set[PatternExpr] = set()
+    pending: list[Any] = list(outputs)
+    while pending:
+        part = pending.pop(0)
+        if isinstance(part, (list, tuple)):
+            pending.extend(part)
+        elif isinstance(part, OpPattern) and part not in seen:
+            seen.add(part)
+            yield part
+            pending.extend(part.arguments.values())
+
+
+def _users_through(node: Node) -> Iterator[Node]:
+    """Who uses a value, directly or through what does nothing."""
+    for user in node.users:
+        yield user
+        if user.op == "call_function" and is_nothing(user):
+            yield from _users_through(user)
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _flat(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+Check = Callable[[Match], Any]
+VARIABLES = (Arg, ExclusiveKeywordArg, KeywordArg)

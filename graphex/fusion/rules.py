@@ -1,0 +1,136 @@
+"""A rule: what to look for, what to put in its place, and when.
+
+    Rule("add_rms_norm", search, replace, examples)
+
+`search` and `replace` are functions of the same arguments, traced to graphs; `examples` are arguments to trace them
+with first. A number among them is a variable: it matches any number in its place and reaches `replace`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphex.errors import RuleError
+from graphex.fusion.patterns import Check, Pattern, converted, pattern_of
+from graphex.fusion.registry import AnyRule
+from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
+from graphex.torch_private.patterns import PatternExpr, fwd_only, joint_fwd_bwd
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+_FLOAT_MARK, _INT_MARK = 0.113377, 7919
+
+
+@dataclass(eq=False)
+class Rule(AnyRule):
+    """One rewrite rule. `origin` is user, default or lift."""
+
+    name: str
+    search: Callable[..., Any]
+    replace: Callable[..., Any]
+    examples: Sequence[Any] | Callable[[], Sequence[Any]]
+    check: Check | None = None
+    trace_fn: TraceFn | None = None
+    given: PatternExpr | None = None
+    scalar_workaround: Mapping[str, float] = field(default_factory=dict)
+    origin: str = "user"
+
+    @property
+    def joint(self) -> bool:
+        """Whether the rule is about training: it looks at the joint graph."""
+        return self.trace_fn is joint_fwd_bwd
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        return list(inspect.signature(self.search).parameters)
+
+    @cached_property
+    def example_values(self) -> list[Any]:
+        """One value for each parameter. Tensors are fake; numbers are the marks that stand for them in a trace."""
+        given = list(self.examples() if callable(self.examples) else self.examples)
+        values: list[Any] = []
+        for index, name in enumerate(self.parameters):
+            if name in self.scalar_workaround:
+                values.append(self.scalar_workaround[name])
+            elif not given:
+                raise RuleError(f"rule '{self.name}': there is no example input for the argument '{name}'.")
+            else:
+                values.append(self._marked(index, name, given.pop(0)))
+        if given:
+            raise RuleError(
+                f"rule '{self.name}' has {len(given)} more example inputs than its search function has arguments "
+                f"({', '.join(self.parameters)})."
+            )
+        return values
+
+    @cached_property
+    def scalars(self) -> dict[str, float]:
+        """The values that stand for the scalar arguments in a trace."""
+        pairs = zip(self.parameters, self.example_values, strict=True)
+        return {name: value for name, value in pairs if isinstance(value, (int, float))}
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        found = [value.fake_mode for value in self.example_values if isinstance(value, FakeTensor)]
+        return found[0] if found else FakeTensorMode()
+
+    @cached_property
+    def search_graph(self) -> GraphModule:
+        """The search function, traced on the examples."""
+        gm = self.trace(self.search, self.example_values, self.mode)
+        self._check_scalars(gm)
+        return gm
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """What to look for, constants left out."""
+        if self.given is not None:
+            return converted(self.given)
+        return pattern_of(self.search_graph, self.parameters, self.scalars, exact=False)
+
+    def trace(
+        self, fn: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: Any = None
+    ) -> GraphModule:
+        """A function of this rule as a graph, traced the way the rule asks for."""
+        with unset_fake_temporarily(), mode:
+            if self.joint:
+                return trace_joint(fn, args, table)
+            if self.trace_fn is None or self.trace_fn is fwd_only:
+                return trace_forward(fn, args, table)
+            return self.trace_fn(fn, list(args))
+
+    def _marked(self, index: int, name: str, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is {value}. A flag cannot be a variable of a pattern; "
+                "write it into the function, once for each value."
+            )
+        if isinstance(value, float):
+            return _FLOAT_MARK + 1e-5 * index
+        if isinstance(value, int):
+            return _INT_MARK + index
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            return self._fake_mode_for_real_examples.from_tensor(value, static_shapes=True)
+        return value
+
+    @cached_property
+    def _fake_mode_for_real_examples(self) -> FakeTensorMode:
+        return FakeTensorMode()
+
+    def _check_scalars(self, gm: GraphModule) -> None:
+        """A scalar that is no argument of any op would be burnt in without a word."""
+        found: set[Any] = set()
+        for node in gm.graph.nodes:
+            torch.fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: found.add(leaf) or leaf)  # type: ignore
+        for name, mark in self.scalars.items():
+            if mark not in {leaf for leaf in found if isinstance(leaf, (int, float))}:
+                raise RuleError(
+                    f"rule '{self.name}': the scalar argument '{name}' does not reach an op of the search function as "
+                    "it is, so it cannot be recognised in a graph. Pass it to an op unchanged, or drop it."
+                )

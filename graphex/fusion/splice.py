@@ -1,0 +1,126 @@
+"""Put a replacement where a match was, and leave the graph as if it had always been there.
+
+Values, source line, stream and origins of the new nodes are those of what they replace; a result whose strides differ
+changes the values of what is computed from it, and what can no longer be computed takes the rewrite back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from graphex.analysis import same_layout
+from graphex.fusion.calls import is_nothing
+from graphex.fusion.matching import Plan, Site, results_of
+from graphex.passes.base import Refusal
+from graphex.passes.metadata import evaluate, inherit_all
+from graphex.torch_private.symbolic import FakeTensorMode
+
+
+def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
+    """Carry out a plan: the nodes that are new, or why it had to be taken back."""
+    made, results = _insert(gm, plan, mode)
+    pairs = [(old, new) for old, new in zip(plan.outputs, results, strict=True) if old is not None]
+    changed = _values_after(gm, pairs, mode, site)
+    if isinstance(changed, Refusal):
+        for node in reversed(made):
+            gm.graph.erase_node(node)
+        return changed
+    for node, value in changed.items():
+        node.meta["val"] = value
+        node.meta.pop("tensor_meta", None)
+    for old, new in pairs:
+        users = list(old.users)
+        old.replace_all_uses_with(new)
+        site.calls.forget(users)
+    _move_behind(made[-1] if made else None, plan.later)
+    _erase(plan)
+    return made
+
+
+def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
+    graph = gm.graph
+    made: list[Node] = []
+    env: dict[Node, Any] = {}
+    inputs = iter(plan.inputs)
+    first = min(node for node in plan.outputs if node is not None)
+    place = first if plan.after is None else plan.after.next
+    with graph.inserting_before(place):
+        for node in plan.replacement.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(inputs)
+            elif node.op == "get_attr":
+                env[node] = graph.get_attr(_attribute(gm, plan.replacement, str(node.target)))
+                made.append(env[node])
+            elif node.op == "call_function":
+                args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = graph.call_function(node.target, args, kwargs)
+                made.append(env[node])
+    for node in made:
+        inherit_all(node, plan.nodes)
+        node.meta["val"] = evaluate(gm, node, mode)
+    return made, [env[node] for node in results_of(plan.replacement)]
+
+
+def _attribute(gm: GraphModule, replacement: GraphModule, target: str) -> str:
+    """A constant of the replacement becomes one of the graph."""
+    value = getattr(replacement, target)
+    name, number = f"fused{target}", 0
+    while hasattr(gm, name):
+        if getattr(gm, name) is value:
+            return name
+        number += 1
+        name = f"fused{target}_{number}"
+    setattr(gm, name, value)
+    return name
+
+
+def _values_after(
+    gm: GraphModule, pairs: list[tuple[Node, Node]], mode: FakeTensorMode, site: Site
+) -> dict[Node, Any] | Refusal:
+    """The values of nodes downstream that change because a result has other strides than before."""
+    overlay = {old: new.meta["val"] for old, new in pairs}
+    pending = sorted({user for old, new in pairs if not _alike(old.meta["val"], overlay[old]) for user in old.users})
+    changed: dict[Node, Any] = {}
+    while pending:
+        node = pending.pop(0)
+        if node.op == "output":
+            if not site.may_change_strides_of_outputs:
+                return Refusal("a saved result would change its strides")
+            continue
+        try:
+            value = evaluate(gm, node, mode, {**overlay, **changed})
+        except Exception as problem:
+            return Refusal(f"'{node.name}' cannot work on the strides of the new result ({problem})", node)
+        if not _alike(node.meta.get("val"), value):
+            changed[node] = value
+            pending = sorted({*pending, *node.users})
+    return changed
+
+
+def _alike(before: Any, after: Any) -> bool:
+    if isinstance(before, (list, tuple)) and isinstance(after, (list, tuple)):
+        return len(before) == len(after) and all(map(_alike, before, after))
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
+        return same_layout(before, after)
+    return True
+
+
+def _move_behind(place: Node | None, nodes: list[Node]) -> None:
+    for node in nodes:
+        if place is not None:
+            place.append(node)
+        place = node
+
+
+def _erase(plan: Plan) -> None:
+    """Drop what was matched, and what did nothing before, in between and behind it, as far as nobody uses it."""
+    doomed = set(plan.nodes)
+    for node in plan.nodes:
+        around = [*node.users, *node.all_input_nodes]
+        doomed.update(near for near in around if near.op == "call_function" and is_nothing(near))
+    for node in sorted(doomed, reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)
