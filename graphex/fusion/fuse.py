@@ -87,7 +87,7 @@ def _sweep(
 
 def _nodes(work: Work, op: object) -> Iterator[Node]:
     for target in targets_of(op):
-        yield from work.graph.find_nodes(op="call_function", target=target, sort=False)  # type: ignore[arg-type]
+        yield from work.graph.find_nodes(op="call_function", target=target, sort=False)
 
 
 # -- why not -----------------------------------------------------------------------------------------------------------
