@@ -78,8 +78,10 @@ def call_of(node: Node) -> Call:
     reader = _READERS.get(op)
     if reader is not None:
         return Call(op, reader(node, args))
-    if "dim" in args and isinstance(value := value_of(args.get("self", args.get("tensors"))), torch.Tensor):
-        args["dim"] = _dims(args["dim"], value.dim())
+    value = value_of(args.get("self", args.get("tensors")))
+    for name in ("dim", "axis"):
+        if name in args and isinstance(value, torch.Tensor):
+            args[name] = _dims(args[name], value.dim())
     return Call(op, args)
 
 

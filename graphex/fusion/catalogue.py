@@ -27,7 +27,28 @@ class Family:
         return loaded
 
 
-FUSIONS: tuple[Family, ...] = ()
+def _after_norm(module: str, *rules: str) -> Family:
+    return Family(module, rules, frozenset({"npu::npu_add_rms_norm"}))
+
+
+FUSIONS: tuple[Family, ...] = (
+    _after_norm(
+        "norm_dynamic_quant",
+        "add_rms_norm_dynamic_quant",
+        "add_rms_norm_smooth_dynamic_quant",
+        "add_rms_norm_flatten_dynamic_quant",
+        "add_rms_norm_flatten_smooth_dynamic_quant",
+    ),
+    _after_norm("norm_cast", "add_rms_norm_cast", "add_rms_norm_flatten_cast"),
+    Family("batch_matmul", ("transpose_batchmatmul_transpose", "batchmatmul_transpose"), frozenset({"aten::bmm"})),
+    _after_norm(
+        "norm_quant",
+        "add_rms_norm_quant",
+        "add_rms_norm_quant_symmetric",
+        "add_rms_norm_quant_qint8",
+        "add_rms_norm_quant_qint8_symmetric",
+    ),
+)
 LIFTS: tuple[Family, ...] = ()
 
 

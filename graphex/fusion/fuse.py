@@ -1,6 +1,4 @@
-"""The passes that apply fusion rules: `lift` idioms to named ops, `fuse` named ops, and `fuse_joint` for training.
-
-    x1, x2 -> add -> s -> npu_rms_norm -> y          x1, x2 -> npu_add_rms_norm -> y, s
+"""Applying rules to a graph, and saying what became of every place where one could have applied.
 
 Rules run to a fixed point: what one puts in place, another may take up. A user's rules come before ours, larger
 patterns before smaller ones. For every rule the journal says how many of its candidates were fused, and for the others
@@ -11,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -23,7 +22,6 @@ from graphex.fusion.splice import splice
 from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import fake_mode_of
 from graphex.records import NearMiss, RuleTried
-from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOST_SWEEPS = 16
 _MOST_VISITED = 64
@@ -31,105 +29,129 @@ _MOST_VISITED = 64
 
 @dataclass
 class Outcome:
-    """What became of one rule: how often it applied, and what happened at each anchor in the last sweep."""
+    """What became of one rule: how often it applied, and how each try of the last sweep ended."""
 
     matches: int = 0
     ends: dict[Node, Stop | Refusal] = field(default_factory=dict)
 
 
 def apply_rules(work: Work, rules: Iterable[Rule]) -> None:
-    """Apply rules to a graph until none applies any more."""
-    ordered = sorted(rules, key=lambda rule: (rule.origin != "user", -rule.pattern.size))
-    mode = fake_mode_of(work.gm)
-    if not ordered or mode is None:
-        return
-    site = Site(work.graph, work.aliases, work.table, may_change_strides_of_outputs=work.phase == "inference")
-    outcomes = {rule: Outcome() for rule in ordered}
-    made_by: dict[Node, Rule] = {}
-    for _ in range(_MOST_SWEEPS):
-        changes = 0
-        for rule in ordered:
-            changes += _sweep(work, rule, site, outcomes[rule], made_by, mode)
-        if not changes:
-            break
-    else:
-        work.note(
-            lambda graph, name: RuleTried(graph, name, "", 0, 0, f"rules still applied after {_MOST_SWEEPS} sweeps")
-        )
-    for rule, outcome in outcomes.items():
-        _report(work, rule, outcome)
+    """Apply rules to a graph until none applies any more, and report."""
+    fusion = Fusion(work, rules)
+    if all(fusion.sweep() for _ in range(_MOST_SWEEPS)):
+        remark = f"rules still applied after {_MOST_SWEEPS} rounds; two of them undo each other"
+        work.note(lambda graph, name: RuleTried(graph, name, "", 0, 0, remark))
+    fusion.report()
 
 
-def _sweep(
-    work: Work, rule: Rule, site: Site, outcome: Outcome, made_by: dict[Node, Rule], mode: FakeTensorMode
-) -> int:
-    """Try one rule at every place where it could end; how often it applied."""
-    before = outcome.matches
-    outcome.ends.clear()
-    if not all(any(True for _ in _nodes(work, op)) for op in rule.pattern.needs()):
-        return 0
-    for anchor in sorted(_nodes(work, rule.pattern.anchor_op), reverse=True):
-        if anchor._erased or made_by.get(anchor) is rule:
-            continue
-        end = try_rule(rule, anchor, site)
-        if isinstance(end, Plan):
-            replaced, line = [node.name for node in end.nodes], node_line(anchor)
-            made = splice(work.gm, end, site, mode)
-            if not isinstance(made, Refusal):
-                made_by.update(dict.fromkeys(made, rule))
-                outcome.matches += 1
-                work.fused(replaced, made, rule=rule.name, because=f"{len(replaced)} nodes match", line=line)
+class Fusion:
+    """Some rules on one graph."""
+
+    def __init__(self, work: Work, rules: Iterable[Rule]) -> None:
+        self.work = work
+        self.rules = sorted(rules, key=lambda rule: (rule.origin != "user", -rule.pattern.size))
+        self.outcomes = {rule: Outcome() for rule in self.rules}
+        self._mode = fake_mode_of(work.gm)
+        self._made_by: dict[Node, Rule] = {}
+        keeps_strides = work.phase != "inference"  # the backward graph was traced with the strides of what is saved
+        self._site = Site(work.graph, work.aliases, work.table, may_change_strides_of_outputs=not keeps_strides)
+
+    def sweep(self) -> int:
+        """Try every rule everywhere once; how often one applied."""
+        return sum(self._try_everywhere(rule, self.outcomes[rule]) for rule in self.rules)
+
+    def _try_everywhere(self, rule: Rule, outcome: Outcome) -> int:
+        outcome.ends.clear()
+        if self._mode is None or self._absent(rule):
+            return 0
+        before = outcome.matches
+        for anchor in sorted(self._nodes(rule.pattern.anchor_op), reverse=True):
+            if anchor._erased or self._made_by.get(anchor) is rule:
                 continue
-            end = made
-        outcome.ends[anchor] = end
-    return outcome.matches - before
+            end = self._try(rule, anchor)
+            if end is None:
+                outcome.matches += 1
+            else:
+                outcome.ends[anchor] = end
+        return outcome.matches - before
 
+    def _try(self, rule: Rule, anchor: Node) -> Stop | Refusal | None:
+        """Apply the rule here: None, or why it did not apply."""
+        plan = try_rule(rule, anchor, self._site)
+        if not isinstance(plan, Plan):
+            return plan
+        assert self._mode is not None
+        replaced, line = [node.name for node in plan.nodes], node_line(anchor)
+        made = splice(self.work.gm, plan, self._site, self._mode)
+        if isinstance(made, Refusal):
+            return made
+        self._made_by.update(dict.fromkeys(made, plan.rule))
+        self.work.fused(replaced, made, rule=plan.rule.name, because=f"{len(replaced)} nodes match it", line=line)
+        return None
 
-def _nodes(work: Work, op: object) -> Iterator[Node]:
-    for target in targets_of(op):
-        yield from work.graph.find_nodes(op="call_function", target=target, sort=False)
+    # -- why not ---------------------------------------------------------------------------------------------------
 
+    def report(self) -> None:
+        """Refusals and near misses; of our own rules only the one that came closest to each place."""
+        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        told: list[tuple[Rule, Node, Stop | Refusal]] = []
+        unmatched = dict.fromkeys(self.rules, 0)
+        for rule in self.rules:
+            for root in sorted(self._nodes(rule.pattern.root_op)):
+                unmatched[rule] += 1
+                end = self._end_at(rule, root)
+                if rule.origin == "user":
+                    told.append((rule, root, end))
+                elif root not in closest or _closeness(rule, end) > _closeness(*closest[root]):
+                    closest[root] = rule, end
+        told += [(rule, root, end) for root, (rule, end) in closest.items()]
+        for rule, root, end in told:
+            self._tell(rule, root, end)
+        spoken_of = {rule for rule, _, _ in told}
+        for rule, outcome in self.outcomes.items():
+            if outcome.matches or rule.origin == "user" or rule in spoken_of:
+                self._count(rule, outcome.matches, outcome.matches + unmatched[rule])
 
-# -- why not -----------------------------------------------------------------------------------------------------------
+    def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
+        """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
+        ends = self.outcomes[rule].ends
+        near = [ends[node] for node in _downstream(root, rule.pattern.size) if node in ends]
+        if not near:
+            return Stop(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
+        return max(near, key=lambda end: _closeness(rule, end))
 
-
-def _report(work: Work, rule: Rule, outcome: Outcome) -> None:
-    """Say how many candidates were fused, and what happened at the others."""
-    pattern = rule.pattern
-    roots = list(_nodes(work, pattern.root_op))
-    told: set[Node] = set()
-    for anchor, end in outcome.ends.items():
+    def _tell(self, rule: Rule, root: Node, end: Stop | Refusal) -> None:
+        where = end.node or root
         if isinstance(end, Refusal):
-            told.add(anchor)
-            work.refuse(end.node or anchor, end, rule=rule.name)
-    unmatched = 0
-    for root in sorted(roots):
-        anchors = [node for node in _downstream(root, pattern.size) if node in outcome.ends]
-        unmatched += 1
-        if told.intersection(anchors):
-            continue
-        stops = [(anchor, end) for anchor in anchors if isinstance(end := outcome.ends[anchor], Stop)]
-        if stops:
-            anchor, stop = max(stops, key=lambda pair: pair[1].matched)
-        else:
-            anchor, stop = root, Stop(0, root, f"nothing that uses it is {op_title(pattern.anchor_op)}")
-        _near_miss(work, rule, root, stop)
-    if outcome.matches or unmatched or rule.origin == "user":
-        absent = [op_title(op) for op in pattern.needs() if not any(True for _ in _nodes(work, op))]
-        remark = f"the graph holds no {', '.join(sorted(absent))}" if absent and not outcome.matches else ""
-        candidates = outcome.matches + unmatched
-        work.note(lambda graph, name: RuleTried(graph, name, rule.name, outcome.matches, candidates, remark))
-
-
-def _near_miss(work: Work, rule: Rule, root: Node, stop: Stop) -> None:
-    where = stop.node or root
-    line = node_line(where) or node_line(root)
-    size = rule.pattern.size
-    work.note(
-        lambda graph, name: NearMiss(
-            graph, name, rule.name, where.name, min(stop.matched, size), size, stop.reason, line, stop.edit
+            self.work.refuse(where, end, rule=rule.name)
+            return
+        line, size = node_line(where) or node_line(root), rule.pattern.size
+        matched, stop = min(end.matched, size), end
+        self.work.note(
+            lambda graph, name: NearMiss(
+                graph, name, rule.name, where.name, matched, size, stop.reason, line, stop.edit
+            )
         )
-    )
+
+    def _count(self, rule: Rule, matches: int, candidates: int) -> None:
+        absent = [] if matches else sorted(map(op_title, self._absent(rule)))
+        remark = f"the graph holds no {', '.join(absent)}" if absent else ""
+        self.work.note(lambda graph, name: RuleTried(graph, name, rule.name, matches, candidates, remark))
+
+    # -- the graph's index -----------------------------------------------------------------------------------------
+
+    def _absent(self, rule: Rule) -> list[Any]:
+        """The ops of the rule that the graph does not hold."""
+        return [op for op in rule.pattern.needs() if next(self._nodes(op), None) is None]
+
+    def _nodes(self, op: Any) -> Iterator[Node]:
+        for target in targets_of(op):
+            yield from self.work.graph.find_nodes(op="call_function", target=target, sort=False)
+
+
+def _closeness(rule: Rule, end: Stop | Refusal) -> float:
+    """How much of a rule matched: all of it, if it was refused afterwards."""
+    return 2.0 if isinstance(end, Refusal) else end.matched / rule.pattern.size
 
 
 def _downstream(node: Node, hops: int) -> list[Node]:

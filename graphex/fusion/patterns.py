@@ -83,6 +83,7 @@ class Attempt(MatchContext):
         super().__init__(list(pattern.outputs), graph=node.graph)
         self.calls = calls
         self.furthest = Stop(-1, None, "")
+        self.entered = 0  # ops whose arguments are being looked at
 
     def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
         if not (isinstance(pattern, OpPattern) and isinstance(node, Node) and op_of(node) == pattern.op_name):
@@ -92,7 +93,8 @@ class Attempt(MatchContext):
 
     def stop(self, node: Any, reason: str, edit: str = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
-        matched = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
+        done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
+        matched = done + self.entered
         stop = Stop(matched, node if isinstance(node, Node) else None, reason, edit)
         if stop.matched > self.furthest.matched:
             self.furthest = stop
@@ -143,6 +145,13 @@ class OpPattern(CallFunction):
         return result
 
     def _with(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
+        ctx.entered += 1
+        try:
+            return self._with_arguments(node, found, ctx)
+        finally:
+            ctx.entered -= 1
+
+    def _with_arguments(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
         match = Match(ctx, self)
         for name, wanted in self.arguments.items():
             if name not in found:

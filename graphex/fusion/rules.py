@@ -27,6 +27,16 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, unset_fak
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 
+def examples_of(make: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
+    """Examples that are made, under a fake mode of their own, when the rule is first tried."""
+
+    def examples() -> Sequence[Any]:
+        with unset_fake_temporarily(), FakeTensorMode():
+            return make()
+
+    return examples
+
+
 @dataclass(eq=False)
 class Rule(AnyRule):
     """One rewrite rule. `origin` is user, default or lift."""
