@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch.fx import Node
@@ -53,6 +54,8 @@ class Fusion:
         self.outcomes = {rule: Outcome() for rule in self.rules}
         self._mode = fake_mode_of(work.gm)
         self._made_by: dict[Node, Rule] = {}
+        self._line = cache(node_line)
+        self._downstream = cache(_downstream)
         keeps_strides = work.phase != "inference"  # the backward graph was traced with the strides of what is saved
         self._site = Site(work.graph, work.aliases, work.table, may_change_strides_of_outputs=not keeps_strides)
 
@@ -115,7 +118,7 @@ class Fusion:
     def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
         ends = self.outcomes[rule].ends
-        near = [ends[node] for node in _downstream(root, rule.pattern.size) if node in ends]
+        near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
         if not near:
             return Stop(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
         return max(near, key=lambda end: _closeness(rule, end))
@@ -125,7 +128,7 @@ class Fusion:
         if isinstance(end, Refusal):
             self.work.refuse(where, end, rule=rule.name)
             return
-        line, size = node_line(where) or node_line(root), rule.pattern.size
+        line, size = self._line(where) or self._line(root), rule.pattern.size
         matched, stop = min(end.matched, size), end
         self.work.note(
             lambda graph, name: NearMiss(

@@ -1,6 +1,6 @@
 """npu_add_rms_norm and npu_quantize in one op.
 
-    x1, x2 -> npu_add_rms_norm -> y -> npu_quantize(scales, zero_points, axis=-1) -> q     npu_add_rms_norm_quant -> q, x
+    x1, x2 -> npu_add_rms_norm -> y -> npu_quantize(scales, zero_points, axis=-1) -> q    npu_add_rms_norm_quant -> q, x
                                -> x
 
 The fused op wants rows aligned to 32 bytes, scales of gamma's shape, and zero points that are not 8 bits wide.

@@ -58,21 +58,33 @@ _MOVES = frozenset(
 )
 
 
+Words = Callable[[], str]
+"""A sentence that is put together when somebody asks for it: most failed matches are never told."""
+
+
 @dataclass(frozen=True)
 class Stop:
     """Where a match ended: after how many ops, at which node, why, and what edit of the model would help."""
 
     matched: int
     node: Node | None
-    reason: str
-    edit: str = ""
+    said: str | Words
+    advice: str | Words = ""
+
+    @property
+    def reason(self) -> str:
+        return self.said if isinstance(self.said, str) else self.said()
+
+    @property
+    def edit(self) -> str:
+        return self.advice if isinstance(self.advice, str) else self.advice()
 
 
 class Stopped(FailedMatch):
     """torch's failed match, with the place where it failed."""
 
     def __init__(self, stop: Stop) -> None:
-        super().__init__("{}", stop.reason)
+        super().__init__("it ends after {} ops", stop.matched)
         self.stop = stop
 
 
@@ -91,11 +103,11 @@ class Attempt(MatchContext):
         found: Match | FailedMatch = super().match(pattern, node)
         return found
 
-    def stop(self, node: Any, reason: str, edit: str = "") -> FailedMatch:
+    def stop(self, node: Any, said: Words, advice: str | Words = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
         done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
         matched = done + self.entered
-        stop = Stop(matched, node if isinstance(node, Node) else None, reason, edit)
+        stop = Stop(matched, node if isinstance(node, Node) else None, said, advice)
         if stop.matched > self.furthest.matched:
             self.furthest = stop
         return Stopped(stop)
@@ -109,9 +121,28 @@ class OpPattern(CallFunction):
         self.op_name = op_name
         self.arguments = dict(arguments)
         self.soft = soft
+        self._firm = [
+            (name, part) for name, part in self.arguments.items() if isinstance(part, OpPattern) and not part.soft
+        ]
 
     def __repr__(self) -> str:
         return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+        """A quick look at the ops of the arguments: most tries end here, and never set up a match."""
+        found = calls[node].args
+        swappable = self.op_name in COMMUTATIVE
+        for name, part in self._firm:
+            places = ("self", "other") if swappable else (name,)
+            if not any(part.is_possible(found.get(place)) for place in places):
+                return Stop(1, node, lambda part=part, it=found.get(name): part.mismatch(it))
+        return None
+
+    def is_possible(self, node: Any) -> bool:
+        return isinstance(node, Node) and ((op := op_of(node)) == self.op_name or op in SOFT or op == PERMUTE)
+
+    def mismatch(self, node: Any) -> str:
+        return f"{_describe(node)} stands where the rule has {op_title(self.op_name)}"
 
     def _match_fns(self, node: Any) -> bool:
         return isinstance(node, Node) and op_of(node) == self.op_name
@@ -121,10 +152,11 @@ class OpPattern(CallFunction):
         if not self._match_fns(node):
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            edit = ""
-            if isinstance(node, Node) and op_of(node) in SOFT:
-                edit = f"do not {op_title(op_of(node))} the value here"
-            return ctx.stop(node, f"{_describe(node)} stands where the rule has {op_title(self.op_name)}", edit)
+            return ctx.stop(
+                node,
+                lambda: self.mismatch(node),
+                lambda: f"do not {op_title(op_of(node))} the value here" if op_of(node) in SOFT else "",
+            )
         found = ctx.calls[node].args
         if self.op_name in COMMUTATIVE and self.arguments.get("alpha", 1) == 1 and found.get("alpha", 1) == 1:
             swapped = {**found, "self": found["other"], "other": found["self"]}
@@ -154,25 +186,26 @@ class OpPattern(CallFunction):
     def _with_arguments(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
         match = Match(ctx, self)
         for name, wanted in self.arguments.items():
-            if name not in found:
-                return ctx.stop(node, f"{_describe(node)} has no argument '{name}'")
-            part = self._argument(node, name, wanted, found[name], ctx)
+            part = self._argument(node, name, wanted, found.get(name), ctx)
             if isinstance(part, FailedMatch):
                 return part
             try:
                 match.extend(part)
             except FailedMatch:
-                return ctx.stop(node, f"'{name}' of {_describe(node)} is not the value the rule has in two places")
+                return self._inconsistent(node, name, ctx)
         match.nodes.append(node)
         match.targets[self] = node.target
         return match
+
+    def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
+        return ctx.stop(node, lambda: f"'{name}' of {_describe(node)} is not the value that stands for it elsewhere")
 
     def _argument(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch:
         if isinstance(wanted, PatternExpr):
             return ctx.match(wanted, found)
         if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
             if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-                return ctx.stop(node, f"'{name}' of {_describe(node)} has another length than in the rule")
+                return ctx.stop(node, lambda: f"'{name}' of {_describe(node)} has another length than in the rule")
             match = Match(ctx, self)
             for one_wanted, one_found in zip(wanted, found, strict=True):
                 part = self._argument(node, name, one_wanted, one_found, ctx)
@@ -182,8 +215,11 @@ class OpPattern(CallFunction):
             return match
         if same_constant(wanted, found):
             return Match(ctx, self)
-        reason = f"'{name}' of {_describe(node)} is {_show(found)}, and {_show(wanted)} in the rule"
-        return ctx.stop(node, reason, f"use {name}={_show(wanted)}, or make it a scalar argument of the rule")
+        return ctx.stop(
+            node,
+            lambda: f"'{name}' of {_describe(node)} is {_show(found)}, and {_show(wanted)} in the rule",
+            lambda: f"use {name}={_show(wanted)}, or make it a scalar argument of the rule",
+        )
 
     def find_anchor_nodes(self, ctx: MatchContext, searched: Any) -> Generator[Node | None, None, None]:
         if self in ctx.pattern_to_node:
@@ -239,6 +275,12 @@ class Pattern:
 
     def match(self, node: Node, calls: Calls) -> Match | Stop:
         """Match with the anchor at `node`; the furthest stop if it does not."""
+        begin = self.outputs[self.anchor]
+        rejected = (
+            begin.rejected(node, calls) if isinstance(begin, OpPattern) and op_of(node) == begin.op_name else None
+        )
+        if rejected is not None:
+            return rejected
         attempt = Attempt(self, calls, node)
         try:
             found = self._match(attempt, node)
@@ -278,7 +320,7 @@ class Pattern:
         if isinstance(output, OpPattern) and output.op_name is operator.getitem:
             attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
             return Match(attempt, output)
-        return result or attempt.stop(None, f"no {_title_of(output)} uses what was matched so far")
+        return result or attempt.stop(None, lambda: f"no {_title_of(output)} uses what was matched so far")
 
 
 # -- making patterns ---------------------------------------------------------------------------------------------------

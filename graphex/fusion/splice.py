@@ -6,6 +6,7 @@ changes the values of what is computed from it, and what can no longer be comput
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node, map_arg
 from graphex.analysis import same_layout
 from graphex.fusion.calls import is_nothing
 from graphex.fusion.matching import Plan, Site, results_of
+from graphex.fusion.tracing import fresh
 from graphex.passes.base import Refusal
 from graphex.passes.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -58,10 +60,44 @@ def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Nod
                 args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = graph.call_function(node.target, args, kwargs)
                 made.append(env[node])
-    for node in made:
-        inherit_all(node, plan.nodes)
-        node.meta["val"] = evaluate(gm, node, mode)
+    copies = _Copies(plan.replacement)
+    for traced, node in env.items():
+        if isinstance(node, Node) and traced.op != "placeholder":
+            inherit_all(node, plan.nodes)
+            value = copies.of(traced, node, mode)
+            node.meta["val"] = evaluate(gm, node, mode) if value is None else value
     return made, [env[node] for node in results_of(plan.replacement)]
+
+
+class _Copies:
+    """Values for new nodes, from the trace they were copied from: alike, in memory of their own.
+
+    Cheaper than evaluating the op again; where the trace shares memory between nodes, that is what has to be done.
+    """
+
+    def __init__(self, replacement: GraphModule) -> None:
+        self._owners: dict[Any, Node] = {}
+        for node in replacement.graph.nodes:
+            for part in _tensors(node.meta.get("val")):
+                self._owners.setdefault(part.untyped_storage()._cdata, node)
+
+    def of(self, traced: Node, node: Node, mode: FakeTensorMode) -> Any:
+        """The value for a new node; None if it shares memory with an older one."""
+        value = traced.meta.get("val")
+        if traced.target is operator.getitem:
+            whole, index = node.args
+            return whole.meta["val"][index] if isinstance(whole, Node) else None
+        if not all(self._owners[part.untyped_storage()._cdata] is traced for part in _tensors(value)):
+            return None
+        with mode:
+            if isinstance(value, (list, tuple)):
+                return type(value)(fresh(part) for part in value)
+            return fresh(value) if isinstance(value, torch.Tensor) else None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _attribute(gm: GraphModule, replacement: GraphModule, target: str) -> str:

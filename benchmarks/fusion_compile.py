@@ -1,0 +1,118 @@
+"""What matching costs: a 32-layer graph with 64 places where add + norm fuse, and 200 rules that match nowhere.
+
+    python benchmarks/fusion_compile.py
+
+Seconds are those the journal gives for the fusion pass, best of three compilations: fused, the sites doubled (to see
+the growth), and with rules that find all their ops in the graph and never the pattern.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import graphex
+import graphex.ops
+from benchmarks.measure import machine
+
+MATCH_SECONDS, MISS_SECONDS, MILLISECONDS_A_MATCH, RULES = 0.2, 0.3, 2.0, 200
+npu = torch.ops.npu
+
+
+class Layer(nn.Module):
+    """A Llama-like layer with torch_npu's norm: two places where add and norm fuse."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList([torch.ones(width) for _ in range(2)])
+        self.q, self.k, self.v, self.o, self.down = (nn.Linear(width, width, bias=False) for _ in range(5))
+        self.gate, self.up = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + carried
+        h = npu.npu_rms_norm(x, self.norms[0])[0]
+        scores = torch.softmax(self.q(h) @ self.k(h).transpose(-1, -2), -1)
+        carried = self.o(scores @ self.v(h))
+        x = x + carried
+        h = npu.npu_rms_norm(x, self.norms[1])[0]
+        return x, self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(64) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        carried = torch.zeros_like(x)
+        for layer in self.layers:
+            x, carried = layer(x, carried)
+        return x + carried
+
+
+def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    x = x1 + x2
+    return npu.npu_rms_norm(x, gamma)[0], x
+
+
+def fused_add_norm(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    y, _, x = npu.npu_add_rms_norm(x1, x2, gamma)
+    return y, x
+
+
+def never(scale: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """A rule whose ops are all in the graph, and whose pattern is nowhere in it."""
+
+    def search(a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(nn.functional.silu(a), b, alpha=scale)
+
+    def replace(a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(nn.functional.silu(a), b * scale)
+
+    return search, replace
+
+
+def seconds(layers: int, rules: list[object]) -> tuple[float, int, int]:
+    """Best time of the fusion pass, its matches, and the nodes of the graph."""
+    best = float("inf")
+    for _ in range(3):
+        torch._dynamo.reset()
+        compiled = torch.compile(Model(layers), backend="graphex", options={"fusion_rules": rules})
+        with torch.no_grad():
+            compiled(torch.randn(2, 8, 64))
+        journal = graphex.journal(compiled)
+        best = min(best, sum(each.seconds for each in journal.passes if each.name == "fuse_patterns"))
+        matches = sum(rule.matches for rule in journal.rules)
+        nodes = journal.graphs[0].nodes
+    return best, matches, nodes
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    print(f"cost of matching. {machine()}\n\n| rules | nodes | matches | seconds | ms a match |\n|---|---|---|---|---|")
+    example = (torch.empty(2, 8, 64), torch.empty(2, 8, 64), torch.empty(64))
+    norms = [graphex.replacement(add_norm, fused_add_norm, example)]
+    missed = []
+    for layers in (32, 64):
+        took, matches, nodes = seconds(layers, norms)
+        print(f"| add + norm | {nodes} | {matches} | {took:.3f} | {took / matches * 1e3:.2f} |")
+        if took / matches * 1e3 > MILLISECONDS_A_MATCH or (layers == 32 and took > MATCH_SECONDS):
+            missed.append(f"{matches} matches take {took:.2f} s")
+    pair = (torch.empty(2, 8, 64), torch.empty(2, 8, 64))
+    vain = [graphex.replacement(*never(i), pair, name=f"never_{i}", self_test=False) for i in range(2, RULES + 2)]
+    took, matches, nodes = seconds(32, vain)
+    print(f"| {RULES} in vain | {nodes} | {matches} | {took:.3f} | |")
+    if took > MISS_SECONDS:
+        missed.append(f"{RULES} rules in vain take {took:.2f} s")
+    print("\nmissed: " + ("; ".join(missed) if missed else "none"))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
