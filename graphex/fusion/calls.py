@@ -50,6 +50,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._known: dict[Node, Call] = {}
+        self._sources: dict[Node, Node] = {}
 
     def __getitem__(self, node: Node) -> Call:
         call = self._known.get(node)
@@ -57,7 +58,18 @@ class Calls:
             call = self._known[node] = call_of(node)
         return call
 
+    def source(self, node: Any) -> Any:
+        """The node whose value this is, seen through what does nothing."""
+        if not isinstance(node, Node):
+            return node
+        found = self._sources.get(node)
+        if found is None:
+            found = self._sources[node] = source_of(node)
+        return found
+
     def forget(self, nodes: Iterable[Node]) -> None:
+        """Drop what was known of nodes whose arguments have changed."""
+        self._sources.clear()
         for node in nodes:
             self._known.pop(node, None)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from graphex.fusion.calls import (
     one_name,
     op_of,
     parameters_of,
-    source_of,
     targets_of,
     value_of,
 )
@@ -99,7 +99,7 @@ class Attempt(MatchContext):
 
     def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
         if not (isinstance(pattern, OpPattern) and isinstance(node, Node) and op_of(node) == pattern.op_name):
-            node = source_of(node)
+            node = self.calls.source(node)
         found: Match | FailedMatch = super().match(pattern, node)
         return found
 
@@ -134,12 +134,12 @@ class OpPattern(CallFunction):
         swappable = self.op_name in COMMUTATIVE
         for name, part in self._firm:
             places = ("self", "other") if swappable else (name,)
-            if not any(part.is_possible(found.get(place)) for place in places):
-                return Stop(1, node, lambda part=part, it=found.get(name): part.mismatch(it))
+            if not any(part.is_possible(found.get(place), calls) for place in places):
+                return Stop(1, node, partial(part.mismatch, found.get(name)))
         return None
 
-    def is_possible(self, node: Any) -> bool:
-        return isinstance(node, Node) and ((op := op_of(node)) == self.op_name or op in SOFT or op == PERMUTE)
+    def is_possible(self, node: Any, calls: Calls) -> bool:
+        return isinstance(node, Node) and self.op_name in (op_of(node), op_of(calls.source(node)))
 
     def mismatch(self, node: Any) -> str:
         return f"{_describe(node)} stands where the rule has {op_title(self.op_name)}"
@@ -276,11 +276,10 @@ class Pattern:
     def match(self, node: Node, calls: Calls) -> Match | Stop:
         """Match with the anchor at `node`; the furthest stop if it does not."""
         begin = self.outputs[self.anchor]
-        rejected = (
-            begin.rejected(node, calls) if isinstance(begin, OpPattern) and op_of(node) == begin.op_name else None
-        )
-        if rejected is not None:
-            return rejected
+        if isinstance(begin, OpPattern) and op_of(node) == begin.op_name:
+            rejected = begin.rejected(node, calls)
+            if rejected is not None:
+                return rejected
         attempt = Attempt(self, calls, node)
         try:
             found = self._match(attempt, node)
