@@ -64,9 +64,9 @@ class Fusion:
         return sum(self._try_everywhere(rule, self.outcomes[rule]) for rule in self.rules)
 
     def _try_everywhere(self, rule: Rule, outcome: Outcome) -> int:
-        outcome.ends.clear()
         if self._mode is None or self._absent(rule):
             return 0
+        outcome.ends.clear()
         before = outcome.matches
         for anchor in sorted(self._nodes(rule.pattern.anchor_op), reverse=True):
             if anchor._erased or self._made_by.get(anchor) is rule:

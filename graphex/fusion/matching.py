@@ -83,7 +83,10 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
         pattern, found = exact
     outputs = [found.ctx.pattern_to_node.get(output) for output in pattern.outputs]
     nodes = sorted(found.nodes)
-    refusal = _escapes(nodes, outputs) or _streams(nodes) or _checked(rule, found)
+    for refusal in (_escapes(nodes, outputs), _streams(nodes)):
+        if refusal is not None:
+            return refusal
+    refusal = _checked(rule, found)
     if refusal is not None:
         return refusal
     return _planned(rule, nodes, outputs, bound, site, mode)
@@ -195,9 +198,9 @@ def _planned(
     except Exception as problem:
         return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
     assert isinstance(replacement, GraphModule)
-    refusal = _same_results(replacement, outputs) or _written(nodes, outputs, inputs, site)
-    if refusal is not None:
-        return refusal
+    for refusal in (_same_results(replacement, outputs), _written(nodes, inputs, site)):
+        if refusal is not None:
+            return refusal
     place = _place(nodes, [node for node in outputs if node is not None], inputs)
     if isinstance(place, Refusal):
         return place
@@ -228,7 +231,7 @@ def _same_results(replacement: GraphModule, outputs: Sequence[Node | None]) -> R
     return None
 
 
-def _written(nodes: list[Node], outputs: Sequence[Node | None], inputs: Iterable[Any], site: Site) -> Refusal | None:
+def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | None:
     """The replacement reads its inputs at another place: nobody may write to them in between."""
     first, last = nodes[0], nodes[-1]
     between = [write for write in site.writes if first < write < last]

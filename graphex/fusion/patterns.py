@@ -135,13 +135,18 @@ class OpPattern(CallFunction):
         for name, part in self._firm:
             places = ("self", "other") if swappable else (name,)
             if not any(part.is_possible(found.get(place), calls) for place in places):
-                return Stop(1, node, partial(part.mismatch, found.get(name)))
+                return part.stop_at(found.get(name))
         return None
 
     def is_possible(self, node: Any, calls: Calls) -> bool:
         return isinstance(node, Node) and self.op_name in (op_of(node), op_of(calls.source(node)))
 
-    def mismatch(self, node: Any) -> str:
+    def stop_at(self, node: Any) -> Stop:
+        """Another op stands where this one should."""
+        where = node if isinstance(node, Node) else None
+        return Stop(1, where, partial(self._mismatch, node), partial(_advice_about, node))
+
+    def _mismatch(self, node: Any) -> str:
         return f"{_describe(node)} stands where the rule has {op_title(self.op_name)}"
 
     def _match_fns(self, node: Any) -> bool:
@@ -152,11 +157,7 @@ class OpPattern(CallFunction):
         if not self._match_fns(node):
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            return ctx.stop(
-                node,
-                lambda: self.mismatch(node),
-                lambda: f"do not {op_title(op_of(node))} the value here" if op_of(node) in SOFT else "",
-            )
+            return ctx.stop(node, partial(self._mismatch, node), partial(_advice_about, node))
         found = ctx.calls[node].args
         if self.op_name in COMMUTATIVE and self.arguments.get("alpha", 1) == 1 and found.get("alpha", 1) == 1:
             swapped = {**found, "self": found["other"], "other": found["self"]}
@@ -429,6 +430,10 @@ def _describe(node: Any) -> str:
     if isinstance(node, Node):
         return f"'{node.name}' ({op_title(op_of(node))})" if node.op == "call_function" else f"the input '{node.name}'"
     return f"the constant {_show(node)}"
+
+
+def _advice_about(node: Any) -> str:
+    return f"do not {op_title(op_of(node))} the value here" if isinstance(node, Node) and op_of(node) in SOFT else ""
 
 
 def _show(value: Any) -> str:
