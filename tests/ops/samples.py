@@ -226,9 +226,9 @@ def npu_dynamic_quant(make: Maker) -> Iterator[Sample]:
 
 
 def npu_quantize(make: Maker) -> Iterator[Sample]:
-    yield Sample((make(4, 16), make.positive(16), None, torch.qint8))
-    yield Sample((make(4, 16), make.positive(16), make.positive(16), torch.quint8, -1))
-    yield Sample((make(4, 3, 16), make.positive(3), None, torch.qint32, 1, False))
+    yield Sample((make(4, 16), make.positive(16), None, 12))
+    yield Sample((make(4, 16), make.positive(16), make.positive(16), 13, -1))
+    yield Sample((make(4, 3, 16), make.positive(3), None, 14, 1, False))
     yield Sample((make(4, 16), make.positive(1), make.positive(1), 1, -1))
 
 
