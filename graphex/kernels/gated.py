@@ -1,50 +1,16 @@
-"""silu(gate) * up: elementwise, each tensor with its own row stride, so that halves of a merged projection are read in place."""
+"""Launches of the silu(gate) * up kernel."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from graphex.kernels.arithmetic import rounded, row_start, silu
+from graphex.kernels.gated_kernel import silu_mul_kernel
 from graphex.kernels.layout import Rows, allocate, flat_tile, on_device_of
 from graphex.kernels.quant import elementwise_rows
 from graphex.ops.definition import Declined
-
-
-@triton.jit
-def _silu_mul_kernel(
-    gate,
-    up,
-    out,
-    rows,
-    columns,
-    column_blocks,
-    inner,
-    outer_stride,
-    inner_stride,
-    up_inner,
-    up_outer_stride,
-    up_inner_stride,
-    ROUND_SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    X: tl.constexpr = gate.dtype.element_ty
-    program = tl.program_id(0)
-    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    ok = (row < rows) & (column < columns)
-    start = row_start(row, inner, outer_stride, inner_stride)
-    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
-    g = tl.load(gate + start + column, mask=ok, other=0.0).to(tl.float32)
-    u = tl.load(up + start_up + column, mask=ok, other=0.0).to(tl.float32)
-    activated = silu(g, X == tl.float32)
-    if ROUND_SILU:
-        activated = rounded(activated, X)
-    tl.store(out + row.to(tl.int64) * columns + column, (activated * u).to(X), mask=ok)
 
 
 def _launch(gate: Tensor, up: Tensor, *, round_silu: bool) -> Tensor | Declined:
@@ -60,7 +26,7 @@ def _launch(gate: Tensor, up: Tensor, *, round_silu: bool) -> Tensor | Declined:
     tile = flat_tile(rows.count, rows.columns)
     blocks = triton.cdiv(rows.columns, tile.columns)
     with on_device_of(gate):
-        _silu_mul_kernel[(triton.cdiv(rows.count, tile.rows) * blocks,)](
+        silu_mul_kernel[(triton.cdiv(rows.count, tile.rows) * blocks,)](
             gate,
             up,
             out,

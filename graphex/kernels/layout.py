@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
-WIDEST_TILE = 16384  # columns that one program keeps in registers; wider rows are read more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,12 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def row_tile(rows: int, columns: int) -> Tile:
-    """One program a row where rows are wide; several where they are short and there are many. 16 elements a thread."""
-    block = min(next_power_of_2(columns), WIDEST_TILE)
+def row_tile(rows: int, columns: int, widest: int) -> Tile:
+    """One program a row where rows are wide; several where they are short and there are many. 16 elements a thread.
+
+    `widest` is how much of a row a program keeps in registers with two programs on a multiprocessor.
+    """
+    block = min(next_power_of_2(columns), widest)
     together = 1 if rows <= 512 else max(1, 2048 // block)
     return Tile(together, block, max(1, min(16, block * together // 512)))
 

@@ -16,6 +16,8 @@ from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, floa
 from graphex.ops.definition import Declined
 from graphex.ops.norms import norm_dtype
 
+WIDEST = 16384
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -117,7 +119,7 @@ def launch(
         kind, extra = "static", zero_point
     if rows1.count == 0:
         return results
-    tile = row_tile(rows1.count, rows1.columns)
+    tile = row_tile(rows1.count, rows1.columns, WIDEST)
     with on_device_of(x1):
         norm_kernel[(triton.cdiv(rows1.count, tile.rows),)](
             x1,

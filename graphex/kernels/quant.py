@@ -8,11 +8,23 @@ import torch
 import triton
 from torch import Tensor
 
-from graphex.kernels.layout import FLOATS, Rows, allocate, allocate_ones, flat_tile, on_device_of, order_of, row_tile, rows_of
+from graphex.kernels.layout import (
+    FLOATS,
+    Rows,
+    allocate,
+    allocate_ones,
+    flat_tile,
+    on_device_of,
+    order_of,
+    row_tile,
+    rows_of,
+)
 from graphex.kernels.quant_kernel import dynamic_quant_kernel, static_quant_kernel
 from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, float8_refusal, static_options
 from graphex.ops.definition import Declined
 from graphex.ops.npu_quant import QUANTISED, dynamic_range
+
+WIDEST = 8192
 
 
 def is_column_vector(vector: Tensor, x: Tensor) -> bool:
@@ -48,11 +60,10 @@ def elementwise_rows(x: Tensor, up: Tensor | None) -> tuple[Rows, Rows, tuple[in
 
 def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic | Declined) -> Any:
     planned = elementwise_rows(x, up)
-    for refusal in (options, planned):
-        if isinstance(refusal, Declined):
-            return refusal
-    assert isinstance(options, Dynamic)
-    assert isinstance(planned, tuple)
+    if isinstance(planned, Declined):
+        return planned
+    if isinstance(options, Declined):
+        return options
     if refusal := float8_refusal(options.dtype, x):
         return refusal
     if smooth is not None and not is_column_vector(smooth, x):
@@ -64,7 +75,7 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     one_rows, (scale,) = ones
     q = allocate(x, order, options.dtype)
     if rows.count:
-        tile = row_tile(rows.count, rows.columns)
+        tile = row_tile(rows.count, rows.columns, WIDEST)
         with on_device_of(x):
             dynamic_quant_kernel[(triton.cdiv(rows.count, tile.rows),)](
                 x,

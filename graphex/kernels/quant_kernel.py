@@ -60,7 +60,7 @@ def dynamic_quant_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program quantises a row, or several short ones; a row wider than a tile is read twice."""
+    """A program quantises a row, or several short ones; what of a row is wider than a tile is read twice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     row_ok = row < rows
     start = row_start(row, inner, outer_stride, inner_stride)
@@ -69,8 +69,8 @@ def dynamic_quant_kernel(
     column0_ok = column0 < columns
 
     value0 = source(x, up, start + column0, start_up + column0, row_ok & column0_ok)
-    z0 = smoothed(value0, smooth, column0, column0_ok, COMPUTE)
-    largest = tl.abs(z0)
+    kept = value0.to(x.dtype.element_ty)  # no loss: it is rounded; half the registers of float32
+    largest = tl.abs(smoothed(value0, smooth, column0, column0_ok, COMPUTE))
     for tile in range(1, TILES):
         column = tile * BLOCK + column0
         column_ok = column < columns
@@ -82,18 +82,17 @@ def dynamic_quant_kernel(
     if ZERO_IS_ZERO:
         s = tl.where(s == 0.0, 1.0, s)
 
-    for tile in range(TILES):
+    start_out = row.to(tl.int64) * columns
+    v = scaled(smoothed(kept.to(tl.float32), smooth, column0, column0_ok, COMPUTE), s, MODE, SCALE, RESULT)
+    q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+    tl.store(q_out + start_out + column0, q, mask=row_ok & column0_ok)
+    for tile in range(1, TILES):
         column = tile * BLOCK + column0
         column_ok = column < columns
-        ok = row_ok & column_ok
-        z = z0
-        if TILES > 1:
-            z = smoothed(
-                source(x, up, start + column, start_up + column, ok), smooth, column, column_ok, COMPUTE
-            )
-        v = scaled(z, s, MODE, SCALE, RESULT)
-        at = row.to(tl.int64) * columns + column
-        tl.store(q_out + at, quantised(v, quant_min, quant_max, q_out.dtype.element_ty), mask=ok)
+        value = source(x, up, start + column, start_up + column, row_ok & column_ok)
+        v = scaled(smoothed(value, smooth, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
+        q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+        tl.store(q_out + start_out + column, q, mask=row_ok & column_ok)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The keyword arguments of the quantisation ops, as a kernel takes them: types resolved, constants rounded, limits checked."""
+"""The keyword arguments of the quantisation ops as a kernel takes them: types resolved, numbers rounded, checked."""
 
 from __future__ import annotations
 

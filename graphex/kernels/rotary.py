@@ -179,7 +179,9 @@ def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "hal
     return _one(self, r1, r2, rotary_mode)
 
 
-def _pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mode: str, token: int | None) -> tuple[Dims, Tensor] | Declined:
+def _pair(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mode: str, token: int | None
+) -> tuple[Dims, Tensor] | Declined:
     """The dimensions of a query and a key that differ in their heads only."""
     for x in (q, k):
         if refusal := _refusal(x, cos, sin, mode):

@@ -36,7 +36,9 @@ def check_norm(x: Tensor, weight: Tensor | None) -> None:
     if weight is not None:
         torch._check(
             weight.dim() == 1 and weight.shape[0] == x.shape[-1],
-            lambda: f"the weight must have the shape [{x.shape[-1]}] of x's last dimension; it has {list(weight.shape)}",
+            lambda: (
+                f"the weight must have the shape [{x.shape[-1]}] of x's last dimension; it has {list(weight.shape)}"
+            ),
         )
 
 
@@ -188,8 +190,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual add and the RMSNorm of its result: x1 and x2 of one shape and type.
 
-        sum     = x1 + x2                    rounded to its type before the norm
-        y, rstd = rms_norm(sum, weight, eps, weight_offset, cast_before_weight)
+    sum     = x1 + x2                    rounded to its type before the norm
+    y, rstd = rms_norm(sum, weight, eps, weight_offset, cast_before_weight)
     """
     check_residual(x1, x2)
     total = x1 + x2
@@ -239,8 +241,8 @@ def add_rms_norm_cast(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`add_rms_norm`, and its norm also as float32.
 
-        y, rstd, sum = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
-        y32          = y.to(float32)                            the rounded y, widened
+    y, rstd, sum = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
+    y32          = y.to(float32)                            the rounded y, widened
     """
     y, rstd, total = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     # A custom op's results never share memory: where y is float32 already, y32 is a copy of it.

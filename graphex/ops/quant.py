@@ -1,9 +1,9 @@
 """Quantisation as it is written by hand and by torchao-style code, with its constants and casts as parameters.
 
-    per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
-                            q = (x / s).round().clamp(-128, 127).to(int8)
-    torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (1.0 / s)), -127, 127)
-    SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
+per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
+                        q = (x / s).round().clamp(-128, 127).to(int8)
+torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (1.0 / s)), -127, 127)
+SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def check_static(x: Tensor, scale: Tensor, zero_point: Tensor | None, mode: str)
         if value is not None:
             torch._check(
                 value.dim() == 0 or (value.dim() == 1 and value.shape[0] in (1, x.shape[-1])),
-                lambda name=name, value=value: (  # type: ignore[misc]
+                lambda name=name, value=value: (
                     f"{name} must be one number or have the shape [{x.shape[-1]}] of x's last dimension; "
                     f"it has {list(value.shape)}"
                 ),

@@ -1,7 +1,7 @@
 """Rotary position embedding as transformers writes it, alone, for query and key together, and with the cache write.
 
 cos and sin broadcast against x as they are: where the model unsqueezes them for the heads, give the unsqueezed view.
-Their last dimension is the last dimension D of x; in the interleaved form only its first half is read, and D / 2 will do.
+Their last dimension is that of x, D; in the interleaved form only its first half is read, and D / 2 will do.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
 
 
-def _fake_rotary_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
+def _fake_rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     return fake_rotary(q, cos, sin, interleaved), fake_rotary(k, cos, sin, interleaved)
 
 
@@ -156,7 +154,9 @@ def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool 
 def check_cache(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor, dim: int, name: str) -> None:
     torch._check(
         positions.dim() == 1 and positions.dtype in (torch.int64, torch.int32),
-        lambda: f"positions must be one-dimensional, of int64 or int32; it is {positions.dtype} {list(positions.shape)}",
+        lambda: (
+            f"positions must be one-dimensional, of int64 or int32; it is {positions.dtype} {list(positions.shape)}"
+        ),
     )
     torch._check(
         cache.dtype == dtype, lambda: f"{name} has the type {cache.dtype}; what is written has {dtype}. Cast it first"

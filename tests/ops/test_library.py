@@ -66,6 +66,7 @@ def test_derivative(name):
         tensors = [a for a in sample.args if isinstance(a, torch.Tensor)]
         if any(t.numel() == 0 or (t.is_floating_point() and t.dtype != torch.float64) for t in tensors):
             continue
+
         def call(*args, options=sample.options):
             result = overload(name)(*args, **options)
             results = result if isinstance(result, tuple) else (result,)
