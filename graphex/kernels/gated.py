@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from graphex.kernels.gated_kernel import silu_mul_kernel
-from graphex.kernels.layout import Rows, allocate, flat_tile, on_device_of
+from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, on_device_of
 from graphex.kernels.quant import elementwise_rows
 from graphex.ops.definition import Declined
 
@@ -24,9 +23,9 @@ def _launch(gate: Tensor, up: Tensor, *, round_silu: bool) -> Tensor | Declined:
     if order is None:  # adjacent rows are one long row
         rows = up_rows = Rows(1, gate.numel(), 1, 0, gate.numel())
     tile = flat_tile(rows.count, rows.columns)
-    blocks = triton.cdiv(rows.columns, tile.columns)
+    blocks = blocks_of(rows.columns, tile.columns)
     with on_device_of(gate):
-        silu_mul_kernel[(triton.cdiv(rows.count, tile.rows) * blocks,)](
+        silu_mul_kernel[(blocks_of(rows.count, tile.rows) * blocks,)](
             gate,
             up,
             out,

@@ -95,6 +95,11 @@ def allocate_ones(x: Tensor, order: tuple[int, ...] | None, *dtypes: torch.dtype
     return rows or Rows(0, 1, max(x.numel(), 1), 0, 1), results
 
 
+def blocks_of(count: int, size: int) -> int:
+    """How many blocks of a size cover a count. (Triton's own `cdiv` is much slower on the host.)"""
+    return -(-count // size)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 

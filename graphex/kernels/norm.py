@@ -6,11 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from graphex.kernels.arithmetic import TRITON_TYPES
-from graphex.kernels.layout import FLOATS, Rows, allocate, allocate_ones, on_device_of, order_of, row_tile, rows_of
+from graphex.kernels.layout import (
+    FLOATS,
+    Rows,
+    allocate,
+    allocate_ones,
+    blocks_of,
+    on_device_of,
+    order_of,
+    row_tile,
+    rows_of,
+)
 from graphex.kernels.norm_kernel import norm_kernel
 from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, float8_refusal
 from graphex.ops.definition import Declined
@@ -121,7 +130,7 @@ def launch(
         return results
     tile = row_tile(rows1.count, rows1.columns, WIDEST)
     with on_device_of(x1):
-        norm_kernel[(triton.cdiv(rows1.count, tile.rows),)](
+        norm_kernel[(blocks_of(rows1.count, tile.rows),)](
             x1,
             norm.x2,
             norm.weight,
@@ -152,7 +161,7 @@ def launch(
             HAS_OFFSET=norm.offset != 0,
             QUANT=kind,
             **types,
-            TILES=triton.cdiv(rows1.columns, tile.columns),
+            TILES=blocks_of(rows1.columns, tile.columns),
             ROWS=tile.rows,
             BLOCK=tile.columns,
             num_warps=tile.warps,

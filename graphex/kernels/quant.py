@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from graphex.kernels.layout import (
@@ -13,6 +12,7 @@ from graphex.kernels.layout import (
     Rows,
     allocate,
     allocate_ones,
+    blocks_of,
     flat_tile,
     on_device_of,
     order_of,
@@ -77,7 +77,7 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     if rows.count:
         tile = row_tile(rows.count, rows.columns, WIDEST)
         with on_device_of(x):
-            dynamic_quant_kernel[(triton.cdiv(rows.count, tile.rows),)](
+            dynamic_quant_kernel[(blocks_of(rows.count, tile.rows),)](
                 x,
                 up,
                 smooth,
@@ -96,7 +96,7 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
                 one_rows.inner_stride,
                 *options.numbers,
                 **options.types,
-                TILES=triton.cdiv(rows.columns, tile.columns),
+                TILES=blocks_of(rows.columns, tile.columns),
                 ROWS=tile.rows,
                 BLOCK=tile.columns,
                 num_warps=tile.warps,
@@ -158,9 +158,9 @@ def _launch_static(
     options: Static,
 ) -> None:
     tile = flat_tile(rows.count, rows.columns)
-    blocks = triton.cdiv(rows.columns, tile.columns)
+    blocks = blocks_of(rows.columns, tile.columns)
     with on_device_of(x):
-        static_quant_kernel[(triton.cdiv(rows.count, tile.rows) * blocks,)](
+        static_quant_kernel[(blocks_of(rows.count, tile.rows) * blocks,)](
             x,
             up,
             scale,

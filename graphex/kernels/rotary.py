@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from graphex.kernels.arithmetic import TRITON_TYPES
-from graphex.kernels.layout import FLOATS, allocate, next_power_of_2, on_device_of, order_of
+from graphex.kernels.layout import FLOATS, allocate, blocks_of, next_power_of_2, on_device_of, order_of
 from graphex.kernels.rotary_kernel import rotary_kernel
 from graphex.ops.definition import Declined
 
@@ -113,11 +112,11 @@ def _launch(job: Job, angles: Tensor, mode: str) -> None:
     together = min(next_power_of_2(heads), 8)
     at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
     sections = (
-        (0 if job.q is None else triton.cdiv(heads, together))
-        + (0 if job.k is None else triton.cdiv(k_heads, together))
-        + (0 if job.v is None else triton.cdiv(k_heads, together))
+        (0 if job.q is None else blocks_of(heads, together))
+        + (0 if job.k is None else blocks_of(k_heads, together))
+        + (0 if job.v is None else blocks_of(k_heads, together))
     )
-    token_blocks = triton.cdiv(tokens, at_once)
+    token_blocks = blocks_of(tokens, at_once)
 
     def strides(x: Tensor | None) -> tuple[int, int, int]:
         return NONE if x is None else dims.strides(x)

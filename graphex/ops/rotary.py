@@ -167,7 +167,7 @@ def check_cache(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor,
         wanted = positions.shape[0] if at == dim else room
         torch._check(
             size == wanted,
-            lambda at=at, size=size, wanted=wanted: (  # type: ignore[misc]
+            lambda at=at, size=size, wanted=wanted: (
                 f"dimension {at} of what is written to {name} must be {wanted}; it is {size}"
             ),
         )
