@@ -20,7 +20,7 @@ def _launch(gate: Tensor, up: Tensor, *, round_silu: bool) -> Tensor | Declined:
     out = allocate(gate, order, gate.dtype)
     if rows.count == 0:
         return out
-    if order is None:  # adjacent rows are one long row
+    if gate.is_contiguous() and up.is_contiguous():  # adjacent rows are one long row
         rows = up_rows = Rows(1, gate.numel(), 1, 0, gate.numel())
     tile = flat_tile(rows.count, rows.columns)
     blocks = blocks_of(rows.columns, tile.columns)

@@ -113,7 +113,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     if not interleaved:
         return (x * cos) + (rotate_half(x) * sin)
     a, b, c, s = halves(x, cos, sin)
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).contiguous()
 
 
 def _fake_rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:

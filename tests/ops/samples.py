@@ -121,9 +121,9 @@ def add_rms_norm_dynamic_quant(make: Maker) -> Iterator[Sample]:
 
 
 def rms_norm_static_quant(make: Maker) -> Iterator[Sample]:
-    for (x, weight, options), quant in zip(_norm_inputs(make), _STATIC * 2, strict=False):
-        for scale, zero_point in _static_parameters(make, x.shape[-1]):
-            yield Sample((x, weight, scale, zero_point, EPS), options | quant)
+    for at, ((x, weight, options), quant) in enumerate(zip(_norm_inputs(make), _STATIC * 2, strict=False)):
+        scale, zero_point = list(_static_parameters(make, x.shape[-1]))[at % 4]
+        yield Sample((x, weight, scale, zero_point, EPS), options | quant)
 
 
 def add_rms_norm_static_quant(make: Maker) -> Iterator[Sample]:

@@ -20,11 +20,6 @@ def test_every_op_has_samples_and_a_formula():
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name):
-    for dtype in (torch.float32, torch.bfloat16):
-        for sample in SAMPLES[name](Maker(dtype)):
-            torch.library.opcheck(
-                overload(name), sample.args, sample.options, test_utils=("test_schema", "test_faketensor")
-            )
     maker = Maker(torch.float32, grad=name in WITH_GRADIENT)
     sample = next(SAMPLES[name](maker))
     torch.library.opcheck(overload(name), sample.args, sample.options)
