@@ -1,4 +1,4 @@
-"""Kernels against references: 16-bit results in units in the last place, float32 against float64, integers within one."""
+"""Kernels against references: 16-bit results in ulp, float32 against float64, integers within one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""These run under Triton's interpreter only, which must be chosen before Triton is imported: see test_interpreter.py."""
+"""Run under Triton's interpreter only, which must be chosen before Triton is imported: see test_interpreter.py."""
 
 from __future__ import annotations
 
