@@ -8,7 +8,7 @@ import triton.language as tl
 from graphex.kernels.arithmetic import rounded, row_start, silu
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "column_blocks", "inner", "up_inner"])
 def silu_mul_kernel(
     gate,
     up,

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+MOST_PLANS = 4096
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
@@ -86,13 +87,15 @@ def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Te
     return x.new_empty([x.shape[d] for d in full], dtype=dtype).permute([full.index(d) for d in range(x.dim())])
 
 
-def allocate_ones(x: Tensor, order: tuple[int, ...] | None, *dtypes: torch.dtype) -> tuple[Rows, list[Tensor]] | str:
-    """Results with one number for each row: contiguous, whatever the order of rows in memory, as reductions are."""
-    results = [x.new_empty((*x.shape[:-1], 1), dtype=dtype) for dtype in dtypes]
-    rows = rows_of(results[0] if results else x.new_empty(0), order) if order is not None and results else None
-    if isinstance(rows, str):
-        return rows
-    return rows or Rows(0, 1, max(x.numel(), 1), 0, 1), results
+def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | str:
+    """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
+    if order is None:
+        return Rows(0, 1, max(x.numel(), 1), 0, 1)
+    return rows_of(torch.empty((*x.shape[:-1], 1), device="meta"), order)
+
+
+def allocate_ones(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
 
 
 def blocks_of(count: int, size: int) -> int:
@@ -119,6 +122,22 @@ def flat_tile(rows: int, columns: int) -> Tile:
     size = 2048 if rows * columns > 2**20 else 1024
     block = min(next_power_of_2(columns), size)
     return Tile(min(size // block, next_power_of_2(rows)), block, size // 512)
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """All that a plan for a launch may depend on."""
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
+
+
+P = TypeVar("P")
+
+
+def remember(plans: dict[Any, P], key: Any, plan: P) -> P:
+    """Keep a plan, so that the next launch of the same kind costs the host little."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
 
 
 def on_device_of(x: Tensor) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,25 +11,26 @@ from torch import Tensor
 from graphex.kernels.arithmetic import TRITON_TYPES
 from graphex.kernels.layout import (
     FLOATS,
-    Rows,
     allocate,
     allocate_ones,
     blocks_of,
     on_device_of,
     order_of,
+    remember,
     row_tile,
     rows_of,
+    rows_of_ones,
+    signature,
 )
 from graphex.kernels.norm_kernel import norm_kernel
-from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, float8_refusal
+from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, is_column_vector, quant_refusal
 from graphex.ops.definition import Declined
 from graphex.ops.norms import norm_dtype
 
 WIDEST = 16384
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(NamedTuple):
     """What is normalised, and how."""
 
     x1: Tensor
@@ -39,6 +40,19 @@ class Norm:
     offset: float = 0.0
     cast_first: bool = False
     beta: Tensor | None = None
+
+
+class Quantise(NamedTuple):
+    """How the norm is quantised, and with what."""
+
+    dynamic: Dynamic | None = None
+    static: Static | None = None
+    smooth: Tensor | None = None
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+
+NOT = Quantise()
 
 
 @dataclass(slots=True)
@@ -51,121 +65,111 @@ class Results:
     scale: Tensor | None = None
 
 
-def plan(norm: Norm) -> tuple[Rows, Rows, tuple[int, ...] | None] | Declined:
-    """The rows of both inputs and the order of dimensions in memory, or why the kernel cannot run."""
-    x1, x2, weight = norm.x1, norm.x2, norm.weight
+@dataclass(frozen=True, slots=True)
+class Plan:
+    order: tuple[int, ...] | None
+    y_dtype: torch.dtype
+    grid: tuple[int]
+    integers: tuple[int, ...]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+
+
+_PLANS: dict[Any, Plan | Declined] = {}
+
+
+def _refusal(norm: Norm, quantise: Quantise) -> Declined | None:
+    x1, x2 = norm.x1, norm.x2
     if x1.dtype not in FLOATS:
         return Declined(f"x is {x1.dtype}")
     if x1.dim() == 0 or x1.shape[-1] == 0:
         return Declined("x has no columns")
     if x2 is not None and (x2.shape != x1.shape or x2.dtype != x1.dtype or x2.device != x1.device):
         return Declined("x1 and x2 differ in shape, type or device")
-    for vector in (weight, norm.beta):
-        if vector is not None:
-            if vector.shape != x1.shape[-1:] or vector.device != x1.device:
-                return Declined("a weight does not have the last dimension of x, or is on another device")
-            if vector.dtype not in FLOATS or vector.stride(0) != 1:
-                return Declined("a weight is not a contiguous vector of float16, bfloat16 or float32")
-    if x1.is_contiguous() and (x2 is None or x2.is_contiguous()):
-        rows = rows_of(x1)
-        assert isinstance(rows, Rows)
-        return rows, rows, None
+    if not is_column_vector(norm.weight, x1) or not is_column_vector(norm.beta, x1):
+        return Declined("a weight is not a contiguous vector over the last dimension of x, in a 16-bit type or float32")
+    options = quantise.dynamic or quantise.static
+    return quant_refusal(x1, options, quantise.smooth, quantise.scale, quantise.zero_point)
+
+
+def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
+    """How to launch the kernel on such tensors, or why it cannot be."""
+    if refusal := _refusal(norm, quantise):
+        return refusal
+    x1 = norm.x1
     order = order_of(x1)
     if isinstance(order, str):
         return Declined(order)
-    rows1, rows2 = rows_of(x1, order), rows_of(x1 if x2 is None else x2, order)
-    if isinstance(rows1, str) or isinstance(rows2, str):
-        return Declined(str(rows1 if isinstance(rows1, str) else rows2))
-    return rows1, rows2, order
+    parts = rows_of(x1, order), rows_of(x1 if norm.x2 is None else norm.x2, order), rows_of_ones(x1, order)
+    steps: list[int] = []
+    for rows in parts:
+        if isinstance(rows, str):
+            return Declined(rows)
+        steps += rows.inner, rows.outer_stride, rows.inner_stride
+    count, columns = x1.numel() // x1.shape[-1], x1.shape[-1]
+    tile = row_tile(count, columns, WIDEST)
+    y_dtype = norm_dtype(x1, norm.weight, norm.cast_first)
+    numbers, constants = (1.0, 0.0, 0.0, 0.0, 0.0), dict(NO_QUANTISATION)
+    if quantise.dynamic is not None:
+        numbers, constants = quantise.dynamic.numbers, constants | quantise.dynamic.types
+    if quantise.static is not None:
+        numbers, constants = (1.0, 0.0, 0.0, *quantise.static.numbers), constants | quantise.static.types
+    constants |= {
+        "Y": TRITON_TYPES[y_dtype],
+        "CAST_FIRST": norm.cast_first,
+        "HAS_OFFSET": norm.offset != 0,
+        "QUANT": "dynamic" if quantise.dynamic else "static" if quantise.static else "",
+        "TILES": blocks_of(columns, tile.columns),
+        "ROWS": tile.rows,
+        "BLOCK": tile.columns,
+        "num_warps": tile.warps,
+    }
+    return Plan(order, y_dtype, (blocks_of(count, tile.rows),), (count, columns, *steps), numbers, constants)
 
 
 def launch(
-    norm: Norm,
-    *,
-    y: bool = False,
-    y32: bool = False,
-    rstd: bool = False,
-    total: bool = True,
-    dynamic: Dynamic | None = None,
-    smooth: Tensor | None = None,
-    static: Static | None = None,
-    scale: Tensor | None = None,
-    zero_point: Tensor | None = None,
+    norm: Norm, quantise: Quantise = NOT, *, y: bool = False, y32: bool = False, rstd: bool = False
 ) -> Results | Declined:
     """Run the kernel for the results that are asked for."""
-    planned = plan(norm)
-    if isinstance(planned, Declined):
-        return planned
-    rows1, rows2, order = planned
-    x1 = norm.x1
-    y_dtype = norm_dtype(x1, norm.weight, norm.cast_first)
-    results = Results()
-    if total and norm.x2 is not None:
-        results.total = allocate(x1, order, x1.dtype)
-    if y:
-        results.y = allocate(x1, order, y_dtype)
-    if y32:
-        results.y32 = allocate(x1, order, torch.float32)
-    ones = allocate_ones(x1, order, *([torch.float32] * rstd), *([] if dynamic is None else [dynamic.scale_dtype]))
-    if isinstance(ones, str):
-        return Declined(ones)
-    one_rows, numbers_of_rows = ones
-    if rstd:
-        results.rstd = numbers_of_rows[0]
-    types, numbers, kind, extra, q_scale = NO_QUANTISATION, (1.0, 0.0, 0.0, 0.0, 0.0), "", None, None
+    x1, x2, weight, eps, offset, cast_first, beta = norm
+    dynamic, static, smooth, scale, zero_point = quantise
+    tensors = signature(x1, x2, weight, beta, smooth, scale, zero_point)
+    key = tensors, offset != 0, cast_first, dynamic, static
+    plan = _PLANS.get(key) or remember(_PLANS, key, _plan(norm, quantise))
+    if isinstance(plan, Declined):
+        return plan
+    order = plan.order
+    results = Results(
+        total=None if x2 is None else allocate(x1, order, x1.dtype),
+        y=allocate(x1, order, plan.y_dtype) if y else None,
+        y32=allocate(x1, order, torch.float32) if y32 else None,
+        rstd=allocate_ones(x1, torch.float32) if rstd else None,
+    )
     if dynamic is not None:
-        if refusal := float8_refusal(dynamic.dtype, x1):
-            return refusal
         results.q = allocate(x1, order, dynamic.dtype)
-        results.scale = q_scale = numbers_of_rows[-1]
-        types, numbers, kind, extra = NO_QUANTISATION | dynamic.types, dynamic.numbers, "dynamic", smooth
+        results.scale = scale = allocate_ones(x1, dynamic.scale_dtype)
     elif static is not None:
-        if refusal := float8_refusal(static.dtype, x1):
-            return refusal
         results.q = allocate(x1, order, static.dtype)
-        q_scale = scale
-        types, numbers = NO_QUANTISATION | static.types, (1.0, 0.0, 0.0, *static.numbers)
-        kind, extra = "static", zero_point
-    if rows1.count == 0:
-        return results
-    tile = row_tile(rows1.count, rows1.columns, WIDEST)
-    with on_device_of(x1):
-        norm_kernel[(blocks_of(rows1.count, tile.rows),)](
-            x1,
-            norm.x2,
-            norm.weight,
-            norm.beta,
-            results.total,
-            results.y,
-            results.y32,
-            results.rstd,
-            results.q,
-            q_scale,
-            extra,
-            rows1.count,
-            rows1.columns,
-            rows1.inner,
-            rows1.outer_stride,
-            rows1.inner_stride,
-            rows2.inner,
-            rows2.outer_stride,
-            rows2.inner_stride,
-            one_rows.inner,
-            one_rows.outer_stride,
-            one_rows.inner_stride,
-            norm.eps,
-            norm.offset,
-            *numbers,
-            Y=TRITON_TYPES[y_dtype],
-            CAST_FIRST=norm.cast_first,
-            HAS_OFFSET=norm.offset != 0,
-            QUANT=kind,
-            **types,
-            TILES=blocks_of(rows1.columns, tile.columns),
-            ROWS=tile.rows,
-            BLOCK=tile.columns,
-            num_warps=tile.warps,
-        )
+    if plan.grid[0]:
+        with on_device_of(x1):
+            norm_kernel[plan.grid](
+                x1,
+                x2,
+                weight,
+                beta,
+                results.total,
+                results.y,
+                results.y32,
+                results.rstd,
+                results.q,
+                scale,
+                smooth if static is None else zero_point,
+                *plan.integers,
+                eps,
+                offset,
+                *plan.numbers,
+                **plan.constants,
+            )
     return results
 
 

@@ -52,7 +52,7 @@ def _weighted(
     return rounded(y, Y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner1", "inner2", "one_inner"])
 def norm_kernel(
     x1,
     x2,

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.kernels.norm import Norm, Results, launch
-from graphex.kernels.quant import is_column_vector
-from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, static_options
+from graphex.kernels.norm import Norm, Quantise, Results, launch
+from graphex.kernels.quant_options import Dynamic, dynamic_options, static_options
 from graphex.ops.definition import Declined
 from graphex.ops.npu_norms import wants
 
@@ -17,9 +16,7 @@ from graphex.ops.npu_norms import wants
 def _dynamic(norm: Norm, smooth: Tensor | None, options: Dynamic | Declined) -> Results | Declined:
     if isinstance(options, Declined):
         return options
-    if smooth is not None and not is_column_vector(smooth, norm.x1):
-        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
-    done = launch(norm, dynamic=options, smooth=smooth)
+    done = launch(norm, Quantise(dynamic=options, smooth=smooth))
     if not isinstance(done, Declined) and not options.keepdim:
         assert done.scale is not None
         done.scale = done.scale.squeeze(-1)
@@ -59,14 +56,7 @@ def _static(norm: Norm, scale: Tensor, zero_point: Tensor | None, **quant: Any) 
     options = static_options(scale, zero_point, norm.x1.shape[-1] if norm.x1.dim() else 0, **quant)
     if isinstance(options, Declined):
         return options
-    return _static_launch(norm, scale, zero_point, options)
-
-
-def _static_launch(norm: Norm, scale: Tensor, zero_point: Tensor | None, options: Static) -> Results | Declined:
-    for value in (scale, zero_point):
-        if value is not None and (value.device != norm.x1.device or not value.is_contiguous()):
-            return Declined("a scale or zero point is on another device or not contiguous")
-    return launch(norm, static=options, scale=scale, zero_point=zero_point)
+    return launch(norm, Quantise(static=options, scale=scale, zero_point=zero_point))
 
 
 def rms_norm_static_quant(

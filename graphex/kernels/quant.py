@@ -7,100 +7,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.kernels.elementwise import Plan, inputs_of, steps
 from graphex.kernels.layout import (
-    FLOATS,
-    Rows,
     allocate,
     allocate_ones,
     blocks_of,
     flat_tile,
     on_device_of,
-    order_of,
+    remember,
     row_tile,
-    rows_of,
+    rows_of_ones,
+    signature,
 )
 from graphex.kernels.quant_kernel import dynamic_quant_kernel, static_quant_kernel
-from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, float8_refusal, static_options
+from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, quant_refusal, static_options
 from graphex.ops.definition import Declined
 from graphex.ops.npu_quant import QUANTISED, dynamic_range
 
 WIDEST = 8192
 
-
-def is_column_vector(vector: Tensor, x: Tensor) -> bool:
-    """Whether a vector has one number of a type kernels know for each column of x, next to each other."""
-    return (
-        vector.shape == x.shape[-1:]
-        and vector.device == x.device
-        and vector.dtype in FLOATS
-        and (vector.stride(0) == 1 or vector.shape[0] == 1)
-    )
+_PLANS: dict[Any, Plan | Declined] = {}
 
 
-def elementwise_rows(x: Tensor, up: Tensor | None) -> tuple[Rows, Rows, tuple[int, ...] | None] | Declined:
-    """The rows of x and of the tensor it is multiplied with, and their order in memory."""
-    if x.dtype not in FLOATS:
-        return Declined(f"x is {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        return Declined("x has no columns")
-    if up is not None and (up.shape != x.shape or up.dtype != x.dtype or up.device != x.device):
-        return Declined("gate and up differ in shape, type or device")
-    if x.is_contiguous() and (up is None or up.is_contiguous()):
-        rows = rows_of(x)
-        assert isinstance(rows, Rows)
-        return rows, rows, None
-    order = order_of(x)
-    if isinstance(order, str):
-        return Declined(order)
-    rows, up_rows = rows_of(x, order), rows_of(x if up is None else up, order)
-    if isinstance(rows, str) or isinstance(up_rows, str):
-        return Declined(str(rows if isinstance(rows, str) else up_rows))
-    return rows, up_rows, order
+def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> Plan | Declined:
+    inputs = inputs_of(x, up)
+    if isinstance(inputs, Declined):
+        return inputs
+    if refusal := quant_refusal(x, options, smooth=smooth):
+        return refusal
+    rows = inputs.rows
+    ones = rows_of_ones(x, inputs.order)
+    if isinstance(ones, str):
+        return Declined(ones)
+    tile = row_tile(rows.count, rows.columns, WIDEST)
+    constants = options.types | {
+        "TILES": blocks_of(rows.columns, tile.columns),
+        "ROWS": tile.rows,
+        "BLOCK": tile.columns,
+        "num_warps": tile.warps,
+    }
+    integers = rows.count, rows.columns, *steps(rows), *steps(inputs.up_rows), *steps(ones)
+    return Plan(inputs.order, (blocks_of(rows.count, tile.rows),), integers, constants)
 
 
 def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic | Declined) -> Any:
-    planned = elementwise_rows(x, up)
-    if isinstance(planned, Declined):
-        return planned
     if isinstance(options, Declined):
         return options
-    if refusal := float8_refusal(options.dtype, x):
-        return refusal
-    if smooth is not None and not is_column_vector(smooth, x):
-        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
-    rows, up_rows, order = planned
-    ones = allocate_ones(x, order, options.scale_dtype)
-    if isinstance(ones, str):
-        return Declined(ones)
-    one_rows, (scale,) = ones
-    q = allocate(x, order, options.dtype)
-    if rows.count:
-        tile = row_tile(rows.count, rows.columns, WIDEST)
+    key = signature(x, up, smooth), options
+    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_dynamic(x, up, smooth, options))
+    if isinstance(plan, Declined):
+        return plan
+    q, scale = allocate(x, plan.order, options.dtype), allocate_ones(x, options.scale_dtype)
+    if plan.grid[0]:
         with on_device_of(x):
-            dynamic_quant_kernel[(blocks_of(rows.count, tile.rows),)](
-                x,
-                up,
-                smooth,
-                q,
-                scale,
-                rows.count,
-                rows.columns,
-                rows.inner,
-                rows.outer_stride,
-                rows.inner_stride,
-                up_rows.inner,
-                up_rows.outer_stride,
-                up_rows.inner_stride,
-                one_rows.inner,
-                one_rows.outer_stride,
-                one_rows.inner_stride,
-                *options.numbers,
-                **options.types,
-                TILES=blocks_of(rows.columns, tile.columns),
-                ROWS=tile.rows,
-                BLOCK=tile.columns,
-                num_warps=tile.warps,
-            )
+            dynamic_quant_kernel[plan.grid](x, up, smooth, q, scale, *plan.integers, *options.numbers, **plan.constants)
     return q, scale if options.keepdim else scale.squeeze(-1)
 
 
@@ -128,59 +88,37 @@ def npu_dynamic_quant(
     return _dynamic(input, None, smooth_scales, options)
 
 
-def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, **quant: Any) -> Any:
-    planned = elementwise_rows(x, up)
-    if isinstance(planned, Declined):
-        return planned
-    options = static_options(scale, zero_point, x.shape[-1], **quant)
-    if isinstance(options, Declined):
-        return options
-    if refusal := float8_refusal(options.dtype, x):
+def _plan_static(
+    x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static
+) -> Plan | Declined:
+    inputs = inputs_of(x, up)
+    if isinstance(inputs, Declined):
+        return inputs
+    if refusal := quant_refusal(x, options, scale=scale, zero_point=zero_point):
         return refusal
-    for value in (scale, zero_point):
-        if value is not None and (value.device != x.device or not value.is_contiguous()):
-            return Declined("a scale or zero point is on another device or not contiguous")
-    rows, up_rows, order = planned
-    q = allocate(x, order, options.dtype)
-    if rows.count:
-        _launch_static(x, up, scale, zero_point, q, rows, up_rows, options)
-    return q
-
-
-def _launch_static(
-    x: Tensor,
-    up: Tensor | None,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    q: Tensor,
-    rows: Rows,
-    up_rows: Rows,
-    options: Static,
-) -> None:
+    rows = inputs.rows
     tile = flat_tile(rows.count, rows.columns)
     blocks = blocks_of(rows.columns, tile.columns)
-    with on_device_of(x):
-        static_quant_kernel[(blocks_of(rows.count, tile.rows) * blocks,)](
-            x,
-            up,
-            scale,
-            zero_point,
-            q,
-            rows.count,
-            rows.columns,
-            blocks,
-            rows.inner,
-            rows.outer_stride,
-            rows.inner_stride,
-            up_rows.inner,
-            up_rows.outer_stride,
-            up_rows.inner_stride,
-            *options.numbers,
-            **options.types,
-            ROWS=tile.rows,
-            BLOCK=tile.columns,
-            num_warps=tile.warps,
-        )
+    constants = options.types | {"ROWS": tile.rows, "BLOCK": tile.columns, "num_warps": tile.warps}
+    integers = rows.count, rows.columns, blocks, *steps(rows), *steps(inputs.up_rows)
+    return Plan(inputs.order, (blocks_of(rows.count, tile.rows) * blocks,), integers, constants)
+
+
+def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, **quant: Any) -> Any:
+    options = static_options(scale, zero_point, x.shape[-1] if x.dim() else 0, **quant)
+    if isinstance(options, Declined):
+        return options
+    key = signature(x, up, scale, zero_point), options
+    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_static(x, up, scale, zero_point, options))
+    if isinstance(plan, Declined):
+        return plan
+    q = allocate(x, plan.order, options.dtype)
+    if plan.grid[0]:
+        with on_device_of(x):
+            static_quant_kernel[plan.grid](
+                x, up, scale, zero_point, q, *plan.integers, *options.numbers, **plan.constants
+            )
+    return q
 
 
 def static_quant(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **quant: Any) -> Any:

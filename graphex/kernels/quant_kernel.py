@@ -28,7 +28,7 @@ def source(x, up, at, at_up, ok):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner", "one_inner"])
 def dynamic_quant_kernel(
     x,
     up,
@@ -95,7 +95,7 @@ def dynamic_quant_kernel(
         tl.store(q_out + start_out + column, q, mask=row_ok & column_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "column_blocks", "inner", "up_inner"])
 def static_quant_kernel(
     x,
     up,

@@ -17,8 +17,10 @@ FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 LARGEST_INTEGER = 2**20  # rounding in float32 registers is exact well beyond it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Dynamic:
+    """Options of a dynamic quantisation: one object for each set of them."""
+
     dtype: torch.dtype
     scale_dtype: torch.dtype
     keepdim: bool
@@ -26,8 +28,10 @@ class Dynamic:
     types: dict[str, object]  # the kernel's constants
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Static:
+    """Options of a static quantisation: one object for each set of them."""
+
     dtype: torch.dtype
     numbers: tuple[float, float]  # quant_min, quant_max
     types: dict[str, object]
@@ -167,6 +171,34 @@ NO_QUANTISATION: dict[str, object] = {
     "ZERO_POINT_FIRST": False,
     "ZERO_IS_ZERO": False,
 }
+
+
+def is_column_vector(vector: Tensor | None, x: Tensor) -> bool:
+    """Whether there is one number of a type kernels know for each column of x, next to each other."""
+    return vector is None or (
+        vector.shape == x.shape[-1:]
+        and vector.device == x.device
+        and vector.dtype in FLOATS
+        and (vector.stride(0) == 1 or vector.shape[0] == 1)
+    )
+
+
+def quant_refusal(
+    x: Tensor,
+    options: Dynamic | Static | None,
+    smooth: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> Declined | None:
+    """Why a kernel cannot quantise x, if so."""
+    if options is not None and (refusal := float8_refusal(options.dtype, x)):
+        return refusal
+    if not is_column_vector(smooth, x):
+        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
+    for value in (scale, zero_point):
+        if value is not None and (value.device != x.device or not value.is_contiguous()):
+            return Declined("a scale or zero point is on another device or not contiguous")
+    return None
 
 
 def float8_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:

@@ -66,7 +66,7 @@ def _rotate(
         tl.store(out + out_at + half + pair, second, mask=out_ok & (pair < half))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "token_blocks", "q_heads", "k_heads", "places"])
 def rotary_kernel(
     q,
     k,
