@@ -23,11 +23,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def op(
     fake: Function | None,
     gradient: Gradient | None = None,
     kernel: str | None = None,
-) -> Callable[[Function], Function]:
+) -> Callable[[F], F]:
     """Define an op from its reference. Without `fake` it is a composition that torch traces through."""
 
-    def define(reference: Function) -> Function:
+    def define(reference: F) -> F:
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)

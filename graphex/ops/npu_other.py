@@ -21,7 +21,8 @@ def _permuted_sizes(
         lambda: f"npu_transpose_batchmatmul wants 3-D tensors; found {input.dim()}-D and {weight.dim()}-D",
     )
     perm_x1, perm_x2, perm_y = perms
-    return input.permute(perm_x1 or (0, 1, 2)), weight.permute(perm_x2 or (0, 1, 2)), tuple(perm_y or (1, 0, 2))
+    a, b = input.permute(tuple(perm_x1 or (0, 1, 2))), weight.permute(tuple(perm_x2 or (0, 1, 2)))
+    return a, b, tuple(perm_y or (1, 0, 2))
 
 
 def _fake_npu_transpose_batchmatmul(

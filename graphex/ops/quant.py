@@ -117,7 +117,7 @@ def check_static(x: Tensor, scale: Tensor, zero_point: Tensor | None, mode: str)
         if value is not None:
             torch._check(
                 value.dim() == 0 or (value.dim() == 1 and value.shape[0] in (1, x.shape[-1])),
-                lambda name=name, value=value: (  # type: ignore[misc]
+                lambda name=name, value=value: (
                     f"{name} must be one number or have the shape [{x.shape[-1]}] of x's last dimension; "
                     f"it has {list(value.shape)}"
                 ),

@@ -1,7 +1,7 @@
 """Rotary position embedding as transformers writes it, alone, for query and key together, and with the cache write.
 
 cos and sin broadcast against x as they are: where the model unsqueezes them for the heads, give the unsqueezed view.
-Their last dimension is the last dimension D of x; in the interleaved form only its first half is read, and D / 2 will do.
+Their last dimension is that of x, D; in the interleaved form only its first half is read, and D / 2 will do.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     if not interleaved:
         return (x * cos) + (rotate_half(x) * sin)
     a, b, c, s = halves(x, cos, sin)
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).contiguous()
 
 
 def _fake_rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def check_cache(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor,
         wanted = positions.shape[0] if at == dim else room
         torch._check(
             size == wanted,
-            lambda at=at, size=size, wanted=wanted: (  # type: ignore[misc]
+            lambda at=at, size=size, wanted=wanted: (
                 f"dimension {at} of what is written to {name} must be {wanted}; it is {size}"
             ),
         )

@@ -121,9 +121,9 @@ def add_rms_norm_dynamic_quant(make: Maker) -> Iterator[Sample]:
 
 
 def rms_norm_static_quant(make: Maker) -> Iterator[Sample]:
-    for (x, weight, options), quant in zip(_norm_inputs(make), _STATIC * 2, strict=False):
-        for scale, zero_point in _static_parameters(make, x.shape[-1]):
-            yield Sample((x, weight, scale, zero_point, EPS), options | quant)
+    for at, ((x, weight, options), quant) in enumerate(zip(_norm_inputs(make), _STATIC * 2, strict=False)):
+        scale, zero_point = list(_static_parameters(make, x.shape[-1]))[at % 4]
+        yield Sample((x, weight, scale, zero_point, EPS), options | quant)
 
 
 def add_rms_norm_static_quant(make: Maker) -> Iterator[Sample]:
@@ -226,9 +226,9 @@ def npu_dynamic_quant(make: Maker) -> Iterator[Sample]:
 
 
 def npu_quantize(make: Maker) -> Iterator[Sample]:
-    yield Sample((make(4, 16), make.positive(16), None, torch.qint8))
-    yield Sample((make(4, 16), make.positive(16), make.positive(16), torch.quint8, -1))
-    yield Sample((make(4, 3, 16), make.positive(3), None, torch.qint32, 1, False))
+    yield Sample((make(4, 16), make.positive(16), None, 12))
+    yield Sample((make(4, 16), make.positive(16), make.positive(16), 13, -1))
+    yield Sample((make(4, 3, 16), make.positive(3), None, 14, 1, False))
     yield Sample((make(4, 16), make.positive(1), make.positive(1), 1, -1))
 
 

@@ -20,11 +20,6 @@ def test_every_op_has_samples_and_a_formula():
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_opcheck(name):
-    for dtype in (torch.float32, torch.bfloat16):
-        for sample in SAMPLES[name](Maker(dtype)):
-            torch.library.opcheck(
-                overload(name), sample.args, sample.options, test_utils=("test_schema", "test_faketensor")
-            )
     maker = Maker(torch.float32, grad=name in WITH_GRADIENT)
     sample = next(SAMPLES[name](maker))
     torch.library.opcheck(overload(name), sample.args, sample.options)
@@ -72,4 +67,4 @@ def test_derivative(name):
             results = result if isinstance(result, tuple) else (result,)
             return tuple(r for r in results if r.dtype == torch.float64)
 
-        assert torch.autograd.gradcheck(call, sample.args, check_undefined_grad=False)
+        assert torch.autograd.gradcheck(call, sample.args, check_undefined_grad=False, fast_mode=True)

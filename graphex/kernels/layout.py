@@ -1,0 +1,147 @@
+"""Tensors as rows: where each row starts, how results are laid out, how a row is cut into tiles.
+
+A kernel sees a tensor as `count` rows of adjacent elements. Row r starts at
+
+    (r // inner) * outer_stride + (r % inner) * inner_stride
+
+which covers contiguous tensors, slices of wider rows, and slices along a second dimension (the query heads in a merged
+QKV projection). Leading dimensions may stand in any order in memory: rows are numbered in the order of memory, and
+results get the same order, which is the layout ATen gives them. One number for each row is contiguous, as in ATen.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+MOST_PLANS = 4096
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    count: int
+    columns: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    columns: int
+    warps: int
+
+
+def memory_order(x: Tensor) -> tuple[int, ...] | str:
+    """The leading dimensions of x from the slowest to the fastest in memory, or why that is not clear."""
+    strides, sizes = x.stride(), x.shape
+    leading = range(x.dim() - 1)
+    wide = [d for d in leading if sizes[d] > 1]
+    if sizes[-1] > 1 and strides[-1] != 1:
+        return "the elements of a row are not adjacent"
+    if any(strides[d] < sizes[-1] for d in wide) or len({strides[d] for d in wide}) < len(wide):
+        return "rows overlap or repeat"
+    order = sorted(wide, key=lambda d: -strides[d])
+    return tuple(order + [d for d in leading if sizes[d] <= 1])
+
+
+def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
+    """x as rows, in a given order of its leading dimensions, or why it is none."""
+    columns = x.shape[-1]
+    count = x.numel() // columns if columns else 0
+    if order is None and x.is_contiguous():
+        return Rows(count, columns, max(count, 1), 0, columns)
+    if columns > 1 and x.stride(-1) != 1:
+        return "the elements of a row are not adjacent"
+    collapsed: list[tuple[int, int]] = []
+    for d in order if order is not None else range(x.dim() - 1):
+        size, stride = x.shape[d], x.stride(d)
+        if size == 1:
+            continue
+        if collapsed and collapsed[-1][1] == stride * size:
+            collapsed[-1] = (collapsed[-1][0] * size, stride)
+        else:
+            collapsed.append((size, stride))
+    if len(collapsed) > 2:
+        return "rows are spaced in more than two steps"
+    inner, inner_stride = collapsed[-1] if collapsed else (1, columns)
+    return Rows(count, columns, inner, collapsed[0][1] if len(collapsed) == 2 else 0, inner_stride)
+
+
+def order_of(x: Tensor) -> tuple[int, ...] | str | None:
+    """None for a contiguous tensor, else `memory_order`."""
+    return None if x.is_contiguous() else memory_order(x)
+
+
+def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    """An uninitialised result with the shape of x and its order of dimensions in memory."""
+    if order is None:
+        return torch.empty_like(x, dtype=dtype)
+    full = (*order, x.dim() - 1)
+    return x.new_empty([x.shape[d] for d in full], dtype=dtype).permute([full.index(d) for d in range(x.dim())])
+
+
+def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | str:
+    """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
+    if order is None:
+        return Rows(0, 1, max(x.numel(), 1), 0, 1)
+    return rows_of(torch.empty((*x.shape[:-1], 1), device="meta"), order)
+
+
+def allocate_ones(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
+
+
+def blocks_of(count: int, size: int) -> int:
+    """How many blocks of a size cover a count. (Triton's own `cdiv` is much slower on the host.)"""
+    return -(-count // size)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def row_tile(rows: int, columns: int, widest: int) -> Tile:
+    """One program a row where rows are wide; several where they are short and there are many. 16 elements a thread.
+
+    `widest` is how much of a row a program keeps in registers with two programs on a multiprocessor.
+    """
+    block = min(next_power_of_2(columns), widest)
+    together = 1 if rows <= 512 else max(1, 2048 // block)
+    return Tile(together, block, max(1, min(16, block * together // 512)))
+
+
+def flat_tile(rows: int, columns: int) -> Tile:
+    """For elementwise work, where a row may be cut anywhere."""
+    size = 2048 if rows * columns > 2**20 else 1024
+    block = min(next_power_of_2(columns), size)
+    return Tile(min(size // block, next_power_of_2(rows)), block, size // 512)
+
+
+def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """All that a plan for a launch may depend on."""
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
+
+
+P = TypeVar("P")
+
+
+def remember(plans: dict[Any, P], key: Any, plan: P) -> P:
+    """Keep a plan, so that the next launch of the same kind costs the host little."""
+    if len(plans) >= MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def on_device_of(x: Tensor) -> Any:
+    """Triton launches on the current device: make it the tensor's own."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

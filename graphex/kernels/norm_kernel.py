@@ -1,0 +1,174 @@
+"""The RMSNorm kernel: with and without the residual add before it, with a cast or a quantisation after it.
+
+One program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again
+in each pass over it. All ops of the family are this kernel with some of its inputs and outputs absent.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import quantised, rounded, row_scale, row_start, scaled, smoothed, static_quantised
+
+
+@triton.jit
+def _summed(x1, x2, total, at1, at2, at, ok, X: tl.constexpr):
+    """The tile that is normalised: x1, or x1 + x2 rounded to its type (and stored, where there is a `total`)."""
+    value = tl.load(x1 + at1, mask=ok, other=0.0).to(tl.float32)
+    if x2 is not None:
+        value = rounded(value + tl.load(x2 + at2, mask=ok, other=0.0).to(tl.float32), X)
+    if total is not None:
+        tl.store(total + at, value.to(X), mask=ok)
+    return value
+
+
+@triton.jit
+def _weighted(
+    value,
+    rstd,
+    weight,
+    beta,
+    offset,
+    column,
+    column_ok,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+):
+    """The norm of a tile, rounded where the reference rounds."""
+    y = value * rstd
+    if weight is not None:
+        w = tl.load(weight + column, mask=column_ok, other=0.0).to(tl.float32)
+        if HAS_OFFSET:
+            w = w + offset
+        if CAST_FIRST:
+            y = rounded(w, weight.dtype.element_ty) * rounded(y, X)
+        else:
+            y = y * w
+    if beta is not None:
+        y = y + tl.load(beta + column, mask=column_ok, other=0.0).to(tl.float32)
+    return rounded(y, Y)
+
+
+@triton.jit(do_not_specialize=["rows", "inner1", "inner2", "one_inner"])
+def norm_kernel(
+    x1,
+    x2,
+    weight,
+    beta,
+    total,
+    y_out,
+    y32_out,
+    rstd_out,
+    q_out,
+    q_scale,  # dynamic quantisation writes the scales of rows here; static quantisation reads its scale
+    extra,  # the smooth scales of dynamic quantisation, the zero point of static
+    rows,
+    columns,
+    inner1,
+    outer_stride1,
+    inner_stride1,
+    inner2,
+    outer_stride2,
+    inner_stride2,
+    one_inner,  # where the one number of a row goes
+    one_outer_stride,
+    one_inner_stride,
+    eps,
+    offset,
+    divisor,
+    min_amax,
+    min_scale,
+    quant_min,
+    quant_max,
+    Y: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    QUANT: tl.constexpr,
+    MODE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RESULT: tl.constexpr,
+    SUM: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
+    ZERO_POINT_FIRST: tl.constexpr,
+    ZERO_IS_ZERO: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    X: tl.constexpr = x1.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_ok = row < rows
+    start1 = row_start(row, inner1, outer_stride1, inner_stride1)
+    start2 = row_start(row, inner2, outer_stride2, inner_stride2)
+    start = row.to(tl.int64) * columns
+    one = row_start(row, one_inner, one_outer_stride, one_inner_stride)
+    column0 = tl.arange(0, BLOCK)[None, :]
+    column0_ok = column0 < columns
+    ok0 = row_ok & column0_ok
+
+    value0 = _summed(x1, x2, total, start1 + column0, start2 + column0, start + column0, ok0, X)
+    squares = value0 * value0
+    for tile in range(1, TILES):
+        column = tile * BLOCK + column0
+        ok = row_ok & (column < columns)
+        value = _summed(x1, x2, total, start1 + column, start2 + column, start + column, ok, X)
+        squares += value * value
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(squares, 1, keep_dims=True), columns.to(tl.float32)) + eps)
+    if rstd_out is not None:
+        tl.store(rstd_out + one, rstd, mask=row_ok)
+
+    y0 = _weighted(value0, rstd, weight, beta, offset, column0, column0_ok, X, Y, CAST_FIRST, HAS_OFFSET)
+    s = rstd
+    if QUANT == "dynamic":
+        largest = tl.abs(smoothed(y0, extra, column0, column0_ok, COMPUTE))
+        for tile in range(1, TILES):
+            column = tile * BLOCK + column0
+            column_ok = column < columns
+            value = _summed(x1, x2, None, start1 + column, start2 + column, start, row_ok & column_ok, X)
+            y = _weighted(value, rstd, weight, beta, offset, column, column_ok, X, Y, CAST_FIRST, HAS_OFFSET)
+            largest = tl.maximum(largest, tl.abs(smoothed(y, extra, column, column_ok, COMPUTE)))
+        s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
+        tl.store(q_scale + one, s.to(SCALE), mask=row_ok)
+        if ZERO_IS_ZERO:
+            s = tl.where(s == 0.0, 1.0, s)
+
+    for tile in range(TILES):
+        column = tile * BLOCK + column0
+        column_ok = column < columns
+        ok = row_ok & column_ok
+        at = start + column
+        y = y0
+        if TILES > 1:
+            value = _summed(x1, x2, None, start1 + column, start2 + column, start, ok, X)
+            y = _weighted(value, rstd, weight, beta, offset, column, column_ok, X, Y, CAST_FIRST, HAS_OFFSET)
+        if y_out is not None:
+            tl.store(y_out + at, y.to(Y), mask=ok)
+        if y32_out is not None:
+            tl.store(y32_out + at, y, mask=ok)
+        if QUANT == "dynamic":
+            v = scaled(smoothed(y, extra, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
+            tl.store(q_out + at, quantised(v, quant_min, quant_max, q_out.dtype.element_ty), mask=ok)
+        if QUANT == "static":
+            q = static_quantised(
+                rounded(y, COMPUTE),
+                q_scale,
+                extra,
+                column,
+                column_ok,
+                quant_min,
+                quant_max,
+                MODE,
+                SCALE,
+                RESULT,
+                SUM,
+                ONE_SCALE,
+                ONE_ZERO_POINT,
+                ZERO_POINT_FIRST,
+                q_out.dtype.element_ty,
+            )
+            tl.store(q_out + at, q, mask=ok)

@@ -1,0 +1,153 @@
+"""The quantisation kernels: one scale for each row, or a scale that is known. Of x itself or of silu(gate) * up."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import (
+    quantised,
+    rounded,
+    row_scale,
+    row_start,
+    scaled,
+    silu,
+    smoothed,
+    static_quantised,
+)
+
+
+@triton.jit
+def source(x, up, at, at_up, ok):
+    """What is quantised: x, or silu(x) * up with both steps rounded to the type of x."""
+    X: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    if up is not None:
+        value = rounded(silu(value, X == tl.float32), X)
+        value = rounded(value * tl.load(up + at_up, mask=ok, other=0.0).to(tl.float32), X)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner", "one_inner"])
+def dynamic_quant_kernel(
+    x,
+    up,
+    smooth,
+    q_out,
+    scale_out,
+    rows,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    up_inner,
+    up_outer_stride,
+    up_inner_stride,
+    one_inner,  # where the scale of a row goes
+    one_outer_stride,
+    one_inner_stride,
+    divisor,
+    min_amax,
+    min_scale,
+    quant_min,
+    quant_max,
+    MODE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RESULT: tl.constexpr,
+    ZERO_IS_ZERO: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program quantises a row, or several short ones; what of a row is wider than a tile is read twice."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    row_ok = row < rows
+    start = row_start(row, inner, outer_stride, inner_stride)
+    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+    column0 = tl.arange(0, BLOCK)[None, :]
+    column0_ok = column0 < columns
+
+    value0 = source(x, up, start + column0, start_up + column0, row_ok & column0_ok)
+    kept = value0.to(x.dtype.element_ty)  # no loss: it is rounded; half the registers of float32
+    largest = tl.abs(smoothed(value0, smooth, column0, column0_ok, COMPUTE))
+    for tile in range(1, TILES):
+        column = tile * BLOCK + column0
+        column_ok = column < columns
+        value = source(x, up, start + column, start_up + column, row_ok & column_ok)
+        largest = tl.maximum(largest, tl.abs(smoothed(value, smooth, column, column_ok, COMPUTE)))
+    s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
+    one = row_start(row, one_inner, one_outer_stride, one_inner_stride)
+    tl.store(scale_out + one, s.to(SCALE), mask=row_ok)
+    if ZERO_IS_ZERO:
+        s = tl.where(s == 0.0, 1.0, s)
+
+    start_out = row.to(tl.int64) * columns
+    v = scaled(smoothed(kept.to(tl.float32), smooth, column0, column0_ok, COMPUTE), s, MODE, SCALE, RESULT)
+    q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+    tl.store(q_out + start_out + column0, q, mask=row_ok & column0_ok)
+    for tile in range(1, TILES):
+        column = tile * BLOCK + column0
+        column_ok = column < columns
+        value = source(x, up, start + column, start_up + column, row_ok & column_ok)
+        v = scaled(smoothed(value, smooth, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
+        q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+        tl.store(q_out + start_out + column, q, mask=row_ok & column_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "column_blocks", "inner", "up_inner"])
+def static_quant_kernel(
+    x,
+    up,
+    scale,
+    zero_point,
+    q_out,
+    rows,
+    columns,
+    column_blocks,
+    inner,
+    outer_stride,
+    inner_stride,
+    up_inner,
+    up_outer_stride,
+    up_inner_stride,
+    quant_min,
+    quant_max,
+    MODE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RESULT: tl.constexpr,
+    SUM: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    ONE_ZERO_POINT: tl.constexpr,
+    ZERO_POINT_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Elementwise: a program quantises a tile of some rows and some columns."""
+    program = tl.program_id(0)
+    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column_ok = column < columns
+    ok = (row < rows) & column_ok
+    start = row_start(row, inner, outer_stride, inner_stride)
+    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+    z = rounded(source(x, up, start + column, start_up + column, ok), COMPUTE)
+    q = static_quantised(
+        z,
+        scale,
+        zero_point,
+        column,
+        column_ok,
+        quant_min,
+        quant_max,
+        MODE,
+        SCALE,
+        RESULT,
+        SUM,
+        ONE_SCALE,
+        ONE_ZERO_POINT,
+        ZERO_POINT_FIRST,
+        q_out.dtype.element_ty,
+    )
+    tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=ok)

@@ -1,0 +1,208 @@
+"""The keyword arguments of the quantisation ops as a kernel takes them: types resolved, numbers rounded, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from graphex.kernels.arithmetic import TRITON_TYPES
+from graphex.kernels.layout import FLOATS
+from graphex.ops.definition import Declined
+
+INTEGERS = frozenset((torch.int8, torch.uint8))
+FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+LARGEST_INTEGER = 2**20  # rounding in float32 registers is exact well beyond it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dynamic:
+    """Options of a dynamic quantisation: one object for each set of them."""
+
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    keepdim: bool
+    numbers: tuple[float, float, float, float, float]  # divisor, min_amax, min_scale, quant_min, quant_max
+    types: dict[str, object]  # the kernel's constants
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Static:
+    """Options of a static quantisation: one object for each set of them."""
+
+    dtype: torch.dtype
+    numbers: tuple[float, float]  # quant_min, quant_max
+    types: dict[str, object]
+
+
+def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Declined | None:
+    if not FLOATS.issuperset(floats):
+        return Declined("quantisation is computed in a type other than float16, bfloat16 and float32")
+    if dtype not in INTEGERS and dtype not in FLOAT8:
+        return Declined(f"the kernel does not quantise to {dtype}")
+    bounds = quant_min, quant_max
+    if dtype in INTEGERS and not all(b == int(b) and abs(b) <= LARGEST_INTEGER for b in bounds):
+        return Declined("the bounds of the quantised range are not small integers")
+    return None
+
+
+def _through(value: float, dtype: torch.dtype) -> float:
+    """A Python number as an op on tensors of this type sees it."""
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item() if value else 0.0
+
+
+@lru_cache(maxsize=256)
+def dynamic_options(
+    *,
+    divisor: float = 127.0,
+    min_amax: float = 0.0,
+    min_scale: float = 0.0,
+    mode: str = "divide",
+    quant_min: float = -128.0,
+    quant_max: float = 127.0,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
+    keepdim: bool = True,
+    zero_is_zero: bool = False,
+) -> Dynamic | Declined:
+    """The keyword arguments of `graphex::dynamic_quant`; `zero_is_zero` as in `npu_dynamic_quant`."""
+    dtype = dtype or torch.int8
+    compute = compute_dtype or torch.float32
+    scale = scale_dtype or compute
+    refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
+    if refusal is not None:
+        return refusal
+    if mode not in ("divide", "reciprocal"):
+        return Declined(f"unknown mode '{mode}'")
+    types = {
+        "MODE": mode,
+        "COMPUTE": TRITON_TYPES[compute],
+        "SCALE": TRITON_TYPES[scale],
+        "RESULT": TRITON_TYPES[torch.promote_types(compute, scale)],
+        "ZERO_IS_ZERO": zero_is_zero,
+    }
+    numbers = divisor, _through(min_amax, compute), _through(min_scale, compute), quant_min, quant_max
+    return Dynamic(dtype, scale, keepdim, numbers, types)
+
+
+def static_options(
+    scale: Tensor,
+    zero_point: Tensor | None,
+    columns: int,
+    *,
+    mode: str = "divide",
+    zero_point_before_round: bool = False,
+    quant_min: float = -128.0,
+    quant_max: float = 127.0,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Static | Declined:
+    """The keyword arguments of `graphex::static_quant`, given its scale and zero point."""
+    for value in (scale, zero_point):
+        if value is not None and not (value.numel() == 1 or (value.dim() == 1 and value.shape[0] == columns)):
+            return Declined("a scale or zero point is neither one number nor one for each column")
+    return _static_options(
+        scale.dtype,
+        scale.dim() == 0,
+        scale.numel() == 1,
+        None if zero_point is None else zero_point.dtype,
+        zero_point is not None and zero_point.dim() == 0,
+        zero_point is not None and zero_point.numel() == 1,
+        mode,
+        zero_point_before_round,
+        quant_min,
+        quant_max,
+        dtype or torch.int8,
+        compute_dtype or torch.float32,
+    )
+
+
+@lru_cache(maxsize=256)
+def _static_options(
+    scale: torch.dtype,
+    scale_is_scalar: bool,
+    one_scale: bool,
+    zero_point: torch.dtype | None,
+    zero_point_is_scalar: bool,
+    one_zero_point: bool,
+    mode: str,
+    zero_point_first: bool,
+    quant_min: float,
+    quant_max: float,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+) -> Static | Declined:
+    refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
+    if refusal is not None:
+        return refusal
+    if mode not in ("divide", "reciprocal", "multiply"):
+        return Declined(f"unknown mode '{mode}'")
+    # As in ATen: a zero-dimensional tensor does not widen the type of a tensor with dimensions.
+    result = compute if scale_is_scalar else torch.promote_types(compute, scale)
+    total = result
+    if zero_point is not None and not zero_point_is_scalar:
+        total = torch.promote_types(result, zero_point)
+    if total not in FLOATS:
+        return Declined("the zero point is of a type other than an integer, float16, bfloat16 and float32")
+    types = {
+        "MODE": mode,
+        "COMPUTE": TRITON_TYPES[compute],
+        "SCALE": TRITON_TYPES[scale],
+        "RESULT": TRITON_TYPES[result],
+        "SUM": TRITON_TYPES[total],
+        "ONE_SCALE": one_scale,
+        "ONE_ZERO_POINT": one_zero_point,
+        "ZERO_POINT_FIRST": zero_point_first,
+    }
+    return Static(dtype, (quant_min, quant_max), types)
+
+
+NO_QUANTISATION: dict[str, object] = {
+    "MODE": "divide",
+    "COMPUTE": TRITON_TYPES[torch.float32],
+    "SCALE": TRITON_TYPES[torch.float32],
+    "RESULT": TRITON_TYPES[torch.float32],
+    "SUM": TRITON_TYPES[torch.float32],
+    "ONE_SCALE": False,
+    "ONE_ZERO_POINT": False,
+    "ZERO_POINT_FIRST": False,
+    "ZERO_IS_ZERO": False,
+}
+
+
+def is_column_vector(vector: Tensor | None, x: Tensor) -> bool:
+    """Whether there is one number of a type kernels know for each column of x, next to each other."""
+    return vector is None or (
+        vector.shape == x.shape[-1:]
+        and vector.device == x.device
+        and vector.dtype in FLOATS
+        and (vector.stride(0) == 1 or vector.shape[0] == 1)
+    )
+
+
+def quant_refusal(
+    x: Tensor,
+    options: Dynamic | Static | None,
+    smooth: Tensor | None = None,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> Declined | None:
+    """Why a kernel cannot quantise x, if so."""
+    if options is not None and (refusal := float8_refusal(options.dtype, x)):
+        return refusal
+    if not is_column_vector(smooth, x):
+        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
+    for value in (scale, zero_point):
+        if value is not None and (value.device != x.device or not value.is_contiguous()):
+            return Declined("a scale or zero point is on another device or not contiguous")
+    return None
+
+
+def float8_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:
+    """float8 needs hardware that converts to it."""
+    if dtype in FLOAT8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+        return Declined("this device does not convert to float8")
+    return None

@@ -1,0 +1,174 @@
+"""The rotary kernel: query, key and value of one attention layer in one launch, results in tensors or in caches.
+
+A tile is some tokens and some heads, so that a token's angles are read once for its heads. Sections of the grid follow
+each other: the heads of the query, those of the key, those of the value (which are only copied to their cache).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import rounded
+
+
+@triton.jit
+def _angles(table, at, pair, half, pair_ok, MODE: tl.constexpr):
+    """The cos or sin of the first and of the second element of each pair."""
+    if MODE == "half":
+        first = tl.load(table + at + pair, mask=pair_ok, other=0.0).to(tl.float32)
+        second = tl.load(table + at + half + pair, mask=pair_ok, other=0.0).to(tl.float32)
+    elif MODE == "deinterleave":
+        first = tl.load(table + at + pair, mask=pair_ok, other=0.0).to(tl.float32)
+        second = first
+    else:
+        first = tl.load(table + at + 2 * pair, mask=pair_ok, other=0.0).to(tl.float32)
+        second = tl.load(table + at + 2 * pair + 1, mask=pair_ok, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _rotate(
+    x,
+    cos,
+    sin,
+    out,
+    x_at,
+    angle_at,
+    out_at,
+    in_ok,
+    out_ok,
+    half,
+    T: tl.constexpr,
+    MODE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Rotate the rows of a tile: all products rounded to T, as the reference rounds them."""
+    pair = tl.arange(0, PAIRS)[None, :]
+    ok = in_ok & (pair < half)
+    if MODE == "half":
+        a = tl.load(x + x_at + pair, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(x + x_at + half + pair, mask=ok, other=0.0).to(tl.float32)
+    else:
+        whole = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.load(x + x_at + whole, mask=in_ok & (whole < 2 * half), other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], PAIRS, 2)))
+    cos_a, cos_b = _angles(cos, angle_at, pair, half, ok, MODE)
+    sin_a, sin_b = _angles(sin, angle_at, pair, half, ok, MODE)
+    first = (rounded(a * cos_a, T) - rounded(b * sin_a, T)).to(T)
+    second = (rounded(b * cos_b, T) + rounded(a * sin_b, T)).to(T)
+    if MODE == "interleave":
+        whole = tl.arange(0, 2 * PAIRS)[None, :]
+        joined = tl.reshape(tl.join(first, second), (first.shape[0], 2 * PAIRS))
+        tl.store(out + out_at + whole, joined, mask=out_ok & (whole < 2 * half))
+    else:
+        tl.store(out + out_at + pair, first, mask=out_ok & (pair < half))
+        tl.store(out + out_at + half + pair, second, mask=out_ok & (pair < half))
+
+
+@triton.jit(do_not_specialize=["tokens", "token_blocks", "q_heads", "k_heads", "places"])
+def rotary_kernel(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    v_out,
+    positions,
+    tokens,
+    token_blocks,
+    q_heads,
+    k_heads,
+    half,
+    width,
+    places,
+    q_outer,
+    q_token,
+    q_head,
+    k_outer,
+    k_token,
+    k_head,
+    v_outer,
+    v_token,
+    v_head,
+    q_out_outer,
+    q_out_token,
+    q_out_head,
+    k_out_outer,
+    k_out_token,
+    k_out_head,
+    v_out_outer,
+    v_out_token,
+    v_out_head,
+    angle_outer,
+    angle_token,
+    angle_head,
+    T: tl.constexpr,
+    MODE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    outer = (tl.program_id(0) // token_blocks).to(tl.int64)
+    within = tl.arange(0, TOKENS * HEADS)[:, None]
+    token = (tl.program_id(0) % token_blocks) * TOKENS + within // HEADS
+    token_ok = token < tokens
+    place, place_ok = token.to(tl.int64), token_ok
+    if positions is not None:
+        place = tl.load(positions + token, mask=token_ok, other=0).to(tl.int64)
+        place_ok = token_ok & (place >= 0) & (place < places)
+    token = token.to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(q_heads, HEADS) if q is not None else 0
+    k_blocks = tl.cdiv(k_heads, HEADS) if k is not None else 0
+    if q is not None:
+        if block < q_blocks:
+            head = block * HEADS + within % HEADS
+            head_ok = head < q_heads
+            # A query is never cached: it is stored by its token.
+            _rotate(
+                q,
+                cos,
+                sin,
+                q_out,
+                outer * q_outer + token * q_token + head * q_head,
+                outer * angle_outer + token * angle_token + head * angle_head,
+                outer * q_out_outer + token * q_out_token + head * q_out_head,
+                token_ok & head_ok,
+                token_ok & head_ok,
+                half,
+                T,
+                MODE,
+                PAIRS,
+            )
+    if k is not None:
+        if (block >= q_blocks) & (block < q_blocks + k_blocks):
+            head = (block - q_blocks) * HEADS + within % HEADS
+            head_ok = head < k_heads
+            _rotate(
+                k,
+                cos,
+                sin,
+                k_out,
+                outer * k_outer + token * k_token + head * k_head,
+                outer * angle_outer + token * angle_token + head * angle_head,
+                outer * k_out_outer + place * k_out_token + head * k_out_head,
+                token_ok & head_ok,
+                place_ok & head_ok,
+                half,
+                T,
+                MODE,
+                PAIRS,
+            )
+    if v is not None:
+        if block >= q_blocks + k_blocks:
+            head = (block - q_blocks - k_blocks) * HEADS + within % HEADS
+            column = tl.arange(0, WIDTH)[None, :]
+            ok = (head < k_heads) & (column < width)
+            at = outer * v_outer + token * v_token + head * v_head + column
+            value = tl.load(v + at, mask=token_ok & ok)
+            at_out = outer * v_out_outer + place * v_out_token + head * v_out_head + column
+            tl.store(v_out + at_out, value, mask=place_ok & ok)

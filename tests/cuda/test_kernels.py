@@ -1,0 +1,190 @@
+"""The kernels on a real GPU, called through their ops: every type, sizes from one row up, capture, opcheck."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphex.ops import SPECS, declined, has_kernel
+from tests.kernels.compare import assert_close_to_reference, copies, exact_results, tensors
+from tests.ops.samples import SAMPLES, Maker, Sample, overload
+
+pytestmark = pytest.mark.cuda
+
+WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GX, NPU = torch.ops.graphex, torch.ops.npu
+
+
+def check(name: str, sample: Sample) -> None:
+    found_args, wanted_args = copies(sample), copies(sample)
+    found = overload(name)(*found_args, **sample.options)
+    wanted = SPECS[name].reference(*wanted_args, **sample.options)
+    exact = exact_results(name, sample)
+    for at, (mine, its) in enumerate(zip(tensors(found), tensors(wanted), strict=True)):
+        assert_close_to_reference(mine, its, None if exact is None else exact[at])
+    for mine, its in zip(found_args, wanted_args, strict=True):
+        if isinstance(mine, Tensor) and name.endswith("_"):
+            assert_close_to_reference(mine, its)
+
+
+def test_every_kernel_is_offered_on_cuda():
+    assert all(has_kernel(name, "cuda") for name in WITH_KERNEL)
+    assert not any(has_kernel(name, "cpu") for name in SPECS)
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_samples(name, dtype):
+    before = declined()
+    samples = list(SAMPLES[name](Maker(dtype, "cuda")))
+    for sample in samples:
+        check(name, sample)
+    new = {key: count - before.get(key, 0) for key, count in declined().items() if count != before.get(key, 0)}
+    assert sum(new.values()) < len(samples), "the kernel never ran"
+
+
+def at_size(name: str, rows: int, columns: int, make: Maker) -> Sample:
+    """Arguments of an op over [rows, columns]."""
+    x1, x2, weight = make(rows, columns), make(rows, columns), make(columns)
+    scale = make.positive(columns)
+    return {
+        "graphex::rms_norm": Sample((x1, weight, 1e-5)),
+        "graphex::add_rms_norm": Sample((x1, x2, weight, 1e-5)),
+        "graphex::add_rms_norm_cast": Sample((x1, x2, weight, 1e-5)),
+        "graphex::add_rms_norm_dynamic_quant": Sample((x1, x2, weight, None, 1e-5)),
+        "graphex::add_rms_norm_static_quant": Sample((x1, x2, weight, scale, None, 1e-5)),
+        "graphex::dynamic_quant": Sample((x1, weight)),
+        "graphex::static_quant": Sample((x1, scale)),
+        "graphex::silu_mul": Sample((x1, x2)),
+        "graphex::silu_mul_dynamic_quant": Sample((x1, x2)),
+        "npu::npu_add_rms_norm_quant": Sample((x1, x2, weight, scale, None)),
+        "npu::npu_add_rms_norm_dynamic_quant": Sample((x1, x2, weight)),
+        "npu::npu_dynamic_quant": Sample((x1,)),
+        "npu::npu_swiglu": Sample((make(rows, 2 * columns),)),
+    }[name]
+
+
+SIZED = (
+    "graphex::rms_norm",
+    "graphex::add_rms_norm",
+    "graphex::add_rms_norm_cast",
+    "graphex::add_rms_norm_dynamic_quant",
+    "graphex::add_rms_norm_static_quant",
+    "graphex::dynamic_quant",
+    "graphex::static_quant",
+    "graphex::silu_mul",
+    "graphex::silu_mul_dynamic_quant",
+    "npu::npu_add_rms_norm_quant",
+    "npu::npu_add_rms_norm_dynamic_quant",
+    "npu::npu_dynamic_quant",
+    "npu::npu_swiglu",
+)
+
+
+@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 4096), (64, 7168), (1000, 5001), (3000, 128), (5000, 3), (20, 14336), (3, 40001)]
+)
+@torch.no_grad()
+def test_sizes(name, dtype, rows, columns):
+    check(name, at_size(name, rows, columns, Maker(dtype, "cuda")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("batch", "tokens", "heads", "key_heads", "width"), [(1, 1, 32, 8, 128), (3, 700, 16, 1, 64)])
+@torch.no_grad()
+def test_rotary_sizes(dtype, interleaved, batch, tokens, heads, key_heads, width):
+    make = Maker(dtype, "cuda")
+    q, k = (make(batch, tokens, n, width).transpose(1, 2) for n in (heads, key_heads))
+    cos, sin = (t.unsqueeze(1) for t in make.angles(batch, tokens, width))
+    check("graphex::rotary_qk", Sample((q, k, cos, sin), {"interleaved": interleaved}))
+    caches = make(batch, key_heads, 800, width), make(batch, key_heads, 800, width)
+    positions = torch.randperm(800, device="cuda")[:tokens]
+    arguments = q, k, make(batch, key_heads, tokens, width), cos, sin, *caches, positions
+    check("graphex::rotary_qkv_write_", Sample(arguments, {"interleaved": interleaved}))
+
+
+@pytest.mark.parametrize("dst_type", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@torch.no_grad()
+def test_quantised_types(dst_type):
+    x = torch.randn(64, 7168, device="cuda", dtype=torch.bfloat16)
+    x[3] = 0
+    check("npu::npu_dynamic_quant", Sample((x,), {"dst_type": dst_type}))
+    q, _ = NPU.npu_dynamic_quant(x, dst_type=dst_type)
+    assert not q[3].float().any()
+
+
+@torch.no_grad()
+def test_more_elements_than_an_int32_counts():
+    rows, columns = 2**17 + 3, 2**14
+    gate = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_()
+    q, scale = NPU.npu_dynamic_quant(gate)
+    wanted, want_scale = SPECS["npu::npu_dynamic_quant"].reference(gate[-5:])
+    assert_close_to_reference(q[-5:].clone(), wanted)
+    torch.testing.assert_close(scale[-5:], want_scale)
+    del q
+    found = GX.silu_mul(gate, gate)
+    assert_close_to_reference(found[-5:].clone(), SPECS["graphex::silu_mul"].reference(gate[-5:], gate[-5:]))
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+@torch.no_grad()
+def test_capture_in_a_cuda_graph(name):
+    """A replay with new contents of the same tensors gives what a call gives."""
+    sample = next(SAMPLES[name](Maker(torch.bfloat16, "cuda")))
+    call = lambda: overload(name)(*sample.args, **sample.options)  # noqa: E731
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tensors(call())
+    for argument in sample.args:
+        if isinstance(argument, Tensor) and argument.dtype == torch.bfloat16:
+            argument.copy_(torch.randn_like(argument))
+    again = Sample(copies(sample), sample.options)
+    wanted = tensors(overload(name)(*again.args, **again.options))
+    graph.replay()
+    for mine, its in zip(captured, wanted, strict=True):
+        assert torch.equal(mine, its)
+    if name.endswith("_"):
+        for mine, its in zip(sample.args, again.args, strict=True):
+            assert not isinstance(mine, Tensor) or torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name):
+    maker = Maker(torch.float32, "cuda", grad=SPECS[name].gradient is not None)
+    sample = next(SAMPLES[name](maker))
+    torch.library.opcheck(overload(name), sample.args, sample.options)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_KERNEL if SPECS[name].gradient is not None])
+def test_gradients_are_those_of_the_reference(name):
+    for sample in SAMPLES[name](Maker(torch.float32, "cuda", grad=True)):
+        leaves = [a for a in sample.args if isinstance(a, Tensor) and a.requires_grad]
+        grads = []
+        for call in (overload(name), SPECS[name].reference):
+            results = [r for r in tensors(call(*sample.args, **sample.options)) if r.is_floating_point()]
+            torch.manual_seed(1)
+            loss = sum((r * torch.randn_like(r)).sum() for r in results)
+            grads.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_transposed_matmul_writes_its_layout_without_a_copy():
+    a, b = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((16, 128, 512), (16, 512, 256)))
+    found = NPU.npu_transpose_batchmatmul(a, b)
+    torch.testing.assert_close(found, torch.bmm(a, b).transpose(0, 1).contiguous())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        NPU.npu_transpose_batchmatmul(a, b)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels

@@ -1,0 +1,87 @@
+"""Kernels against references: 16-bit results in ulp, float32 against float64, integers within one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.ops.definition import SPECS
+from tests.ops.samples import Sample
+
+# Where a result is rounded more than once on its way, each rounding may fall to the other side: at most this many ulp.
+ROUNDINGS = 2
+
+
+def launcher(name: str) -> Callable[..., Any]:
+    """The function that launches an op's kernel, whatever device the tensors are on."""
+    kernel = SPECS[name].kernel
+    assert kernel is not None
+    module, _, function = kernel.partition(".")
+    return getattr(importlib.import_module(f"graphex.kernels.{module}"), function)
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [] if result is None else list(result) if isinstance(result, tuple) else [result]
+
+
+def copies(sample: Sample) -> tuple[Any, ...]:
+    """The arguments, those that an op may write to being copies."""
+    return tuple(a.clone() if isinstance(a, Tensor) and a.is_contiguous() else a for a in sample.args)
+
+
+def ulps_apart(a: Tensor, b: Tensor) -> Tensor:
+    """How many representable numbers lie between two 16-bit tensors, element by element."""
+
+    def ordered(x: Tensor) -> Tensor:
+        bits = x.contiguous().view(torch.int16).int()
+        return torch.where(bits < 0, -32768 - bits, bits)
+
+    return (ordered(a) - ordered(b)).abs()
+
+
+def assert_close_to_reference(found: Tensor, wanted: Tensor, exact: Tensor | None = None) -> None:
+    """`wanted` is the reference's result, `exact` the same in float64 where there is one."""
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    assert significant_strides(found) == significant_strides(wanted)
+    if not wanted.numel():
+        return
+    if wanted.dtype in (torch.float16, torch.bfloat16):
+        apart = ulps_apart(found, wanted)
+        assert apart.max() <= ROUNDINGS, f"{apart.max()} ulp apart"
+        assert (apart > 1).float().mean() < 1e-3
+        assert (apart > 0).float().mean() < 0.02 or wanted.numel() < 200
+    elif wanted.dtype.is_floating_point and wanted.dtype.itemsize == 4:
+        if exact is None:
+            torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+        else:
+            allowed = 2 * (wanted - exact).abs().max() + 2e-7 * exact.abs().max()
+            assert (found - exact).abs().max() <= allowed
+    elif wanted.dtype.is_floating_point:  # float8: neighbours are up to an eighth apart
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=0.126, atol=0.002)
+        assert (found.float() != wanted.float()).float().mean() < 0.02 or wanted.numel() < 200
+    else:
+        apart = (found.int() - wanted.int()).abs()
+        assert apart.max() <= 1
+        assert (apart > 0).float().mean() < 0.02 or wanted.numel() < 200
+
+
+def significant_strides(x: Tensor) -> list[int]:
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1] if x.numel() else []
+
+
+def in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.float32:
+        return value.double()
+    return value
+
+
+def exact_results(name: str, sample: Sample) -> list[Tensor] | None:
+    """The reference in float64, for ops on float32 that neither quantise nor write."""
+    floats = [a for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
+    if "quant" in name or name.endswith("_") or any(a.dtype != torch.float32 for a in floats):
+        return None
+    return tensors(SPECS[name].reference(*map(in_float64, sample.args), **sample.options))

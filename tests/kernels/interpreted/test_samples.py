@@ -1,0 +1,44 @@
+"""Every op that has a kernel, on the samples of the op library."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphex.ops.definition import SPECS, Declined
+from tests.kernels.compare import assert_close_to_reference, copies, exact_results, launcher, tensors
+from tests.ops.samples import SAMPLES, Maker
+
+WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
+# The interpreter's own conversion to float8 does not round to nearest: those are tested on a GPU.
+NOT_INTERPRETED = (torch.float8_e4m3fn,)
+DECLINED = {
+    "npu::npu_add_rms_norm_quant": {"two quantised results"},
+    "npu::npu_add_rms_norm_dynamic_quant": {"two quantised results"},
+    "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
+    "npu::npu_quantize": {"scales along a dimension other than the last"},
+}
+
+
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_kernel_computes_what_the_reference_does(name):
+    torch.manual_seed(0)
+    samples = list(SAMPLES[name](Maker(torch.float16))) + list(SAMPLES[name](Maker(torch.float32)))[:2]
+    declined = set()
+    for sample in samples:
+        if any(option in NOT_INTERPRETED for option in sample.options.values()):
+            continue
+        found_args, wanted_args = copies(sample), copies(sample)
+        found = launcher(name)(*found_args, **sample.options)
+        if isinstance(found, Declined):
+            declined.add(found.reason)
+            continue
+        wanted = SPECS[name].reference(*wanted_args, **sample.options)
+        exact = exact_results(name, sample)
+        for at, (mine, its) in enumerate(zip(tensors(found), tensors(wanted), strict=True)):
+            assert_close_to_reference(mine, its, None if exact is None else exact[at])
+        if name.endswith("_"):
+            for mine, its in zip(found_args, wanted_args, strict=True):
+                if isinstance(mine, torch.Tensor):
+                    assert_close_to_reference(mine, its)
+    assert declined == DECLINED.get(name, set())

@@ -1,0 +1,135 @@
+"""Any shape, any stride, any option: random ones for each family of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphex.ops.definition import SPECS, Declined
+from tests.kernels.compare import assert_close_to_reference, launcher, tensors
+
+FEW = settings(max_examples=10, deadline=None, derandomize=True, database=None)
+leading = st.lists(st.integers(0, 4), max_size=3)
+columns = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 127, 257]))
+dtypes = st.sampled_from([torch.float16, torch.float32])
+layouts = st.sampled_from(["contiguous", "sliced", "permuted", "sliced twice"])
+
+
+def laid_out(shape: list[int], dtype: torch.dtype, layout: str) -> Tensor:
+    if layout == "sliced":
+        return torch.randn(*shape[:-1], shape[-1] + 3).to(dtype)[..., 2:-1]
+    if layout == "permuted" and len(shape) > 2:
+        return torch.randn(shape[1], shape[0], *shape[2:]).to(dtype).transpose(0, 1)
+    if layout == "sliced twice" and len(shape) > 2:
+        return torch.randn(*shape[:-2], shape[-2] + 2, shape[-1] + 1).to(dtype)[..., 1:-1, :-1]
+    return torch.randn(*shape).to(dtype)
+
+
+def check(name: str, *args: object, **options: object) -> bool:
+    """Whether the kernel took these arguments; if it did, it was right."""
+    found = launcher(name)(*args, **options)
+    if isinstance(found, Declined):
+        assert found.reason
+        return False
+    for mine, its in zip(tensors(found), tensors(SPECS[name].reference(*args, **options)), strict=True):
+        assert_close_to_reference(mine, its)
+    return True
+
+
+@FEW
+@given(leading, columns, dtypes, layouts, layouts, st.booleans(), st.sampled_from([0.0, 1.0]))
+def test_norms(lead, width, dtype, layout, other, cast_first, offset):
+    torch.manual_seed(0)
+    x1, x2 = laid_out([*lead, width], dtype, layout), laid_out([*lead, width], dtype, other)
+    weight = torch.randn(width).to(dtype)
+    took = check("graphex::add_rms_norm", x1, x2, weight, 1e-5, offset, cast_first)
+    took &= check("graphex::add_rms_norm_dynamic_quant", x1, x2, weight, None, 1e-5, offset, cast_first)
+    took &= check("graphex::rms_norm_static_quant", x1, weight, torch.rand(width) + 0.1, None, 1e-5, offset, cast_first)
+    assert took or layout != "contiguous" or other != "contiguous"
+
+
+@FEW
+@given(leading, columns, dtypes, layouts, layouts)
+def test_elementwise_and_quantisation(lead, width, dtype, layout, other):
+    torch.manual_seed(0)
+    gate, up = laid_out([*lead, width], dtype, layout), laid_out([*lead, width], dtype, other)
+    took = check("graphex::silu_mul", gate, up)
+    took &= check("graphex::dynamic_quant", gate)
+    took &= check("graphex::silu_mul_dynamic_quant", gate, up)
+    took &= check("graphex::static_quant", gate, torch.rand(width) + 0.1, torch.randint(-9, 9, (width,)))
+    assert took or layout != "contiguous" or other != "contiguous"
+
+
+@FEW
+@given(
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 20),
+    dtypes,
+    st.booleans(),
+    st.booleans(),
+)
+def test_rotary(batch, tokens, heads, groups, half, dtype, interleaved, heads_first):
+    torch.manual_seed(0)
+    q, k = torch.randn(batch, tokens, heads * groups, 2 * half), torch.randn(batch, tokens, heads, 2 * half)
+    q, k = q.to(dtype), k.to(dtype)
+    angle = torch.rand(batch, tokens, 2 * half) * 6
+    cos, sin = angle.cos().to(dtype).unsqueeze(2), angle.sin().to(dtype).unsqueeze(2)
+    if heads_first:
+        q, k, cos, sin = (t.transpose(1, 2) for t in (q, k, cos, sin))
+    assert check("graphex::rotary_qk", q, k, cos, sin, interleaved)
+    assert check("graphex::rotary", k, cos, sin, interleaved)
+
+
+@pytest.mark.parametrize("name", ["graphex::rms_norm_dynamic_quant", "graphex::rms_norm", "graphex::dynamic_quant"])
+def test_rows_wider_than_a_tile(name):
+    x = torch.randn(2, 20001).half()
+    weight = torch.randn(20001).half()
+    args = {
+        "graphex::rms_norm": (x, weight, 1e-5),
+        "graphex::rms_norm_dynamic_quant": (x, weight, None, 1e-5),
+        "graphex::dynamic_quant": (x, weight),
+    }
+    assert check(name, *args[name])
+
+
+def test_rows_of_zeros_and_tiny_rows():
+    x = torch.zeros(4, 16)
+    x[1] = torch.randn(16) * 1e-38
+    x[2] = torch.randn(16) * 1e-30
+    q, scale = launcher("npu::npu_dynamic_quant")(x)
+    wanted, _ = SPECS["npu::npu_dynamic_quant"].reference(x)
+    assert (q.int() - wanted.int()).abs().max() <= 1
+    assert not q[0].any()
+    assert scale[0] == 0
+
+
+def test_positions_outside_the_cache_are_not_written():
+    k, cos = torch.randn(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
+    memory = torch.zeros(3, 2, 5, 4)
+    assert launcher("graphex::rotary_write_")(k, cos, cos * 0, memory[1:2], torch.tensor([-1, 2, 5])) is None
+    assert not memory[0].any()
+    assert not memory[2].any()
+    torch.testing.assert_close(memory[1, :, 2], k[0, :, 1])
+    assert not memory[1][:, [0, 1, 3, 4]].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("graphex::rms_norm", (torch.randn(2, 4).double(), None, 1e-5), "float64"),
+        ("graphex::rms_norm", (torch.randn(4, 2).t(), None, 1e-5), "not adjacent"),
+        ("graphex::silu_mul", (torch.randn(1, 4).expand(3, 4), torch.randn(3, 4)), "overlap or repeat"),
+        ("graphex::dynamic_quant", (torch.randn(2, 0),), "no columns"),
+        ("graphex::rotary", (torch.randn(1, 1, 1, 2, 4), torch.ones(4), torch.ones(4)), "more than four"),
+    ],
+)
+def test_what_a_kernel_declines_it_declines_with_a_reason(name, args, reason):
+    result = launcher(name)(*args)
+    assert isinstance(result, Declined)
+    assert reason in result.reason
