@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError
@@ -41,6 +42,7 @@ __all__ = [
     "get_backend",
     "graph_pass",
     "journal",
+    "register_inplace_twin",
 ]
 
 # Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
@@ -63,6 +65,7 @@ _HOMES = {
     "get_backend": "backend",
     "graph_pass": "passes.adapter",
     "journal": "backend",
+    "register_inplace_twin": "analysis.declared_twins",
 }
 
 

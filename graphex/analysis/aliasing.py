@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
@@ -175,6 +176,11 @@ class Aliases:
         for storage in (*others, *self.storages(node)):
             self._merge(storage, target)
 
+    def adopt(self, node: Node, part: Node) -> None:
+        """Take note that `node`, which had several results, now has one: the one that `part` was."""
+        self._storages[node] = self._storages.get(part, frozenset())
+        self._parts.pop(node, None)
+
     # -- building ----------------------------------------------------------------------------------------------
 
     def _visit(self, node: Node) -> None:
@@ -296,7 +302,7 @@ def _allocates_for_the_graph(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return True
     op = operator_of(node)
-    return op is not None and op.namespace in PURE_NAMESPACES
+    return op is not None and (op.namespace in PURE_NAMESPACES or is_declared(op))
 
 
 def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:

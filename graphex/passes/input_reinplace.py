@@ -22,9 +22,11 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import node_line, same_layout
+from graphex.analysis.aliasing import Storage
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.shapes import same_offset
 from graphex.analysis.twins import in_place_twin
+from graphex.passes import inplace_twins
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
 from graphex.passes.mutable_ops import unwrap_mutable_ops
@@ -57,11 +59,11 @@ class RestoreInputWrites(GraphPass):
     moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
-        return (self.rule, MUTABLE_OPS)
+        return (self.rule, MUTABLE_OPS, inplace_twins.RULE)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
-            chain = _chain(node) if work.allows(self.rule) else None
+            chain = _chain(work, node) if work.allows(self.rule) else None
             if chain is None:
                 continue
             refusal = _why_not(work, chain)
@@ -73,10 +75,11 @@ class RestoreInputWrites(GraphPass):
             proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
             work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
             _write_in_place(work, chain)
+        inplace_twins.call_marked_twins(work)
         unwrap_mutable_ops(work, self.name)
 
 
-def _chain(node: Node) -> Chain | None:
+def _chain(work: Work, node: Node) -> Chain | None:
     """The updates that lead from an input to the value that is copied over it; None if this is no such copy."""
     if node.op != "call_function" or node.target is not aten.copy_.default or len(node.args) < 2:
         return None
@@ -86,7 +89,7 @@ def _chain(node: Node) -> Chain | None:
     steps: list[Node] = []
     while isinstance(value, Node) and value is not target:
         steps.append(value)
-        value = _updated(value)
+        value = _updated(work, value)
     return Chain(target, steps[::-1], node) if value is target and steps else None
 
 
@@ -95,8 +98,10 @@ def _bytes_moved(chain: Chain) -> int:
     return 2 * bytes_of(chain.target) * (len(chain.steps) + 1)
 
 
-def _updated(step: Node) -> Any:
+def _updated(work: Work, step: Node) -> Any:
     """The value that a node is a new version of; None if it is not one."""
+    if work.allows(inplace_twins.RULE) and (declared := inplace_twins.updated_argument(step)) is not None:
+        return declared
     if not step.args:
         return None
     if in_place_twin(step.target) is not None or step.target in WINDOWS:
@@ -107,11 +112,8 @@ def _updated(step: Node) -> Any:
 
 
 def _writer(step: Node) -> Node:
-    """The node that will do the writing: the step itself, or the wrapped op whose result it is."""
-    if step.target is operator.getitem:
-        assert isinstance(step.args[0], Node)
-        return step.args[0]
-    return step
+    """The node that will do the writing: the step itself, or the op whose result it is."""
+    return inplace_twins.call_of(step)
 
 
 def _why_not(work: Work, chain: Chain) -> Refusal | None:
@@ -119,13 +121,18 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
     if len(aliases.writes(chain.target)) != 1:
         return Refusal(f"'{chain.target.name}' is written to more than once", chain.epilogue)
     versions = [chain.target, *chain.steps]
+    memory = frozenset().union(*map(aliases.storages, versions))
     end = aliases.position(chain.epilogue)
     for old, step in zip(versions, chain.steps, strict=False):
         if not same_layout(step.meta.get("val"), chain.target.meta.get("val")):
             return Refusal("the new value has another layout than the input", step)
         if aliases.is_absolute(step) and not same_offset(step.meta.get("val"), chain.target.meta.get("val")):
             return Refusal("the new value is addressed from the start of its storage, and the input begins later", step)
-        if _operands_share(work, step, versions):
+        if inplace_twins.updated_argument(step) is not None and (
+            reason := inplace_twins.why_not_called(_writer(step), old)
+        ):
+            return Refusal(reason, step)
+        if _operands_share(work, step, memory):
             return Refusal("the update reads the memory it would write", step)
         last = end if old is chain.target else None
         for reader in aliases.readers_after(old, _writer(step), until=last):
@@ -139,23 +146,27 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
     return None
 
 
-def _operands_share(work: Work, step: Node, versions: list[Node]) -> bool:
-    """Whether an argument besides the first may live in the memory of any version."""
-    old, writer = _updated(step), _writer(step)
+def _operands_share(work: Work, step: Node, memory: frozenset[Storage]) -> bool:
+    """Whether an argument besides the one that is updated may live in the memory of any version."""
+    old, writer = _updated(work, step), _writer(step)
     if work.aliases.shares_with_operands(writer, old):
         return True
     operands = [value for value in writer.all_input_nodes if value is not old]
-    return any(work.aliases.may_alias(value, version) for value in operands for version in versions)
+    return any(not work.aliases.storages(value).isdisjoint(memory) for value in operands)
 
 
 def _write_in_place(work: Work, chain: Chain) -> None:
     value = chain.target.meta["val"]
+    for step in (*chain.steps[1:], chain.target):
+        work.aliases.join(step, chain.steps[0])
     chain.epilogue.replace_all_uses_with(chain.steps[-1])
     work.graph.erase_node(chain.epilogue)
     for step in chain.steps:
         twin = in_place_twin(step.target)
-        if step.target is operator.getitem:
-            old = _updated(step)
+        if inplace_twins.updated_argument(step) is not None:
+            inplace_twins.write_directly(step, chain.target)
+        elif step.target is operator.getitem:
+            old = _updated(work, step)
             _writer(step).replace_input_with(old, chain.target)
             write_directly(_writer(step), chain.target)
         elif twin is not None:
