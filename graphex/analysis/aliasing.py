@@ -18,7 +18,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -29,6 +29,10 @@ from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
+
+# On the output node: the place of each output that the user never gets, because a view of an input is made in its
+# place after the graph has run, and the place of that input.
+REGENERATED = "graphex_regenerated"
 
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
@@ -44,6 +48,7 @@ class Aliases:
         self._joined: dict[Storage, Storage] = {}
         self._inputs: set[Storage] = set()
         self._outputs: list[frozenset[Storage]] = []
+        self._made_again: dict[int, Node] = {}  # place among the outputs -> the input that the user gets a view of
         self._writes: dict[Storage, list[int]] = {}
         self._reads: dict[Storage, list[int]] = {}
         self._absolute: set[Storage] = set()
@@ -86,6 +91,14 @@ class Aliases:
     def reaches_output(self, node: Node) -> bool:
         mine = self.storages(node)
         return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+
+    def is_handed_out(self, node: Node, written: Node) -> bool:
+        """Whether the user gets the memory of `node`, as an output that is not a view of the input `written` anyway."""
+        mine = self.storages(node)
+        return any(
+            not mine.isdisjoint(self._resolved(out)) and self._made_again.get(place) is not written
+            for place, out in enumerate(self._outputs)
+        )
 
     def is_absolute(self, node: Node) -> bool:
         """Whether something counts from the start of the node's storage: then it matters where the value begins."""
@@ -189,7 +202,10 @@ class Aliases:
             for storage in self._storages.get(value, ()):
                 _append(self._reads, storage, position)
         if node.op == "output":
-            self._outputs = [self._storages.get(leaf, frozenset()) for leaf in node_leaves(node.args)]
+            leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+            self._outputs = [self._memory_of(leaf) for leaf in leaves]
+            inputs = [each for each in self._nodes if each.op == "placeholder"]
+            self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
             return
         for value in written_arguments(node):
@@ -200,6 +216,9 @@ class Aliases:
             self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
         for value in _absolutely_addressed(node):
             self._absolute |= self._storages.get(value, frozenset())
+
+    def _memory_of(self, value: Any) -> frozenset[Storage]:
+        return frozenset().union(*(self._storages.get(leaf, frozenset()) for leaf in node_leaves(value)))
 
     def _storages_of(self, node: Node) -> frozenset[Storage]:
         if node.op in ("placeholder", "get_attr"):

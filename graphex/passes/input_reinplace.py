@@ -7,8 +7,8 @@
     after:   window = slice(cache, 2, a, b); copy_(window, k)
 
 A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
-is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own;
-the refusal names the read that is in the way.
+is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own (a
+view of the input that the user gets back is none); the refusal names the read that is in the way.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _why_not(work: Work, chain: Chain) -> Refusal | None:
             if reader is not chain.epilogue:
                 where = f" ({line})" if (line := node_line(reader)) else ""
                 return Refusal(f"the old value is read later by '{reader.name}'{where}", step)
-    if any(aliases.reaches_output(step) for step in chain.steps):
+    if any(aliases.is_handed_out(step, chain.target) for step in chain.steps):
         return Refusal("an output would begin to share memory with an input", chain.steps[-1])
     if any(aliases.is_written(step) for step in chain.steps):
         return Refusal("the new value is written to", chain.steps[-1])
