@@ -26,12 +26,15 @@ from graphex.analysis.shapes import same_offset
 from graphex.analysis.twins import has_unproven_twin, in_place_twin
 from graphex.passes import inplace_twins
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
+from graphex.passes.layouts import laid_out_as
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
 from graphex.passes.mutable_ops import unwrap_mutable_ops
 from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, updated
 from graphex.torch_private.mutable_ops import write_directly
 
 aten = torch.ops.aten
+
+Layouts = dict[Node, Any]  # nodes that are laid out otherwise when an input is written in place: their new values
 
 _ATTEMPTS = 8  # at taking a chain apart, each time with one more scatter left whole
 
@@ -57,7 +60,7 @@ class RestoreInputWrites(GraphPass):
         if found is None:
             self._name_what_is_unknown(work, epilogue)
             return
-        chain, refusal = found
+        chain, refusal, layouts = found
         if refusal is not None:
             work.refuse(refusal.node or epilogue, refusal, rule=self.rule, bytes_moved=_bytes_moved(chain))
             return
@@ -65,20 +68,18 @@ class RestoreInputWrites(GraphPass):
         because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
         proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
         work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
-        _write_in_place(work, chain)
+        _write_in_place(work, chain, layouts)
 
     def _name_what_is_unknown(self, work: Work, node: Node) -> None:
         """An update by an op that could write in place, but is not known to give the same bits then."""
-        if (
-            node.target is not aten.copy_.default
-            or not isinstance(node.args[0], Node)
-            or node.args[0].op != "placeholder"
-        ):
+        if node.target is not aten.copy_.default or len(node.args) < 2:
             return
-        value = node.args[1]
-        if isinstance(value, Node) and value.args and value.args[0] is node.args[0] and has_unproven_twin(value.target):
+        target, value = node.args[0], node.args[1]
+        if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(value, Node):
+            return
+        if value.args and value.args[0] is target and has_unproven_twin(value.target):
             reason = f"'{value.target}' is not known to give the same bits in place"
-            work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(node.args[0]))
+            work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(target))
 
 
 def _bytes_moved(chain: Chain) -> int:
@@ -86,23 +87,24 @@ def _bytes_moved(chain: Chain) -> int:
     return 2 * bytes_of(chain.target) * (len(chain.steps) + 1)
 
 
-def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None] | None:
-    """A chain that may be written in place, or one that may not and why.
+def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layouts] | None:
+    """A chain that may be written in place (and the layouts that change by it), or one that may not and why.
 
     Where the inside of a scatter is in the way, the scatter is tried as a whole: its content is computed elsewhere and
     copied into the window.
     """
     declared = work.allows(inplace_twins.RULE)
-    first: tuple[Chain, Refusal | None] | None = None
+    first: tuple[Chain, Refusal | None, Layouts] | None = None
     whole: set[Node] = set()
     for _ in range(_ATTEMPTS):
         chain = find_chain(epilogue, whole, declared=declared)
         if chain is None:
             break
-        problem = _Proof(work, chain).why_not()
+        proof = _Proof(work, chain)
+        problem = proof.why_not()
         if problem is None:
-            return chain, None
-        first = first or (chain, problem[0])
+            return chain, None, proof.layouts
+        first = first or (chain, problem[0], {})
         scatters = [place.node for place in problem[1].put_back if place.node.target in WINDOWS] if problem[1] else []
         if not scatters:
             break
@@ -118,6 +120,7 @@ class _Proof:
         self.aliases = work.aliases
         self.chain = chain
         self.inside = {place.node for place in chain.places}
+        self.layouts: Layouts = {}
         self.memory = frozenset[Storage]().union(*map(self.aliases.storages, self.inside))
 
     def why_not(self) -> tuple[Refusal, Update | None] | None:
@@ -162,7 +165,7 @@ class _Proof:
             window = view.fake(window)
         if not same_layout(found, window):
             alike = found.dtype == window.dtype and known_equal(tuple(found.shape), tuple(window.shape))
-            if not alike or not place.path or not self._is_read_inside_only(place.node):
+            if not alike or not self._may_be_laid_out_as(place.node, window):
                 return Refusal("the new value has another layout than the input", place.node)
         if self.aliases.is_absolute(place.node) and not same_offset(found, window):
             return Refusal(
@@ -170,8 +173,15 @@ class _Proof:
             )
         return None
 
-    def _is_read_inside_only(self, node: Node) -> bool:
-        return all(user in self.inside for user in node.users)
+    def _may_be_laid_out_as(self, node: Node, window: torch.Tensor) -> bool:
+        """Whether everybody else who reads the value can read the window instead."""
+        inside = {*self.inside, self.chain.epilogue}
+        if all(user in inside for user in node.users):
+            return True
+        changed = laid_out_as(self.aliases, node, window, inside)
+        if changed is not None:
+            self.layouts.update(changed)
+        return changed is not None
 
     def _operands_share(self, step: Node, old: Any) -> bool:
         """Whether an argument besides the one that is updated may live in the memory of any version."""
@@ -200,7 +210,10 @@ def _writer(step: Node) -> Node:
     return inplace_twins.call_of(step)
 
 
-def _write_in_place(work: Work, chain: Chain) -> None:
+def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
+    for node, value in layouts.items():
+        node.meta["val"] = value
+        node.meta.pop("tensor_meta", None)
     for node in (*chain.steps[1:], chain.target):
         work.aliases.join(node, chain.steps[0])
     chain.epilogue.replace_all_uses_with(chain.places[-1].node)

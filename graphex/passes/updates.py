@@ -147,31 +147,36 @@ def _trace(
     value: Any, is_root: Callable[[Any], bool], whole: Collection[Node], declared: bool, *, inside: bool = False
 ) -> tuple[list[Update], Node] | None:
     """The updates between a root and `value`, in order, and the root."""
-    found: list[Update] = []
+    found: list[Update] = []  # the last one first
+    put_back: list[Place] = []  # what puts back the update that is found next
     while not is_root(value):
         if not isinstance(value, Node):
             return None
         old = _updated_by_twin(value) if inside else updated(value, declared=declared)
         if old is not None:
-            found.append(Update(Place(value)))
-            value = old
+            updates, value = [Update(Place(value))], old
         elif value.target in WINDOWS:
             inner = _inside_window(value, whole)
-            found += _carried_by(value, *inner)[::-1] if inner is not None else [Update(Place(value))]
+            updates = _carried_by(value, *inner) if inner is not None else [Update(Place(value))]
+            put_back += [] if updates else [Place(value)]
             value = value.args[0]
-        elif value.target in ARRANGEMENTS:
-            inner = _inside_arrangement(value, whole)
-            if inner is None:
-                return None
-            found += _carried_by(value, *inner)[::-1]
+        elif value.target in ARRANGEMENTS and (inner := _inside_arrangement(value, whole)) is not None:
+            updates = _carried_by(value, *inner)
+            put_back += [] if updates else [Place(value)]
             value = inner[1].args[0]
         else:
             return None
-    return found[::-1], value
+        if updates:
+            updates[-1] = replace(updates[-1], put_back=(*updates[-1].put_back, *put_back[::-1]))
+            found += updates[::-1]
+            put_back = []
+    return (found[::-1], value) if not put_back else None
 
 
 def _carried_by(outer: Node, updates: list[Update], root: Node) -> list[Update]:
     """Updates of the window that `root` looks at, as `outer` puts them back in their place."""
+    if not updates:
+        return []  # the window is put back as it was
     *first, last = (update.within(View.by(root)) for update in updates)
     return [*first, replace(last, put_back=(*last.put_back, Place(outer)))]
 
@@ -186,14 +191,12 @@ def _inside_window(scatter: Node, whole: Collection[Node]) -> tuple[list[Update]
         is_view = isinstance(node, Node) and node.target is seen_by.op and node.args[0] is scatter.args[0]
         return is_view and View.by(node) == seen_by
 
-    found = _trace(scatter.args[1], is_root, whole, declared=False, inside=True)
-    return found if found is not None and found[0] else None
+    return _trace(scatter.args[1], is_root, whole, declared=False, inside=True)
 
 
 def _inside_arrangement(outer: Node, whole: Collection[Node]) -> tuple[list[Update], Node] | None:
     """The updates of a value in another arrangement, which `outer` turns back into the first."""
-    found = _trace(outer.args[0], lambda node: _turns_back(node, outer), whole, declared=False, inside=True)
-    return found if found is not None and found[0] else None
+    return _trace(outer.args[0], lambda node: _turns_back(node, outer), whole, declared=False, inside=True)
 
 
 def _turns_back(inner: Any, outer: Node) -> bool:

@@ -142,6 +142,7 @@ INDEXED = (
     "{t}.index_fill_(0, {i}, 2)",
     "{t}.scatter_(0, {i}.view(2, 1).expand(2, 3), {r})",
     "{t}.scatter_add_(0, {i}.view(2, 1).expand(2, 3), {r})",
+    "{t}.scatter_reduce_(0, {i}.view(2, 1).expand(2, 3), {r}, 'amax')",
     "{t}.copy_({t}.index_copy(0, {i}, {r}))",
 )
 INDICES = ("torch.tensor([1, 0])", "torch.tensor([0, 2])", "torch.arange(2)")
