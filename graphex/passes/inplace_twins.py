@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphex.analysis import known_equal, same_layout
+from graphex.analysis import same_layout
 from graphex.analysis.declared_twins import DeclaredTwin, declared_twin
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.reuse import Obstacle, why_not_reusable
+from graphex.analysis.shapes import known_contiguous
 from graphex.passes.base import Work, inherit
 
 RULE = "call_inplace_twin"
@@ -57,9 +58,9 @@ def why_not_called(call: Node, directly: Node | None) -> str | None:
         return "its results are passed on as a tuple"
     for value, after in zip(twin.written_values(call), twin.new_versions(call), strict=True):
         known = value.meta.get("val") if isinstance(value, Node) else None
-        if not isinstance(value, Node) or not same_layout(after, known):
+        if not isinstance(value, Node) or not isinstance(known, torch.Tensor) or not same_layout(after, known):
             return "a new version has another layout than the argument it would be written over"
-        if directly is not None and value is not directly and not _is_contiguous(known):
+        if directly is not None and value is not directly and not known_contiguous(known):
             return f"'{value.name}' might have to be copied first, and is not contiguous"
     return None
 
@@ -184,13 +185,3 @@ def _index(getitem: Node, twin: DeclaredTwin) -> int:
     index = getitem.args[1]
     assert isinstance(index, int)
     return index + len(twin.functional._schema.returns) if index < 0 else index
-
-
-def _is_contiguous(value: Any) -> bool:
-    """Whether the (fake) tensor certainly lies in memory row by row: then a copy of it does too."""
-    expected: list[Any] = []
-    stride: Any = 1
-    for size in reversed(value.shape):
-        expected.append(stride)
-        stride = stride * size
-    return known_equal(tuple(reversed(expected)), tuple(value.stride()))

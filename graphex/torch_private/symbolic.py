@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -18,8 +19,10 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "detect_fake_mode",
+    "expression_of",
     "free_unbacked_symbols",
     "hint_of",
+    "kind_of",
     "statically_known_true",
     "unset_fake_temporarily",
 ]
@@ -31,3 +34,17 @@ def hint_of(value: int | torch.SymInt, default: int) -> int:
         return value
     hint: Any = value.node.hint
     return default if hint is None else int(hint)
+
+
+def expression_of(value: torch.SymInt) -> Any:
+    """The expression a symbolic size stands for, in terms of the symbols of the inputs."""
+    return value.node.expr
+
+
+def kind_of(expression: Any) -> str:
+    """What an expression is: a number, a symbol, a sum, a product; empty for anything else."""
+    if isinstance(expression, sympy.Integer):
+        return "number"
+    if isinstance(expression, sympy.Symbol):
+        return "symbol"
+    return {sympy.Add: "sum", sympy.Mul: "product"}.get(type(expression), "")
