@@ -153,6 +153,13 @@ class Aliases:
             positions.update(reads[bisect_right(reads, first) :])
         return [self._nodes[position] for position in sorted(positions) if until is None or position < until]
 
+    def users_of_memory(self, node: Node) -> list[Node]:
+        """The nodes that read or write the memory of `node`, or made it, in order."""
+        storages = self.storages(node)
+        positions = {position for storage in storages for position in self._reads.get(storage, ())}
+        positions |= {self._position[owner] for owner, _ in storages}
+        return [self._nodes[position] for position in sorted(positions)]
+
     def why_not_same(self, node: Node, kept: Node) -> str | None:
         """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
 

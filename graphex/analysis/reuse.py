@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis.aliasing import Aliases
+from graphex.analysis.order import Order
 from graphex.analysis.shapes import known_equal, known_true, same_layout
 from graphex.analysis.source import node_line
 
@@ -17,13 +19,16 @@ class Obstacle(NamedTuple):
 
     reason: str
     reader: Node | None = None
+    on_another_stream: bool = False
 
     def sentence(self) -> str:
         line = node_line(self.reader) if self.reader is not None else ""
         return f"{self.reason} ({line})" if line else self.reason
 
 
-def why_not_reusable(aliases: Aliases, writer: Node, dead: Any, after: Any, result: Node | None) -> Obstacle | None:
+def why_not_reusable(
+    aliases: Aliases, order: Order, writer: Node, dead: Any, after: Any, result: Node | None
+) -> Obstacle | None:
     """What keeps `writer` from leaving its result, of layout `after`, in the memory of its argument `dead`.
 
     `result` is the node that stands for the result, if there is one.
@@ -42,6 +47,18 @@ def why_not_reusable(aliases: Aliases, writer: Node, dead: Any, after: Any, resu
         return Obstacle(f"another argument may share memory with '{dead.name}'")
     if readers := aliases.readers_after(dead, writer):
         return Obstacle(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0])
+    return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
+
+
+def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Node]) -> Obstacle | None:
+    """Somebody who uses the memory of `values` on another stream, with nothing that puts it before or after a write."""
+    if order.one_stream:
+        return None
+    for user in (user for value in values for user in aliases.users_of_memory(value)):
+        if user is writer or not user.op.startswith("call") or order.before(user, writer) or order.before(writer, user):
+            continue
+        reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
+        return Obstacle(reason, user, on_another_stream=True)
     return None
 
 

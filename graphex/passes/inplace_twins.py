@@ -112,7 +112,7 @@ def reuse_dead_arguments(work: Work, call: Node) -> None:
 def _why_not_dead(work: Work, call: Node, twin: DeclaredTwin, place: int) -> Obstacle | None:
     dead, after = twin.written_values(call)[place], twin.new_versions(call)[place]
     results = [call] if not twin.returns_tuple else _results(call, twin).get(twin.outs + place, [])
-    return why_not_reusable(work.aliases, call, dead, after, results[0] if results else None)
+    return why_not_reusable(work.aliases, work.order, call, dead, after, results[0] if results else None)
 
 
 def _certify(work: Work, call: Node, twin: DeclaredTwin, place: int) -> None:

@@ -22,6 +22,7 @@ from torch.fx import Node
 from graphex.analysis import known_equal, node_line, same_layout
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.reuse import unordered
 from graphex.analysis.shapes import same_offset
 from graphex.analysis.twins import has_unproven_twin, in_place_twin
 from graphex.passes import inplace_twins
@@ -136,6 +137,10 @@ class _Proof:
                 return refusal, update
             before = update.places
         steps = [place.node for place in chain.places if place.node is not chain.target]
+        for step in steps:
+            obstacle = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
+            if obstacle is not None:
+                return Refusal(obstacle.sentence(), step), None
         if any(aliases.is_handed_out(step, chain.target) for step in steps):
             return Refusal("an output would begin to share memory with an input", steps[-1]), None
         if any(aliases.is_written(step) for step in steps):

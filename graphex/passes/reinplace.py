@@ -45,7 +45,10 @@ class ReuseDeadMemory(GraphPass):
         if twin is None or not node.args or not isinstance(node.args[0], Node):
             return
         dead = node.args[0]
-        if why_not_reusable(work.aliases, node, dead, node.meta.get("val"), node) is None:
+        obstacle = why_not_reusable(work.aliases, work.order, node, dead, node.meta.get("val"), node)
+        if obstacle is not None and obstacle.on_another_stream:
+            work.refuse(node, obstacle.sentence(), rule=self.rule)
+        if obstacle is None:
             proof = work.certificate(dead, node, bytes_of(node))
             work.aliases.join(node, dead)
             node.target = twin
