@@ -144,7 +144,7 @@ def pass_time(nodes: int) -> tuple[int, float]:
 
     def long(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         cache = given
-        for step in range(nodes // 10):
+        for step in range(nodes // 12):
             row = cache[step % 8]
             x = torch.relu(x * row + x) - (x * row)
             cache = torch.select_scatter(cache, x, 0, step % 8)

@@ -34,6 +34,7 @@ Parts = list[frozenset[Storage]]  # for a node with several results, one entry e
 # place after the graph has run, and the place of that input.
 REGENERATED = "graphex_regenerated"
 
+_NOTHING: frozenset[Storage] = frozenset()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
 
@@ -62,7 +63,8 @@ class Aliases:
 
     def storages(self, node: Node) -> frozenset[Storage]:
         """The storages that the node's value, or any part of it, may live in."""
-        return frozenset(map(self._find, self._storages.get(node, frozenset())))
+        found = self._storages.get(node, _NOTHING)
+        return found if self._joined.keys().isdisjoint(found) else self._resolved(found)
 
     def may_alias(self, left: Node, right: Node) -> bool:
         return not self.storages(left).isdisjoint(self.storages(right))

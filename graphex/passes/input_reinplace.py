@@ -113,6 +113,12 @@ def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layout
     return first
 
 
+def first_write_in_place(work: Work, epilogue: Node) -> Node | None:
+    """The node that will be the first to write to an input that `epilogue` updates; None if it will be a copy."""
+    found = _provable(work, epilogue)
+    return _writer(found[0].steps[0]) if found is not None and found[1] is None else None
+
+
 class _Proof:
     """Why a chain may not be written in place; with the update that is in the way, if it is one."""
 
