@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError
@@ -46,6 +47,7 @@ __all__ = [
     "node_info",
     "register_replacement",
     "replacement",
+    "register_inplace_twin",
 ]
 
 # Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
@@ -72,6 +74,7 @@ _HOMES = {
     "node_info": "fusion.register",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
+    "register_inplace_twin": "analysis.declared_twins",
 }
 
 

@@ -18,17 +18,23 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
 
+# On the output node: the place of each output that the user never gets, because a view of an input is made in its
+# place after the graph has run, and the place of that input.
+REGENERATED = "graphex_regenerated"
+
+_NOTHING: frozenset[Storage] = frozenset()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
 
@@ -43,6 +49,7 @@ class Aliases:
         self._joined: dict[Storage, Storage] = {}
         self._inputs: set[Storage] = set()
         self._outputs: list[frozenset[Storage]] = []
+        self._made_again: dict[int, Node] = {}  # place among the outputs -> the input that the user gets a view of
         self._writes: dict[Storage, list[int]] = {}
         self._reads: dict[Storage, list[int]] = {}
         self._absolute: set[Storage] = set()
@@ -56,7 +63,8 @@ class Aliases:
 
     def storages(self, node: Node) -> frozenset[Storage]:
         """The storages that the node's value, or any part of it, may live in."""
-        return frozenset(map(self._find, self._storages.get(node, frozenset())))
+        found = self._storages.get(node, _NOTHING)
+        return found if self._joined.keys().isdisjoint(found) else self._resolved(found)
 
     def knows(self, node: Node) -> bool:
         """Whether the node was there when these facts were gathered."""
@@ -89,6 +97,14 @@ class Aliases:
     def reaches_output(self, node: Node) -> bool:
         mine = self.storages(node)
         return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+
+    def is_handed_out(self, node: Node, written: Node) -> bool:
+        """Whether the user gets the memory of `node`, as an output that is not a view of the input `written` anyway."""
+        mine = self.storages(node)
+        return any(
+            not mine.isdisjoint(self._resolved(out)) and self._made_again.get(place) is not written
+            for place, out in enumerate(self._outputs)
+        )
 
     def is_absolute(self, node: Node) -> bool:
         """Whether something counts from the start of the node's storage: then it matters where the value begins."""
@@ -143,6 +159,13 @@ class Aliases:
             positions.update(reads[bisect_right(reads, first) :])
         return [self._nodes[position] for position in sorted(positions) if until is None or position < until]
 
+    def users_of_memory(self, node: Node) -> list[Node]:
+        """The nodes that read or write the memory of `node`, or made it, in order."""
+        storages = self.storages(node)
+        positions = {position for storage in storages for position in self._reads.get(storage, ())}
+        positions |= {self._position[owner] for owner, _ in storages}
+        return [self._nodes[position] for position in sorted(positions)]
+
     def why_not_same(self, node: Node, kept: Node) -> str | None:
         """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
 
@@ -179,6 +202,11 @@ class Aliases:
         for storage in (*others, *self.storages(node)):
             self._merge(storage, target)
 
+    def adopt(self, node: Node, part: Node) -> None:
+        """Take note that `node`, which had several results, now has one: the one that `part` was."""
+        self._storages[node] = self._storages.get(part, frozenset())
+        self._parts.pop(node, None)
+
     # -- building ----------------------------------------------------------------------------------------------
 
     def _visit(self, node: Node) -> None:
@@ -187,7 +215,10 @@ class Aliases:
             for storage in self._storages.get(value, ()):
                 _append(self._reads, storage, position)
         if node.op == "output":
-            self._outputs = [self._storages.get(leaf, frozenset()) for leaf in node_leaves(node.args)]
+            leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+            self._outputs = [self._memory_of(leaf) for leaf in leaves]
+            inputs = [each for each in self._nodes if each.op == "placeholder"]
+            self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
             return
         for value in written_arguments(node):
@@ -198,6 +229,9 @@ class Aliases:
             self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
         for value in _absolutely_addressed(node):
             self._absolute |= self._storages.get(value, frozenset())
+
+    def _memory_of(self, value: Any) -> frozenset[Storage]:
+        return frozenset().union(*(self._storages.get(leaf, frozenset()) for leaf in node_leaves(value)))
 
     def _storages_of(self, node: Node) -> frozenset[Storage]:
         if node.op in ("placeholder", "get_attr"):
@@ -300,7 +334,7 @@ def _allocates_for_the_graph(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return True
     op = operator_of(node)
-    return op is not None and op.namespace in PURE_NAMESPACES
+    return op is not None and (op.namespace in PURE_NAMESPACES or is_declared(op))
 
 
 def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:

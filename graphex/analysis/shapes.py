@@ -48,6 +48,16 @@ def same_offset(left: Any, right: Any) -> bool:
     return known_equal(left.storage_offset(), right.storage_offset())
 
 
+def known_contiguous(value: torch.Tensor) -> bool:
+    """Whether a (fake) tensor certainly lies in memory row by row."""
+    expected: list[Size] = []
+    stride: Size = 1
+    for size in reversed(value.shape):
+        expected.append(stride)
+        stride = stride * size
+    return known_equal(tuple(reversed(expected)), tuple(value.stride()))
+
+
 def canonical_dim(dim: int, rank: int) -> int:
     """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
     return dim + max(rank, 1) if dim < 0 else dim

@@ -19,13 +19,14 @@ SAME_BITS = frozenset(
     bitwise_xor.Tensor ceil.default clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default
     clamp_min.Tensor clamp_min.default copy.default copysign.Tensor cos.default cosh.default digamma.default
     div.Tensor elu.default eq.Tensor erf.default erfc.default erfinv.default exp.default exp2.default
-    expm1.default fill.Scalar floor.default fmod.Tensor frac.default ge.Tensor gelu.default gt.Tensor
+    expm1.default fill.Scalar fill.Tensor floor.default fmod.Tensor frac.default ge.Tensor gelu.default gt.Tensor
     hardsigmoid.default hardswish.default hardtanh.default hypot.default index_add.default index_copy.default
-    index_fill.int_Scalar index_put.default le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor lgamma.default
-    log.default log10.default log1p.default log2.default logical_and.default logical_not.default
+    index_fill.int_Scalar index_fill.int_Tensor index_put.default le.Tensor leaky_relu.default lerp.Scalar lerp.Tensor
+    lgamma.default log.default log10.default log1p.default log2.default logical_and.default logical_not.default
     logical_or.default logical_xor.default lt.Tensor masked_fill.Scalar masked_fill.Tensor
     masked_scatter.default mish.default mul.Tensor nan_to_num.default ne.Tensor neg.default reciprocal.default
-    relu.default remainder.Tensor round.default rsqrt.default scatter.src scatter.value scatter_add.default
+    relu.default remainder.Tensor round.default rsqrt.default scatter.reduce scatter.src scatter.value
+    scatter.value_reduce scatter_add.default scatter_reduce.two
     sgn.default sigmoid.default sign.default silu.default sin.default sinh.default sqrt.default sub.Tensor
     tan.default tanh.default threshold.default tril.default triu.default trunc.default xlogy.Tensor zero.default
     """.split()  # noqa: SIM905  (a hundred lines otherwise)
@@ -38,8 +39,19 @@ def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
-    if f"{name}.{target._overloadname}" not in SAME_BITS:
-        return None
+    return _twin_by_schema(target) if f"{name}.{target._overloadname}" in SAME_BITS else None
+
+
+@cache
+def has_unproven_twin(target: Any) -> bool:
+    """Whether there is an overload that would write the result to the first argument, but perhaps other bits."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or in_place_twin(target) is not None:
+        return False
+    return _twin_by_schema(target) is not None
+
+
+def _twin_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, f"{name}_", None)
     twin: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
     if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases, is_collective
+from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.compilation import one_line
 from graphex.evidence.float64 import run_in_float64
@@ -83,6 +84,7 @@ class _Verification:
         self.versions = _versions(original, runner)
         self.state = _random_state()
         self.constants = written_constants(original)
+        self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # whose memory nobody sees
 
     def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
         """The executable to use from now on."""
@@ -138,7 +140,8 @@ class _Verification:
             finally:
                 for constant, value in zip(self.constants, saved, strict=True):
                     constant.copy_(value)
-        return Outcome(outputs, inputs + left, sharing(outputs, inputs + self.constants))
+        seen = [None if place in self.made_again else value for place, value in enumerate(outputs)]
+        return Outcome(outputs, inputs + left, sharing(seen, inputs + self.constants))
 
     def _blame(
         self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Boxed]

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
+from graphex.analysis.aliasing import REGENERATED
 from graphex.compilation import Compilation
 from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
@@ -25,10 +26,12 @@ from graphex.torch_private.aot import (
     aot_module_simplified,
     default_partition,
     min_cut_rematerialization_partition,
+    regenerated_outputs,
     static_input_indices,
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.trees import pytree
 
 Compiled = Callable[..., Any]
 
@@ -66,6 +69,8 @@ def _aot(
     def compiler(phase: str) -> Callable[..., Boxed]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
             static = static_input_indices() if phase != "backward" else ()
+            if phase == "inference":
+                _note_regenerated(graph)
             return compile_graph(graph, inputs, compilation, phase, static)
 
         return compile_phase
@@ -81,6 +86,12 @@ def _aot(
         keep_inference_input_mutations=True,
     )
     return compiled
+
+
+def _note_regenerated(gm: GraphModule) -> None:
+    """Say, on the output node, which outputs AOTAutograd makes again from an input."""
+    output = gm.graph.output_node()
+    output.meta[REGENERATED] = regenerated_outputs(len(pytree.tree_leaves(output.args)))
 
 
 def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten.t`                     `aten.transpose.int(x, 0, 1)`
 `aten._unsafe_view`          `aten.view`
 `aten._reshape_alias`        `aten.view`
+`prims.fma(a, b, c)`         `aten.add(c, aten.mul(a, b))`
 ===========================  ==========================================
 """
 
@@ -46,6 +47,12 @@ CANONICAL: Table = {
 }
 
 
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """What the op itself computes, with `c` first: torch writes `c.addcmul_(x, y, value=b)` as `c.copy_(fma(...))`."""
+    return c + a * b
+
+
 def decompositions(custom: Mapping[Any, Callable[..., Any]] | None = None) -> Table:
     """The table graphs are traced with: `canonical`, with a user's entries over it."""
-    return {**CANONICAL, **(custom or {})}
+    fma = getattr(torch.ops.prims, "fma", None)  # known once Dynamo has written one
+    return {**CANONICAL, **({fma.default: _fma} if fma is not None else {}), **(custom or {})}

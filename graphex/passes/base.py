@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.order import Order
 from graphex.config import CompilerConfig
 from graphex.records import Certificate, Record, Refused, Rewrote
 
@@ -54,6 +55,7 @@ class Work:
         self._pass_name = pass_name
         self._write = write
         self._aliases = aliases
+        self._order: Order | None = None
 
     @property
     def graph(self) -> Graph:
@@ -65,6 +67,15 @@ class Work:
         if self._aliases is None:
             self._aliases = Aliases(self.graph)
         return self._aliases
+
+    @property
+    def order(self) -> Order:
+        """What runs before what, as the graph stood when this was first asked for; data dependencies do not count,
+        because the passes that ask take them away.
+        """
+        if self._order is None:
+            self._order = Order(self.graph, data=False)
+        return self._order
 
     def allows(self, rule: str) -> bool:
         return rule not in self.config.disable_rules

@@ -5,7 +5,8 @@
 
 A part is computed in place if an op of the graph makes it for the concatenation alone, in its type and on its stream,
 and the op can write to memory it is given. Parts that cannot are copied, as `cat` would have done. The rewrite is
-made only where it saves more bytes than the additional calls are worth.
+made only where it saves more bytes than the additional calls are worth; symbolic sizes count as what they were traced
+with, and must be sums and products of sizes of the inputs.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphex.analysis import is_random, placement
+from graphex.analysis import is_random, known_equal, placement
 from graphex.analysis.effects import operator_of
-from graphex.analysis.shapes import canonical_dim
+from graphex.analysis.memory import bytes_of
+from graphex.analysis.shapes import canonical_dim, known_contiguous
 from graphex.passes.base import GraphPass, Work, inherit
+from graphex.passes.sizes import Sizes, Value
 
 aten = torch.ops.aten
 
@@ -50,12 +53,20 @@ EXACT = frozenset(
 
 @dataclass(frozen=True)
 class Part:
-    """One operand: the node, where it begins, and the op that can write it there (None: it is copied)."""
+    """One operand: the node, where it begins and ends, and the op that can write it there (None: it is copied)."""
 
     node: Node
-    start: int
-    size: int
+    start: Value
+    end: Value
     out: torch._ops.OpOverload | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of the result, as numbers and nodes, and its parts."""
+
+    shape: list[Value | None]
+    parts: list[Part]
 
 
 class WritePartsOfCat(GraphPass):
@@ -67,29 +78,28 @@ class WritePartsOfCat(GraphPass):
     def apply(self, work: Work) -> None:
         if not work.allows(self.rule):
             return
+        sizes = Sizes(work.graph)
         for node in list(work.graph.nodes):
             if node.op == "call_function" and node.target is aten.cat.default and node.args:
-                plan = _plan(node)
+                plan = _plan(node, sizes)
                 if isinstance(plan, str):
                     work.refuse(node, plan, rule=self.rule)
                 else:
                     self._rewrite(work, node, plan)
 
-    def _rewrite(self, work: Work, node: Node, parts: list[Part]) -> None:
-        value, dim = node.meta["val"], _dim(node)
+    def _rewrite(self, work: Work, node: Node, plan: Plan) -> None:
+        value, dim, parts = node.meta["val"], _dim(node), plan.parts
         direct = [part.node for part in parts if part.out is not None]
         order = {each: position for position, each in enumerate(work.graph.nodes)}
         with work.graph.inserting_before(min(direct, key=order.__getitem__)):
             options = {"dtype": value.dtype, "device": value.device, "layout": value.layout, "pin_memory": False}
-            buffer = _call(work, aten.empty.memory_format, (list(value.shape),), options, node, value)
+            buffer = _call(work, aten.empty.memory_format, (plan.shape,), options, node, value)
         for part in parts:
             # a part that is copied exists only where the cat stood
             place = part.node if part.out is not None else node
             with work.graph.inserting_before(place):
-                piece = value.narrow(dim, part.start, part.size)
-                window = _call(
-                    work, aten.slice.Tensor, (buffer, dim, part.start, part.start + part.size), {}, node, piece
-                )
+                piece = _piece(value, part, dim)
+                window = _call(work, aten.slice.Tensor, (buffer, dim, part.start, part.end), {}, node, piece)
                 if part.out is None:
                     _call(work, aten.copy_.default, (window, part.node), {}, node, piece)
                 else:
@@ -101,26 +111,50 @@ class WritePartsOfCat(GraphPass):
             work.graph.erase_node(each)
 
 
-def _plan(node: Node) -> list[Part] | str:
-    """The parts of a cat, or why it stays."""
+def _plan(node: Node, sizes: Sizes) -> Plan | str:
+    """What to do for a cat, or why it stays."""
     operands, value = node.args[0], node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
         return "there are not two tensors to join"
-    if not all(isinstance(size, int) for size in value.shape) or not value.is_contiguous():
-        return "the sizes of the result are not known before running"
-    bytes_saved, start, parts = 0, 0, []
+    if not known_contiguous(value):
+        return "the result is not contiguous"
+    bytes_saved, outs = 0, []
     for operand in operands:
         part = operand.meta.get("val") if isinstance(operand, Node) else None
         if not isinstance(operand, Node) or not isinstance(part, torch.Tensor) or part.dim() != value.dim():
             return "an operand has another rank (an empty tensor of rank 1 is skipped by cat)"
-        size = int(part.shape[_dim(node)])
         out = _writer(node, operand, operands.count(operand))
-        bytes_saved += part.numel() * part.element_size() if out is not None else 0
-        parts.append(Part(operand, start, size, out))
-        start += size
+        bytes_saved += bytes_of(operand) if out is not None else 0
+        outs.append((operand, out))
     if bytes_saved < WORTHWHILE:
         return f"only {bytes_saved} bytes could be computed in place"
+    shape = [sizes.node(size) for size in value.shape]
+    parts = _placed(outs, _dim(node), sizes)
+    if parts is None or any(size is None for size in shape):
+        return "the sizes of the result are not known before running"
+    return Plan(shape, parts)
+
+
+def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[Part] | None:
+    """The operands one after the other along the dimension; None if it is not known where one ends."""
+    parts: list[Part] = []
+    start: Value = 0
+    length: int | torch.SymInt = 0
+    for operand, out in outs:
+        length = length + operand.meta["val"].shape[dim]
+        end = sizes.node(length)
+        if end is None:
+            return None
+        parts.append(Part(operand, start, end, out))
+        start = end
     return parts
+
+
+def _piece(value: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
+    """The (fake) tensor that is the window for a part; its sizes are those of the part, and nothing is guarded."""
+    start = part.start.meta["val"] if isinstance(part.start, Node) else part.start
+    offset = value.storage_offset() + start * value.stride(dim)
+    return value.as_strided(part.node.meta["val"].shape, value.stride(), offset)
 
 
 def _writer(cat: Node, operand: Node, occurrences: int) -> torch._ops.OpOverload | None:
@@ -131,7 +165,7 @@ def _writer(cat: Node, operand: Node, occurrences: int) -> torch._ops.OpOverload
         return None
     if part.dtype != value.dtype or part.device != value.device or placement(operand) != placement(cat):
         return None
-    contiguous = all(size == 1 for size in value.shape[: _dim(cat)])
+    contiguous = all(known_equal(size, 1) for size in value.shape[: _dim(cat)])
     if not contiguous and value.device.type == "cpu" and op._schema.name not in EXACT:
         return None
     return out_overload(op)

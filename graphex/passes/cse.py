@@ -29,6 +29,7 @@ class MergeCommonSubexpressions(GraphPass):
         if not work.allows(self.rule):
             return
         first_seen: dict[Hashable, Node] = {}
+        anywhere: dict[Hashable, Node] = {}  # on whichever stream
         positions = {node: index for index, node in enumerate(work.graph.nodes)}
         for node in list(work.graph.nodes):
             if not _is_mergeable(node):
@@ -36,11 +37,14 @@ class MergeCommonSubexpressions(GraphPass):
             key = _key(node)
             if key is None:
                 continue
-            kept = first_seen.setdefault(key, node)
+            kept = first_seen.setdefault((key, repr(placement(node))), node)
             if kept is node:
+                elsewhere = anywhere.setdefault(key, node)
+                if elsewhere is not node and placement(elsewhere) != placement(node):
+                    work.refuse(node, f"equal to '{elsewhere.name}', but on another stream", rule=self.rule)
                 continue
             if _reads_changed_memory(work, kept, positions[node]):
-                first_seen[key] = node
+                first_seen[key, repr(placement(node))] = node
             elif reason := work.aliases.why_not_same(node, kept) or work.aliases.why_not_same(kept, node):
                 work.refuse(node, f"equal to '{kept.name}', but {reason}", rule=self.rule)
             else:
@@ -63,7 +67,7 @@ def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
 def _key(node: Node) -> Hashable | None:
     """A hashable that is equal for equal calls; None if some argument cannot be compared."""
     try:
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs), repr(placement(node)))
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         hash(key)
     except TypeError:
         return None

@@ -3,51 +3,41 @@
     before:  new = index_copy(cache, 2, pos, k); y = attend(q, new); copy_(cache, new)
     after:   new = index_copy_(cache, 2, pos, k); y = attend(q, new)
 
-    before:  new = slice_scatter(cache, k, 2, a, b); copy_(cache, new)
-    after:   window = slice(cache, 2, a, b); copy_(window, k)
+    before:  s = slice(cache, 2, a, b); t = add(s, k); new = slice_scatter(cache, t, 2, a, b); copy_(cache, new)
+    after:   window = slice(cache, 2, a, b); add_(window, k)
 
 A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
-is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own;
-the refusal names the read that is in the way.
+is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own (a
+view of the input that the user gets back is none); the refusal names the read that is in the way.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graphex.analysis import node_line, same_layout
+from graphex.analysis import known_equal, node_line, same_layout
+from graphex.analysis.aliasing import Storage
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.reuse import unordered
 from graphex.analysis.shapes import same_offset
-from graphex.analysis.twins import in_place_twin
+from graphex.analysis.twins import has_unproven_twin, in_place_twin
+from graphex.passes import inplace_twins
 from graphex.passes.base import GraphPass, Refusal, Work, inherit
+from graphex.passes.layouts import laid_out_as
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
 from graphex.passes.mutable_ops import unwrap_mutable_ops
-from graphex.torch_private.mutable_ops import WRAPPER, base_of_result, write_directly
+from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, updated
+from graphex.torch_private.mutable_ops import write_directly
 
 aten = torch.ops.aten
 
-# op that returns its input with a window replaced -> the view that is this window
-WINDOWS: dict[Any, Any] = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-    aten.as_strided_scatter.default: aten.as_strided.default,
-}
+Layouts = dict[Node, Any]  # nodes that are laid out otherwise when an input is written in place: their new values
 
-
-@dataclass(frozen=True)
-class Chain:
-    """The versions of one input: `steps[0]` updates `target`, each further one the step before it."""
-
-    target: Node
-    steps: list[Node]
-    epilogue: Node
+_ATTEMPTS = 8  # at taking a chain apart, each time with one more scatter left whole
 
 
 class RestoreInputWrites(GraphPass):
@@ -57,37 +47,40 @@ class RestoreInputWrites(GraphPass):
     moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
-        return (self.rule, MUTABLE_OPS)
+        return (self.rule, MUTABLE_OPS, inplace_twins.RULE)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
-            chain = _chain(node) if work.allows(self.rule) else None
-            if chain is None:
-                continue
-            refusal = _why_not(work, chain)
-            if refusal is not None:
-                work.refuse(refusal.node or node, refusal, rule=self.rule, bytes_moved=_bytes_moved(chain))
-                continue
-            names = ", ".join(f"'{step.name}'" for step in chain.steps)
-            because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
-            proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
-            work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
-            _write_in_place(work, chain)
+            if work.allows(self.rule):
+                self._restore(work, node)
+        inplace_twins.call_marked_twins(work)
         unwrap_mutable_ops(work, self.name)
 
+    def _restore(self, work: Work, epilogue: Node) -> None:
+        found = _provable(work, epilogue)
+        if found is None:
+            self._name_what_is_unknown(work, epilogue)
+            return
+        chain, refusal, layouts = found
+        if refusal is not None:
+            work.refuse(refusal.node or epilogue, refusal, rule=self.rule, bytes_moved=_bytes_moved(chain))
+            return
+        names = ", ".join(f"'{step.name}'" for step in chain.steps)
+        because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
+        proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
+        work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
+        _write_in_place(work, chain, layouts)
 
-def _chain(node: Node) -> Chain | None:
-    """The updates that lead from an input to the value that is copied over it; None if this is no such copy."""
-    if node.op != "call_function" or node.target is not aten.copy_.default or len(node.args) < 2:
-        return None
-    target, value = node.args[0], node.args[1]
-    if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr"):
-        return None
-    steps: list[Node] = []
-    while isinstance(value, Node) and value is not target:
-        steps.append(value)
-        value = _updated(value)
-    return Chain(target, steps[::-1], node) if value is target and steps else None
+    def _name_what_is_unknown(self, work: Work, node: Node) -> None:
+        """An update by an op that could write in place, but is not known to give the same bits then."""
+        if node.target is not aten.copy_.default or len(node.args) < 2:
+            return
+        target, value = node.args[0], node.args[1]
+        if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(value, Node):
+            return
+        if value.args and value.args[0] is target and has_unproven_twin(value.target):
+            reason = f"'{value.target}' is not known to give the same bits in place"
+            work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(target))
 
 
 def _bytes_moved(chain: Chain) -> int:
@@ -95,110 +88,192 @@ def _bytes_moved(chain: Chain) -> int:
     return 2 * bytes_of(chain.target) * (len(chain.steps) + 1)
 
 
-def _updated(step: Node) -> Any:
-    """The value that a node is a new version of; None if it is not one."""
-    if not step.args:
+def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layouts] | None:
+    """A chain that may be written in place (and the layouts that change by it), or one that may not and why.
+
+    Where the inside of a scatter is in the way, the scatter is tried as a whole: its content is computed elsewhere and
+    copied into the window.
+    """
+    declared = work.allows(inplace_twins.RULE)
+    first: tuple[Chain, Refusal | None, Layouts] | None = None
+    whole: set[Node] = set()
+    for _ in range(_ATTEMPTS):
+        chain = find_chain(epilogue, whole, declared=declared)
+        if chain is None:
+            break
+        proof = _Proof(work, chain)
+        problem = proof.why_not()
+        if problem is None:
+            return chain, None, proof.layouts
+        first = first or (chain, problem[0], {})
+        scatters = [place.node for place in problem[1].put_back if place.node.target in WINDOWS] if problem[1] else []
+        if not scatters:
+            break
+        whole.add(scatters[0])
+    return first
+
+
+def first_write_in_place(work: Work, epilogue: Node) -> Node | None:
+    """The node that will be the first to write to an input that `epilogue` updates; None if it will be a copy."""
+    found = _provable(work, epilogue)
+    return _writer(found[0].steps[0]) if found is not None and found[1] is None else None
+
+
+class _Proof:
+    """Why a chain may not be written in place; with the update that is in the way, if it is one."""
+
+    def __init__(self, work: Work, chain: Chain) -> None:
+        self.work = work
+        self.aliases = work.aliases
+        self.chain = chain
+        self.inside = {place.node for place in chain.places}
+        self.layouts: Layouts = {}
+        self.memory = frozenset[Storage]().union(*map(self.aliases.storages, self.inside))
+
+    def why_not(self) -> tuple[Refusal, Update | None] | None:
+        chain, aliases = self.chain, self.aliases
+        if len(aliases.writes(chain.target)) != 1:
+            return Refusal(f"'{chain.target.name}' is written to more than once", chain.epilogue), None
+        before: tuple[Place, ...] = (Place(chain.target),)
+        for update in chain.updates:
+            refusal = self._why_not_update(update)
+            if refusal is None:
+                refusal = self._why_not_overwritten(before, update)
+            if refusal is not None:
+                return refusal, update
+            before = update.places
+        steps = [place.node for place in chain.places if place.node is not chain.target]
+        for step in steps:
+            obstacle = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
+            if obstacle is not None:
+                return Refusal(obstacle.sentence(), step), None
+        if any(aliases.is_handed_out(step, chain.target) for step in steps):
+            return Refusal("an output would begin to share memory with an input", steps[-1]), None
+        if any(aliases.is_written(step) for step in steps):
+            return Refusal("the new value is written to", steps[-1]), None
         return None
-    if in_place_twin(step.target) is not None or step.target in WINDOWS:
-        return step.args[0]
-    if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:
-        return base_of_result(step.args[0], int(step.args[1]))  # type: ignore[arg-type]
-    return None
+
+    def _why_not_update(self, update: Update) -> Refusal | None:
+        step = update.made.node
+        for place in update.places:
+            if (refusal := self._why_not_there(place)) is not None:
+                return refusal
+        old = updated(step, declared=True)
+        if inplace_twins.updated_argument(step) is not None and (
+            reason := inplace_twins.why_not_called(_writer(step), old)
+        ):
+            return Refusal(reason, step)
+        if self._operands_share(step, old if old is not None else step.args[0]):
+            return Refusal("the update reads the memory it would write", step)
+        return None
+
+    def _why_not_there(self, place: Place) -> Refusal | None:
+        """Whether the value of a node can be what the window of the input is."""
+        found, window = place.node.meta.get("val"), self.chain.target.meta.get("val")
+        if not isinstance(found, torch.Tensor) or not isinstance(window, torch.Tensor):
+            return Refusal("what is updated is not a tensor", place.node)
+        for view in place.path:
+            window = view.fake(window)
+        if not same_layout(found, window):
+            alike = found.dtype == window.dtype and known_equal(tuple(found.shape), tuple(window.shape))
+            if not alike or not self._may_be_laid_out_as(place.node, window):
+                return Refusal("the new value has another layout than the input", place.node)
+        if self.aliases.is_absolute(place.node) and not same_offset(found, window):
+            return Refusal(
+                "the new value is addressed from the start of its storage, and the input begins later", place.node
+            )
+        return None
+
+    def _may_be_laid_out_as(self, node: Node, window: torch.Tensor) -> bool:
+        """Whether everybody else who reads the value can read the window instead."""
+        inside = {*self.inside, self.chain.epilogue}
+        if all(user in inside for user in node.users):
+            return True
+        changed = laid_out_as(self.aliases, node, window, inside)
+        if changed is not None:
+            self.layouts.update(changed)
+        return changed is not None
+
+    def _operands_share(self, step: Node, old: Any) -> bool:
+        """Whether an argument besides the one that is updated may live in the memory of any version."""
+        writer = _writer(step)
+        if self.aliases.shares_with_operands(writer, old):
+            return True
+        operands = [value for value in writer.all_input_nodes if value is not old]
+        return any(not self.aliases.storages(value).isdisjoint(self.memory) for value in operands)
+
+    def _why_not_overwritten(self, before: tuple[Place, ...], update: Update) -> Refusal | None:
+        """Whether somebody reads the version before an update after it; putting a window back reads nothing."""
+        step = update.made.node
+        end = self.aliases.position(self.chain.epilogue)
+        put_back = {place.node for place in update.put_back}
+        for old in before:
+            last = end if old.node is self.chain.target else None
+            for reader in self.aliases.readers_after(old.node, _writer(step), until=last):
+                if reader is not self.chain.epilogue and reader not in put_back:
+                    where = f" ({line})" if (line := node_line(reader)) else ""
+                    return Refusal(f"the old value is read later by '{reader.name}'{where}", step)
+        return None
 
 
 def _writer(step: Node) -> Node:
-    """The node that will do the writing: the step itself, or the wrapped op whose result it is."""
-    if step.target is operator.getitem:
-        assert isinstance(step.args[0], Node)
-        return step.args[0]
-    return step
+    """The node that will do the writing: the step itself, or the op whose result it is."""
+    return inplace_twins.call_of(step)
 
 
-def _why_not(work: Work, chain: Chain) -> Refusal | None:
-    aliases = work.aliases
-    if len(aliases.writes(chain.target)) != 1:
-        return Refusal(f"'{chain.target.name}' is written to more than once", chain.epilogue)
-    versions = [chain.target, *chain.steps]
-    end = aliases.position(chain.epilogue)
-    for old, step in zip(versions, chain.steps, strict=False):
-        if not same_layout(step.meta.get("val"), chain.target.meta.get("val")):
-            return Refusal("the new value has another layout than the input", step)
-        if aliases.is_absolute(step) and not same_offset(step.meta.get("val"), chain.target.meta.get("val")):
-            return Refusal("the new value is addressed from the start of its storage, and the input begins later", step)
-        if _operands_share(work, step, versions):
-            return Refusal("the update reads the memory it would write", step)
-        last = end if old is chain.target else None
-        for reader in aliases.readers_after(old, _writer(step), until=last):
-            if reader is not chain.epilogue:
-                where = f" ({line})" if (line := node_line(reader)) else ""
-                return Refusal(f"the old value is read later by '{reader.name}'{where}", step)
-    if any(aliases.reaches_output(step) for step in chain.steps):
-        return Refusal("an output would begin to share memory with an input", chain.steps[-1])
-    if any(aliases.is_written(step) for step in chain.steps):
-        return Refusal("the new value is written to", chain.steps[-1])
-    return None
-
-
-def _operands_share(work: Work, step: Node, versions: list[Node]) -> bool:
-    """Whether an argument besides the first may live in the memory of any version."""
-    old, writer = _updated(step), _writer(step)
-    if work.aliases.shares_with_operands(writer, old):
-        return True
-    operands = [value for value in writer.all_input_nodes if value is not old]
-    return any(work.aliases.may_alias(value, version) for value in operands for version in versions)
-
-
-def _write_in_place(work: Work, chain: Chain) -> None:
-    value = chain.target.meta["val"]
-    chain.epilogue.replace_all_uses_with(chain.steps[-1])
+def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
+    for node, value in layouts.items():
+        node.meta["val"] = value
+        node.meta.pop("tensor_meta", None)
+    for node in (*chain.steps[1:], chain.target):
+        work.aliases.join(node, chain.steps[0])
+    chain.epilogue.replace_all_uses_with(chain.places[-1].node)
     work.graph.erase_node(chain.epilogue)
-    for step in chain.steps:
-        twin = in_place_twin(step.target)
-        if step.target is operator.getitem:
-            old = _updated(step)
-            _writer(step).replace_input_with(old, chain.target)
-            write_directly(_writer(step), chain.target)
-        elif twin is not None:
-            step.target = twin
-            step.args = (chain.target, *step.args[1:])
-            step.meta["val"] = value
-        else:
-            _write_window(work, step, chain)
+    for update in chain.updates:
+        _write(work, chain.target, update.made)
+        for place in update.put_back:
+            _let_stand(work, chain.target, place)
 
 
-def _write_window(work: Work, step: Node, chain: Chain) -> None:
-    """Replace a scatter by a write into the window it describes."""
-    target, versions = chain.target, [chain.target, *chain.steps]
-    with work.graph.inserting_before(step):
-        window = _view(work, WINDOWS[step.target], target, step.args[2:], step.kwargs, step)
-        content, old = step.args[1], step.args[0]
-        while (inner := _same_window(content, old, window)) is not None:
-            source = inner.args[1]
-            if not isinstance(source, Node) or any(work.aliases.may_alias(source, version) for version in versions):
-                break  # what is written may lie in the memory it is written to
-            old, content = inner.args[0], inner.args[1]
-            window = _view(work, WINDOWS[inner.target], window, inner.args[2:], inner.kwargs, inner)
-        write = work.graph.call_function(aten.copy_.default, (window, content))
+def _write(work: Work, target: Node, made: Place) -> None:
+    step = made.node
+    twin = in_place_twin(step.target)
+    if inplace_twins.updated_argument(step) is not None:
+        inplace_twins.write_directly(step, target)
+    elif step.target is operator.getitem:
+        _writer(step).replace_input_with(updated(step, declared=False), target)
+        write_directly(_writer(step), target)
+    elif twin is not None:
+        window = _window(work, target, made)
+        step.target = twin
+        step.args = (window, *step.args[1:])
+        step.meta["val"] = window.meta["val"]
+    else:
+        view = View(WINDOWS[step.target], tuple(step.args[2:]), dict(step.kwargs))
+        window = _window(work, target, Place(step, (*made.path, view)))
+        with work.graph.inserting_before(step):
+            write = work.graph.call_function(aten.copy_.default, (window, step.args[1]))
         write.meta["val"] = window.meta["val"]
         inherit(write, step)
-    step.replace_all_uses_with(target)
-    work.graph.erase_node(step)
+        _let_stand(work, target, made)
 
 
-def _same_window(content: Any, old: Any, window: Node) -> Node | None:
-    """x[1, 2:4] = k arrives as a scatter into a view of x, scattered into x: the inner one, if it is that view."""
-    if not isinstance(content, Node) or content.target not in WINDOWS or len(content.users) != 1:
-        return None
-    seen = content.args[0]
-    if not isinstance(seen, Node) or seen.target is not window.target or seen.args[0] is not old:
-        return None
-    return content if (seen.args[1:], seen.kwargs) == (window.args[1:], window.kwargs) else None
+def _let_stand(work: Work, target: Node, place: Place) -> None:
+    """Let the window of the input stand for a node that only named its content."""
+    if place.node.users:
+        place.node.replace_all_uses_with(_window(work, target, place))
+    work.graph.erase_node(place.node)
 
 
-def _view(work: Work, op: Any, base: Node, args: tuple[Any, ...], kwargs: dict[str, Any], origin: Node) -> Node:
-    node = work.graph.call_function(op, (base, *args), kwargs)
-    inherit(node, origin)
-    fake: Callable[[Node], Any] = lambda value: value.meta.get("val")  # noqa: E731
-    given, named = torch.fx.map_arg(((base, *args), kwargs), fake)
-    node.meta["val"] = op(*given, **named)
-    return node
+def _window(work: Work, target: Node, place: Place) -> Node:
+    """The window of the input, made where the node of the place stands."""
+    window = target
+    with work.graph.inserting_before(place.node):
+        for view in place.path:
+            value = view.fake(window.meta["val"])
+            window = work.graph.call_function(view.op, (window, *view.args), view.kwargs)
+            window.meta["val"] = value
+            inherit(window, place.node)
+            if "custom" in place.node.meta:
+                window.meta["custom"] = place.node.meta["custom"]
+    return window

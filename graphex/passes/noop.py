@@ -20,6 +20,7 @@ from torch.fx import Node
 from graphex.analysis import known_equal, known_true, same_layout
 from graphex.analysis.effects import operator_of
 from graphex.passes.base import GraphPass, Work
+from graphex.passes.input_reinplace import first_write_in_place
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -153,10 +154,22 @@ class RemoveNoops(GraphPass):
             kept = _kept(node, noop)
             if kept is None or not same_layout(node.meta.get("val"), kept.meta.get("val")) or not noop.holds(node):
                 continue
-            if reason := work.aliases.why_not_same(node, kept):
+            if reason := work.aliases.why_not_same(node, kept) or _why_needed(work, node, kept):
                 work.refuse(node, reason, rule=noop.rule)
             else:
                 work.replace(node, kept, rule=noop.rule, because=noop.reason)
+
+
+def _why_needed(work: Work, node: Node, kept: Node) -> str | None:
+    """A copy of an input as it was lets the input be updated where it is, which saves two copies."""
+    aliases = work.aliases
+    if node.target is not aten.clone.default or not work.config.input_inplace_pass or not aliases.is_written(kept):
+        return None
+    for write in aliases.writes(kept):
+        first = first_write_in_place(work, write)
+        if first is not None and aliases.position(node) < aliases.position(first) < aliases.last_read(node):
+            return "the original is updated in place while the copy is still read"
+    return None
 
 
 def _kept(node: Node, noop: Noop) -> Node | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext
@@ -10,6 +11,7 @@ __all__ = [
     "aot_module_simplified",
     "default_partition",
     "min_cut_rematerialization_partition",
+    "regenerated_outputs",
     "static_input_indices",
 ]
 
@@ -20,3 +22,24 @@ def static_input_indices() -> tuple[int, ...]:
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.static_input_indices)
+
+
+def regenerated_outputs(outputs: int) -> dict[int, int]:
+    """Outputs of the inference graph being compiled that the user never gets, and the input each is a view of.
+
+    AOTAutograd only looks at their shape and makes the view of the input again. `outputs` is how many the graph has;
+    if AOTAutograd counts otherwise (effect tokens, tensor subclasses), nothing is known.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return {}
+    first = metadata.num_mutated_inp_runtime_indices
+    if metadata.tokens or outputs != first + len(metadata.output_info) + metadata.num_intermediate_bases:
+        return {}
+    made_again = (OutputType.alias_of_input, OutputType.is_input)
+    return {
+        first + index: info.base_idx
+        for index, info in enumerate(metadata.output_info)
+        if info.output_type in made_again and info.base_idx is not None
+    }

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["holds_tensors", "is_composite"]
+__all__ = ["holds_tensors", "is_composite", "overload_of"]
 
 
 @cache
@@ -19,3 +19,12 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def holds_tensors(kind: Any) -> bool:
     """Whether a schema type is a tensor, or a list or option of tensors."""
     return "Tensor" in str(kind)
+
+
+def overload_of(given: Any) -> torch._ops.OpOverload | None:
+    """The one overload meant by an operator, however it was given; None if that is not clear."""
+    given = getattr(given, "_opoverload", given)  # what torch.library.custom_op returns
+    if isinstance(given, torch._ops.OpOverloadPacket):
+        names = given.overloads()
+        given = getattr(given, names[0]) if len(names) == 1 else None
+    return given if isinstance(given, torch._ops.OpOverload) else None

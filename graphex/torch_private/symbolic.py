@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -21,9 +22,11 @@ __all__ = [
     "NewGuardError",
     "ShapeEnv",
     "detect_fake_mode",
+    "expression_of",
     "free_unbacked_symbols",
     "hint_of",
     "no_new_guards",
+    "kind_of",
     "statically_known_true",
     "unset_fake_temporarily",
 ]
@@ -56,3 +59,17 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
         yield
     finally:
         vars(env).pop("_check_frozen", None)
+
+
+def expression_of(value: torch.SymInt) -> Any:
+    """The expression a symbolic size stands for, in terms of the symbols of the inputs."""
+    return value.node.expr
+
+
+def kind_of(expression: Any) -> str:
+    """What an expression is: a number, a symbol, a sum, a product; empty for anything else."""
+    if isinstance(expression, sympy.Integer):
+        return "number"
+    if isinstance(expression, sympy.Symbol):
+        return "symbol"
+    return {sympy.Add: "sum", sympy.Mul: "product"}.get(type(expression), "")

@@ -25,6 +25,8 @@ def value(name: str, argument: Any, dtype: torch.dtype, shape: tuple[int, ...]) 
     if name.startswith(("index_", "scatter")) and argument.name in ("index", "indices"):
         return _index(name, shape)
     if kind in ("Tensor", "Optional[Tensor]"):
+        if name in ("fill.Tensor", "index_fill.int_Tensor") and argument.name == "value":
+            return torch.ones((), dtype=dtype)
         if argument.name == "mask":
             return torch.rand(shape) > 0.5
         if name == "masked_fill.Tensor" and argument.name == "value":
@@ -36,7 +38,8 @@ def value(name: str, argument: Any, dtype: torch.dtype, shape: tuple[int, ...]) 
         return 0.3 if dtype.is_floating_point else 1
     if argument.has_default_value():
         return argument.default_value
-    return {"int": 0, "bool": False, "float": 0.3}[kind]
+    reduction = "prod" if name == "scatter_reduce.two" else "add"
+    return {"int": 0, "bool": False, "float": 0.3, "str": reduction}[kind]
 
 
 def _index(name: str, shape: tuple[int, ...]) -> Any:

@@ -125,6 +125,9 @@ WRITES = (
     "{t}.copy_({t} * 2)",
     "{t}.copy_(torch.where({t} > 0, {t}, {s}))",
     "{t}.copy_({t}.flip(0))",
+    "{t}.copy_(ops.turn({t}))",
+    "{t}.copy_(ops.mix({t}, {s}, {s})[1])",
+    "{t}.copy_(ops.mix({s}, {t}, {s} * 2)[2])",
     "{t}.logical_not_()",
     "{t}.cumsum_(0)",
 )
@@ -139,6 +142,7 @@ INDEXED = (
     "{t}.index_fill_(0, {i}, 2)",
     "{t}.scatter_(0, {i}.view(2, 1).expand(2, 3), {r})",
     "{t}.scatter_add_(0, {i}.view(2, 1).expand(2, 3), {r})",
+    "{t}.scatter_reduce_(0, {i}.view(2, 1).expand(2, 3), {r}, 'amax')",
     "{t}.copy_({t}.index_copy(0, {i}, {r}))",
 )
 INDICES = ("torch.tensor([1, 0])", "torch.tensor([0, 2])", "torch.arange(2)")
@@ -185,6 +189,10 @@ FUNCTIONAL = (
     "torch.nn.functional.layer_norm({x}, (3,))",
     "{x}.roll(1, {d})",
     "ops.plain({x})",
+    "ops.turn({x})",
+    "ops.turn({x} * 2)",
+    "ops.turn(ops.turn({x} + {like}) + 1)",
+    "ops.mix({x} * 2, {like} + 1, {x})[1]",
 )
 PAIRS = (
     "torch.topk({x}, 2, {d})",
@@ -192,6 +200,8 @@ PAIRS = (
     "torch.var_mean({x}, {d})",
     "torch.max({x}, {d})",
     "torch.frexp({x})",
+    "ops.mix({x} * 2, {like} + 1, {y})[:2]",
+    "ops.mix({x}, {like}, {y})[1:]",
 )
 CATS = (
     "torch.cat([{x}, {like}])",

@@ -1,9 +1,11 @@
-"""Custom ops that write to their arguments: one, two, a list; with and without a returned tensor."""
+"""Custom ops that write to their arguments: one, two, a list; with and without a returned tensor; declared twins."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+import graphex
 
 
 @torch.library.custom_op("graphex_fuzz::bump", mutates_args=("x",))
@@ -60,3 +62,47 @@ def plain(x: Tensor) -> Tensor:
 @plain.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphex_fuzz::mix", mutates_args=())
+def mix(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A functional op with a declared twin: a result of its own, then new versions of `x` and `y`."""
+    x, y = x.clone(), y.clone()
+    return mix_in_place(x, y, z), x, y
+
+
+@mix.register_fake
+def _(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(z), x.clone(), y.clone()
+
+
+@torch.library.custom_op("graphex_fuzz::mix_in_place", mutates_args=("x", "y"))
+def mix_in_place(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    x.add_(y)
+    y.mul_(2)
+    return z * 3
+
+
+@mix_in_place.register_fake
+def _(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return torch.empty_like(z)
+
+
+@torch.library.custom_op("graphex_fuzz::turn", mutates_args=())
+def turn(x: Tensor) -> Tensor:
+    """A functional op with a declared twin and one result: the rows in the other order."""
+    return x.flip(0)
+
+
+@turn.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("graphex_fuzz::turn_in_place", mutates_args=("x",))
+def turn_in_place(x: Tensor) -> None:
+    x.copy_(x.flip(0))
+
+
+graphex.register_inplace_twin(mix, mix_in_place, mutated=("x", "y"))
+graphex.register_inplace_twin(turn, turn_in_place)

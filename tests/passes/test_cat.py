@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import graphex
 
@@ -67,11 +70,42 @@ def test_where_it_does_not_pay_or_is_not_certain_the_cat_stays(f, reason):
     assert any(reason in miss.reason for miss in report.rule(RULE).near_misses)
 
 
-def test_unknown_sizes_are_refused():
-    compiled = torch.compile(lambda x, y: torch.cat([x * 2, y + 1]), backend="graphex", dynamic=True)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: torch.cat([x * 2, y + 1]),
+        lambda x, y: torch.cat([x * 2, x + 1], dim=1),
+        lambda x, y: torch.cat([x * 2, x + 1, x - 1], dim=-1),
+        lambda x, y: torch.cat([x[1:] * 2, y, y + 1]),
+        lambda x, y: torch.cat([torch.cat([x, y]) * 2, y + 1]) * 3,
+        lambda x, y: torch.cat([x * 2, torch.ones(3, x.shape[1]), y.relu()]),
+        lambda x, y: torch.cat([x.view(-1) * 2, y.view(-1) + 1]),
+    ],
+    ids=["rows", "columns", "negative dim", "slice", "nested", "known part", "products"],
+)
+def test_symbolic_sizes_and_no_guard_of_ours(f):
+    theirs = CompileCounterWithBackend("aot_eager")
+    run, reference = torch.compile(f, backend="graphex", dynamic=True), torch.compile(f, backend=theirs, dynamic=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(X, Y), torch.cat([X * 2, Y + 1]), rtol=0, atol=0)
-    assert any("not known" in record.reason for record in graphex.journal(compiled).refusals)
+        for rows, more, columns in ((128, 64, 256), (129, 70, 256), (200, 9, 31), (2, 3, 500), (64, 64, 64)):
+            x, y = torch.randn(rows, columns), torch.randn(more, columns)
+            torch.testing.assert_close(run(x, y), f(x, y), rtol=0, atol=0)
+            reference(x, y)
+    journal = graphex.journal(run)
+    assert any(record.rule == RULE for record in journal.rewrites)
+    assert len(journal.graphs) == theirs.frame_count
+
+
+def test_sizes_that_are_known_only_when_running_are_refused():
+    def f(x: Tensor) -> Tensor:
+        picked = x[x > 0].view(-1, 1)
+        return torch.cat([picked * 2, picked + 1])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(f, backend="graphex", fullgraph=True)
+        with torch.no_grad(), mock.patch("graphex.passes.cat.WORTHWHILE", 1):
+            torch.testing.assert_close(run(X), f(X), rtol=0, atol=0)
+    assert any("not known" in record.reason for record in graphex.journal(run).refusals if record.rule == RULE)
 
 
 @pytest.mark.parametrize("options", [{"remove_cat_ops": False}, {"disable_rules": [RULE]}], ids=str)

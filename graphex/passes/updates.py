@@ -1,0 +1,216 @@
+"""How functionalisation writes an update of an input down: the new value, traced back to the input it came from.
+
+    x[2:4].add_(k)      s = slice(x, 0, 2, 4); a = add(s, k); new = slice_scatter(x, a, 0, 2, 4);    copy_(x, new)
+    x.t().mul_(2)       t = transpose(x, 0, 1); m = mul(t, 2); new = transpose(m, 0, 1);             copy_(x, new)
+
+The first is one update, `a`, of the window `slice(x, 0, 2, 4)`; `new` only puts it back in its place. So is the second,
+with another kind of window. Updates follow one another and lie inside one another to any depth.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node, map_arg
+
+from graphex.analysis import known_equal
+from graphex.analysis.twins import in_place_twin
+from graphex.passes import inplace_twins
+from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
+
+aten = torch.ops.aten
+
+# op that returns its input with a window replaced -> the view that is this window
+WINDOWS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+
+# views of all elements, in another arrangement: which element stands where depends on sizes alone, not on strides
+ARRANGEMENTS = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.permute.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """A call that looks at a part of a value, or at all of it in another arrangement."""
+
+    op: Any
+    args: tuple[Any, ...]  # those after the value
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def by(node: Node) -> View:
+        return View(node.target, tuple(node.args[1:]), dict(node.kwargs))
+
+    def fake(self, value: Any) -> Any:
+        """The (fake) tensor that is this view of a (fake) tensor."""
+        args, kwargs = map_arg((self.args, self.kwargs), lambda node: node.meta.get("val"))
+        return self.op(value, *args, **kwargs)
+
+
+Path = tuple[View, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node whose value is what this window of the input holds at that time."""
+
+    node: Node
+    path: Path = ()
+
+    def within(self, view: View) -> Place:
+        return Place(self.node, (view, *self.path))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One write: an op with an in-place twin, or a scatter. `put_back` are the nodes that only carry it outwards."""
+
+    made: Place
+    put_back: tuple[Place, ...] = ()
+
+    def within(self, view: View) -> Update:
+        return Update(self.made.within(view), tuple(place.within(view) for place in self.put_back))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (self.made, *self.put_back)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The updates of one input, in order, and the copy of the last version over it."""
+
+    target: Node
+    updates: tuple[Update, ...]
+    epilogue: Node
+
+    @property
+    def steps(self) -> list[Node]:
+        return [update.made.node for update in self.updates]
+
+    @property
+    def places(self) -> list[Place]:
+        return [Place(self.target), *(place for update in self.updates for place in update.places)]
+
+
+def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain | None:
+    """The updates that lead from an input to the value that is copied over it; None if this is no such copy.
+
+    Scatters in `whole` are taken as one write, whatever their content was made of. `declared` twins count as updates
+    if asked for.
+    """
+    if node.op != "call_function" or node.target is not aten.copy_.default or len(node.args) < 2:
+        return None
+    target, value = node.args[0], node.args[1]
+    if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr"):
+        return None
+    found = _trace(value, lambda each: each is target, whole, declared)
+    return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
+
+
+def updated(step: Node, *, declared: bool) -> Any:
+    """The argument that the result of an op with an in-place form is a new version of; None if it is no such result."""
+    if declared and (argument := inplace_twins.updated_argument(step)) is not None:
+        return argument
+    if (old := _updated_by_twin(step)) is not None:
+        return old
+    if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:
+        return base_of_result(step.args[0], int(step.args[1]))  # type: ignore[arg-type]
+    return None
+
+
+def _updated_by_twin(step: Node) -> Any:
+    return step.args[0] if step.args and in_place_twin(step.target) is not None else None
+
+
+def _trace(
+    value: Any, is_root: Callable[[Any], bool], whole: Collection[Node], declared: bool, *, inside: bool = False
+) -> tuple[list[Update], Node] | None:
+    """The updates between a root and `value`, in order, and the root."""
+    found: list[Update] = []  # the last one first
+    put_back: list[Place] = []  # what puts back the update that is found next
+    while not is_root(value):
+        if not isinstance(value, Node):
+            return None
+        old = _updated_by_twin(value) if inside else updated(value, declared=declared)
+        if old is not None:
+            updates, value = [Update(Place(value))], old
+        elif value.target in WINDOWS:
+            inner = _inside_window(value, whole)
+            updates = _carried_by(value, *inner) if inner is not None else [Update(Place(value))]
+            put_back += [] if updates else [Place(value)]
+            value = value.args[0]
+        elif value.target in ARRANGEMENTS and (inner := _inside_arrangement(value, whole)) is not None:
+            updates = _carried_by(value, *inner)
+            put_back += [] if updates else [Place(value)]
+            value = inner[1].args[0]
+        else:
+            return None
+        if updates:
+            updates[-1] = replace(updates[-1], put_back=(*updates[-1].put_back, *put_back[::-1]))
+            found += updates[::-1]
+            put_back = []
+    return (found[::-1], value) if not put_back else None
+
+
+def _carried_by(outer: Node, updates: list[Update], root: Node) -> list[Update]:
+    """Updates of the window that `root` looks at, as `outer` puts them back in their place."""
+    if not updates:
+        return []  # the window is put back as it was
+    *first, last = (update.within(View.by(root)) for update in updates)
+    return [*first, replace(last, put_back=(*last.put_back, Place(outer)))]
+
+
+def _inside_window(scatter: Node, whole: Collection[Node]) -> tuple[list[Update], Node] | None:
+    """The updates of the window that a scatter puts back; None if it brings something else."""
+    if scatter in whole:
+        return None
+    seen_by = View(WINDOWS[scatter.target], tuple(scatter.args[2:]), dict(scatter.kwargs))
+
+    def is_root(node: Any) -> bool:
+        is_view = isinstance(node, Node) and node.target is seen_by.op and node.args[0] is scatter.args[0]
+        return is_view and View.by(node) == seen_by
+
+    return _trace(scatter.args[1], is_root, whole, declared=False, inside=True)
+
+
+def _inside_arrangement(outer: Node, whole: Collection[Node]) -> tuple[list[Update], Node] | None:
+    """The updates of a value in another arrangement, which `outer` turns back into the first."""
+    return _trace(outer.args[0], lambda node: _turns_back(node, outer), whole, declared=False, inside=True)
+
+
+def _turns_back(inner: Any, outer: Node) -> bool:
+    """Whether `outer` undoes what `inner` does: every element is where it was.
+
+    Tried on a contiguous tensor: an arrangement that has its sizes and strides again has every element in its place.
+    """
+    if not isinstance(inner, Node) or inner.target not in ARRANGEMENTS or not isinstance(inner.args[0], Node):
+        return False
+    before, after = inner.args[0].meta.get("val"), outer.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.dtype != after.dtype or not known_equal(tuple(before.shape), tuple(after.shape)):
+        return False
+    plain = before.new_empty(before.shape)
+    again = View.by(outer).fake(View.by(inner).fake(plain))
+    return known_equal(tuple(again.shape), tuple(plain.shape)) and known_equal(again.stride(), plain.stride())
