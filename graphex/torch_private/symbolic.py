@@ -9,6 +9,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
+    free_symbols,
     free_unbacked_symbols,
     statically_known_true,
 )
@@ -18,9 +19,11 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "detect_fake_mode",
+    "free_symbols",
     "free_unbacked_symbols",
     "hint_of",
     "statically_known_true",
+    "symbol_of",
     "unset_fake_temporarily",
 ]
 
@@ -31,3 +34,9 @@ def hint_of(value: int | torch.SymInt, default: int) -> int:
         return value
     hint: Any = value.node.hint
     return default if hint is None else int(hint)
+
+
+def symbol_of(value: Any) -> Any:
+    """The symbol that a size is, if it is one and not an expression of several; None otherwise."""
+    expression = value.node.expr if isinstance(value, torch.SymInt) else None
+    return expression if expression is not None and expression.is_Symbol else None
