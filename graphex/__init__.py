@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from graphex.passes.adapter import Rewrite, graph_pass
     from graphex.passes.base import GraphPass, Refusal, Work
     from graphex.records import Journal
+    from graphex.runtime.replayer import replayer
+    from graphex.runtime.warm_up import warm_up
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,8 @@ __all__ = [
     "get_backend",
     "graph_pass",
     "journal",
+    "replayer",
+    "warm_up",
 ]
 
 # Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
@@ -63,6 +67,8 @@ _HOMES = {
     "get_backend": "backend",
     "graph_pass": "passes.adapter",
     "journal": "backend",
+    "replayer": "runtime.replayer",
+    "warm_up": "runtime.warm_up",
 }
 
 

@@ -81,9 +81,9 @@ class Capturing:
         weakref.finalize(self, _free_all, self._entries).atexit = False
 
     def __call__(self, args: list[Any]) -> Any:
-        return session.watched(self, self._call, args) if session.watchers else self._call(args)
+        return session.run_in_session(self, args) if session.active else self.call(args)
 
-    def _call(self, args: list[Any]) -> Any:
+    def call(self, args: list[Any]) -> Any:
         if self._gave_up or self._device.is_capturing():
             return self._run(args)
         key = self._key(args)
@@ -93,10 +93,10 @@ class Capturing:
                 return self._replay(entry, args)
         return self._run(args)
 
-    def captured_for(self, args: list[Any]) -> bool:
-        """Whether a call with these inputs is replayed."""
-        entry = self._entries.get(self._key(args))
-        return entry is not None and not entry.moved(args)
+    def rehearse(self, args: list[Any]) -> None:
+        """Warm up for a capture that the next call makes."""
+        if not self._gave_up and self._key(args) not in self._entries:
+            self._run(args)
 
     @property
     def written(self) -> list[int]:

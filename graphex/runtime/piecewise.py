@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.runtime import session
 from graphex.runtime.codegen import Boxed, attribute_of
@@ -40,12 +41,12 @@ class Piecewise:
         self, gm: GraphModule, pieces: Sequence[Piece], runs: Sequence[Boxed], pool: Pool, device: Device, counter: Any
     ) -> None:
         self._boxed_call = True
+        aliases = Aliases(gm.graph)
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.written = [index for index, node in enumerate(inputs) if aliases.is_written(node)]
         self._pool, self._device, self._counter = pool, device, counter
         self._calls = 0
-        slots: dict[Node, int] = {}
-        for node in gm.graph.nodes:
-            if node.op == "placeholder":
-                slots[node] = len(slots)
+        slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
             for node in piece.outputs:
                 slots[node] = len(slots)
@@ -65,9 +66,12 @@ class Piecewise:
         ]
 
     def __call__(self, args: list[Any]) -> Any:
-        return session.watched(self, self._call, args) if session.watchers else self._call(args)
+        return session.run_in_session(self, args) if session.active else self.call(args)
 
-    def _call(self, args: list[Any]) -> Any:
+    def rehearse(self, args: list[Any]) -> None:
+        """Each piece does that for itself."""
+
+    def call(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.lock:
