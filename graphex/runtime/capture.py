@@ -76,6 +76,7 @@ class Capturing:
         self._watched: weakref.ref[Tensor] | None = None
         self._moves = 0
         self._gave_up = False
+        self._is_running = False
         self._counter = compilation.journal.counter(graph_name)
         self._label = f"graphex replay: {graph_name}"
         weakref.finalize(self, _free_all, self._entries).atexit = False
@@ -88,9 +89,13 @@ class Capturing:
             return self._run(args)
         key = self._key(args)
         with self._pool.lock:
-            entry = self._entry(key, args)
-            if entry is not None:
-                return self._replay(entry, args)
+            self._is_running = True
+            try:
+                entry = self._entry(key, args)
+                if entry is not None:
+                    return self._replay(entry, args)
+            finally:
+                self._is_running = False
         return self._run(args)
 
     def rehearse(self, args: list[Any]) -> None:
@@ -168,9 +173,9 @@ class Capturing:
 
     def _watch(self, args: list[Any]) -> None:
         """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
-        if self._plan.unchecked or not self._plan.by_address:
+        if not self._plan.static:
             return
-        first: Tensor = args[self._plan.by_address[0]]
+        first: Tensor = args[self._plan.static[0]]
         if self._watched is None or self._watched() is not first:
             self._watched = weakref.ref(first)
             weakref.finalize(first, _free_if_idle, weakref.ref(self)).atexit = False
@@ -232,12 +237,14 @@ class Capturing:
         numbers = self._numbers and self._numbers[1](list(args))
         written = [args[index] for index in plan.written]
         given = [args[index] for index in entry.outputs.inputs_needed]
-        args.clear()
         entry.replay.replay()
+        args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
         if written:
             count_writes(written)
         results = entry.outputs.take(given)
-        return results if self._numbers is None else _with_numbers(results, self._numbers[0], numbers)
+        if self._numbers is not None:
+            results = _with_numbers(results, self._numbers[0], numbers)
+        return results[0] if plan.returns_one else results
 
     def _warn_about_held(self, places: list[int]) -> None:
         for place in places:
@@ -268,9 +275,13 @@ def _free_all(entries: OrderedDict[Key, Entry | None]) -> None:
 
 
 def _free_if_idle(owner: weakref.ref[Capturing]) -> None:
+    """Called when a parameter dies, at any time and in any thread: what is in use is left alone."""
     capturing = owner()
-    if capturing is not None and capturing._pool.lock.acquire(blocking=False):
+    if capturing is None or capturing._watched is None or capturing._watched() is not None:
+        return
+    if capturing._pool.lock.acquire(blocking=False):
         try:
-            capturing.free()
+            if not capturing._is_running:
+                capturing.free()
         finally:
             capturing._pool.lock.release()

@@ -32,16 +32,18 @@ class Plan:
     names: list[str]
     output_names: list[str]
     ways: list[str]
+    static: list[int]
     by_address: list[int]
     plain: list[int]
     hosts: list[int]
     written: list[int]
     unchecked: list[int]
     clone_input: bool | str
+    returns_one: bool
 
     @staticmethod
     def of(
-        gm: GraphModule, device: Device, static: Iterable[int], config: CompilerConfig, in_place: Sequence[int]
+        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, in_place: Sequence[int]
     ) -> Plan:
         aliases = Aliases(gm.graph)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -51,20 +53,23 @@ class Plan:
         written = [index for index in tensors if aliases.is_written(nodes[index])]
         # What is addressed from the start of its storage can be read at its own place only.
         absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
+        static = set(static_inputs).intersection(tensors)
         fixed = {*static, *written, *absolute}.difference(hosts)
         by_address = [index for index in tensors if index in fixed]
-        unchecked = set(static).difference(written) if config.frozen_parameter else set()
+        unchecked = static.difference(written) if config.frozen_parameter else set()
         outputs = output_leaves(gm)
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
             ways=["in place" if place in in_place else _WAYS[config.clone_output] for place in range(len(outputs))],
+            static=sorted(static.difference(hosts)),
             by_address=by_address,
             plain=[index for index in tensors if index not in fixed and index not in hosts],
             hosts=hosts,
             written=written,
             unchecked=[index for index in by_address if index in unchecked],
             clone_input=config.clone_input,
+            returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
     def named(self, indices: Iterable[int]) -> str:
@@ -78,9 +83,14 @@ _WAYS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in p
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
+    """What a graph returns, one by one."""
+    returned = _returned(gm)
+    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def _returned(gm: GraphModule) -> Any:
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    leaves = output.args[0]
-    return list(leaves) if isinstance(leaves, (list, tuple)) else [leaves]
+    return output.args[0]
 
 
 @dataclass
@@ -178,7 +188,7 @@ def make_entry(
         outputs.settle()
         checked = [index for index in (*plan.by_address, *sorted(stays)) if index not in plan.unchecked]
         addresses = [args[index].data_ptr() for index in checked]
-        held = [args[index] for index in plan.unchecked] + ([*given] if takes_over else [])
+        held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         entry = Entry(
             replay, pool, outputs, checked, addresses, stays, copied, buffers, held, "in place" in plan.ways, takes_over
         )

@@ -18,6 +18,7 @@ from graphex.device import Device, device_of
 from graphex.records import Cut
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
+from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Division, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
@@ -36,6 +37,9 @@ def build_executable(
         return run
     device = device_of(devices_of(gm))
     if not device.captures:
+        return run
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in output_leaves(gm)):
+        compilation.fall_back(graph_name, "the graph runs without capture", "it returns lists inside of its result")
         return run
     division = divide(gm, device)
     if not division.obstacles:

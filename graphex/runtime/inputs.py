@@ -24,8 +24,8 @@ class InputBuffer:
         """`memory` is bytes to lay it out in; None takes over the tensor itself as the buffer."""
         self._compact = None if is_dense(like) else _without_expansion(like)
         if memory is None:
-            self.view = like
-            self.target = self.source(like)
+            self.view = like.detach()  # the memory, whatever becomes of the caller's tensor
+            self.target = self.source(self.view)
         else:
             flat = memory.view(like.dtype)
             self.view = flat.as_strided(like.shape, like.stride(), flat.storage_offset())

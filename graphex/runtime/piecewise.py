@@ -52,6 +52,8 @@ class Piecewise:
                 slots[node] = len(slots)
         self._slots = len(slots)
         self._returned = [_getter(gm, leaf, slots) for leaf in output_leaves(gm)]
+        (output,) = (node for node in gm.graph.nodes if node.op == "output")
+        self._returns_one = not isinstance(output.args[0], (list, tuple))
         last = {slots[node]: place for place, piece in enumerate(pieces) for node in piece.inputs}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
         self._steps = [
@@ -84,7 +86,8 @@ class Piecewise:
                 results = run(given) if step.captured or self._calls != TIMED_CALL else self._timed(run, given)
                 for slot, result in zip(step.writes, results, strict=True):
                     values[slot] = result
-        return tuple(get(values) for get in self._returned)
+        results = tuple(get(values) for get in self._returned)
+        return results[0] if self._returns_one else results
 
     def _timed(self, run: Boxed, given: list[Any]) -> Any:
         """Once, the time that is spent outside of device graphs is measured."""

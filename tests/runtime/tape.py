@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode, Replay):
                 (leaf, leaf.clone()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             ]
         result = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, result))
+        self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), result))
         return result
 
     def rewind(self) -> None:
@@ -60,6 +60,11 @@ class Tape(TorchDispatchMode, Replay):
         assert not self.freed, "a graph was freed twice"
         self.freed = True
         self.calls.clear()
+
+
+def _at_their_place(args: Any) -> Any:
+    """A device graph knows addresses: what becomes of a tensor object later does not matter to it."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
 
 
 def _memory(tensor: Tensor) -> int:
