@@ -11,6 +11,12 @@ FLAGS = [option.name for option in options_of() if isinstance(option.default, bo
 
 BAD = {
     "mode": ["fast", "", 1, None, True, ["eager"]],
+    "capture_limit": [0, -1, True, 1.0, "64", None],
+    "capture_sizes": [3, "1,2", [0], [1, True], [1.0], None, [[1]]],
+    "capture_error_mode": ["local", "", None, 1],
+    "clone_input": [0, 1, "yes", None],
+    "clone_output": [0, 1, "True", None],
+    "use_graph_pool": [3, (1,), (1, 2, 3), ("0", 1), (0, True), "pool"],
     "data_dump_stage": ["original ", "both", 0, None],
     "data_dump_dir": ["no/such/directory", __file__, 3, None],
     "disable_passes": ["remove_noops", 3, [1], None],
@@ -21,6 +27,12 @@ BAD = {
 }
 GOOD = {
     "mode": ["reduce-overhead", "max-autotune", "eager"],
+    "capture_limit": [1, 64, 2**63 - 1],
+    "capture_sizes": [[], [1, 2, 4, 8], (8, 1, 1), range(1, 5)],
+    "capture_error_mode": ["global", "thread_local", "relaxed"],
+    "clone_input": [True, False, "auto"],
+    "clone_output": [True, False, "auto"],
+    "use_graph_pool": [None, (0, 1), [3, 4]],
     "data_dump_stage": ["original", "optimized"],
     "data_dump_dir": ["./", "."],
     "disable_passes": [[], ["remove_noops"], ("remove_noops",)],

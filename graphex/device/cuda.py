@@ -12,7 +12,7 @@ import torch
 
 from graphex.device.base import Device, Replay
 from graphex.errors import CaptureError
-from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream
+from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream, stop_allocating_to
 
 _one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
 _capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
@@ -63,9 +63,7 @@ class CudaDevice(Device):
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
         """Workspaces of cuBLAS are dropped before and after, so that the graph's own is in the graph's pool."""
-        stream = _capture_streams.get(self._index)
-        if stream is None:
-            stream = _capture_streams[self._index] = torch.cuda.Stream(self._device)
+        stream = self._capture_stream()
         clear_cublas_workspaces()
         stream.wait_stream(torch.cuda.current_stream())
         try:
@@ -74,13 +72,24 @@ class CudaDevice(Device):
                 try:
                     result = run()
                 except BaseException:
-                    _end_after_failure(graph)
+                    self._end_after_failure(graph, pool)
                     raise
-                graph.capture_end()
+                try:
+                    graph.capture_end()
+                except BaseException:
+                    stop_allocating_to(pool, self._index, release=False)
+                    raise
         finally:
             clear_cublas_workspaces()
         torch.cuda.current_stream().wait_stream(stream)
         return result
+
+    def _end_after_failure(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """A capture has to be ended, and one that went wrong cannot be ended well."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the error that made it fail is the one to report
+            stop_allocating_to(pool, self._index, release=True)
 
     def _recover(self, failed: torch.cuda.CUDAGraph) -> None:
         """After a failed capture the random generator still believes that it is being captured.
@@ -91,9 +100,21 @@ class CudaDevice(Device):
             failed.reset()
         except RuntimeError:
             pass  # there was nothing to reset
-        torch.cuda.synchronize()
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            torch.zeros(1, device=self._device)
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._capture_stream()):
+                again = torch.cuda.CUDAGraph()
+                again.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)
+                again.capture_end()
+        except RuntimeError:
+            pass  # what is reported is why the capture failed
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        stream = _capture_streams.get(self._index)
+        if stream is None:
+            stream = _capture_streams[self._index] = torch.cuda.Stream(self._device)
+        return stream
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
@@ -113,14 +134,6 @@ class CudaDevice(Device):
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device)
-
-
-def _end_after_failure(graph: torch.cuda.CUDAGraph) -> None:
-    """A capture has to be ended, and one that went wrong cannot be ended well."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        pass  # the error that made it fail is the one to report
 
 
 def _freed() -> None:

@@ -32,12 +32,16 @@ from graphex.runtime.host_values import host_outputs
 from graphex.runtime.inputs import Arena
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.pools import Pool, pool_for
+from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.tracing import profiler_enabled
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
 MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Capturing:
@@ -64,22 +68,25 @@ class Capturing:
             config.force_recapture,
             config.capture_error_mode,
         )
+        self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._plan = Plan.of(gm, device, static_inputs, config, in_place)
         self._key = KeyReader(gm, device)
         self._numbers = host_outputs(gm)
         self._pool = pool or pool_for(device, config.use_graph_pool)
         self._arena = Arena()
-        self._entries: OrderedDict[Key, Entry | None] = OrderedDict()  # None: it cannot be captured
+        self._store = Store(self._limit)
+        self._failed: set[Key] = set()
         self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()
+        self._stays: set[int] = set()
         self._must_copy: set[int] = set()
         self._said: set[str] = set()
-        self._watched: weakref.ref[Tensor] | None = None
+        self._owners: set[int] = set()
         self._moves = 0
         self._gave_up = False
         self._is_running = False
         self._counter = compilation.journal.counter(graph_name)
         self._label = f"graphex replay: {graph_name}"
-        weakref.finalize(self, _free_all, self._entries).atexit = False
+        weakref.finalize(self, self._store.free).atexit = False
 
     def __call__(self, args: list[Any]) -> Any:
         return session.run_in_session(self, args) if session.active else self.call(args)
@@ -100,7 +107,7 @@ class Capturing:
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""
-        if not self._gave_up and self._key(args) not in self._entries:
+        if not self._gave_up and not self._store.knows(self._key(args)):
             self._run(args)
 
     @property
@@ -109,110 +116,102 @@ class Capturing:
 
     def free(self) -> None:
         """Give up every captured graph; the next call of a key captures again."""
-        _free_all(self._entries)
+        self._store.free()
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 
     def _entry(self, key: Key, args: list[Any]) -> Entry | None:
         """The graph to replay; None to run this call eagerly."""
-        entry = self._entries.get(key)
-        if entry is None:
-            if key in self._entries:
-                return None  # it failed before
-            if key not in self._seen and not session.is_warming_up():
+        entry = self._store.latest(key)
+        moved = None if entry is None else entry.moved(args)
+        if moved is None or moved:
+            if key in self._failed:
+                return None
+            slot = Slot(key, self._plan.addresses(args))
+            if not self._store.knows(key):
+                if key in self._seen or session.is_warming_up():
+                    return self._capture(slot, args, "")
                 self._remember(key, args)
                 return None
-            return self._capture(key, args, "")
-        self._entries.move_to_end(key)
+            entry = self._store.find(slot)
+            moved = moved or _NOTHING if entry is None else entry.moved(args)
+            if entry is None or moved:
+                return self._capture_what_moved(slot, args, moved)
         if self._force:
-            return self._capture(key, args, "force_recapture is set")
-        moved = entry.moved(args)
-        if not moved:
-            self._moves = 0
-            return entry
+            return self._capture(Slot(key, self._plan.addresses(args)), args, "force_recapture is set")
+        self._moves = 0
+        return entry
+
+    def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> Entry | None:
         self._must_copy.update(moved.intersection(self._plan.plain))
         self._moves += 1
         if self._moves > MOVES_IN_A_ROW:
-            self._say_that_inputs_keep_moving(moved)
+            self._say_once(f"{self._plan.named(moved)} moved in {MOVES_IN_A_ROW} calls in a row; pass the same tensors")
             return None
-        return self._capture(key, args, f"moved: {self._plan.named(moved)}")
+        return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
     def _remember(self, key: Key, args: list[Any]) -> None:
         """This call warms up. A tensor that is the same object in the next call has a place of its own."""
         self._seen[key] = {index: weakref.ref(args[index]) for index in self._plan.plain}
         if len(self._seen) > max(REMEMBERED, self._limit):
             self._seen.popitem(last=False)
-            if not self._entries and not self._counter["replays"]:
+            if not len(self._store) and not self._counter["replays"]:
                 self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
 
-    def _capture(self, key: Key, args: list[Any], why_again: str) -> Entry | None:
+    def _capture(self, slot: Slot, args: list[Any], why_again: str) -> Entry | None:
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
-        seen = self._seen.pop(key, {})
-        stays = {index for index, tensor in seen.items() if tensor() is args[index]} - self._must_copy
-        old = self._entries.get(key)
-        if old is not None:
-            stays = (set(old.stays) - self._must_copy) if why_again else stays
-        pool = self._pool if self._compilation.config.reuse_graph_pool_in_same_fx else self._own_pool()
+        if (seen := self._seen.pop(slot.key, None)) is not None:
+            self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
+        pool = self._pool if self._shares_pool else self._new_pool()
+        stays = self._stays - self._must_copy
         try:
             entry = make_entry(self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode)
         except Exception as error:
-            self._forget(key, error)
+            self._give_up(slot.key, error)
             return None
-        self._keep(key, entry)
-        self._watch(args)
+        entry.owner = self._watch(args)
+        self._note_evictions(slot, self._store.put(slot, entry))
         status = "recaptured" if why_again else "captured"
         self._counter[status] += 1
         if self._counter["captured"] + self._counter["recaptured"] <= RECORDED:
-            seconds, grown = time.perf_counter() - started, self._device.reserved_bytes() - reserved
-            by_address, copied = len(entry.checked), len(entry.copied)
-            text = self._key.text(key)
-            self._compilation.journal.add(
-                Captured(self._graph_name, status, text, seconds, by_address, copied, why_again, max(0, grown))
-            )
+            seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
+            sizes = (len(entry.checked) + len(self._plan.unchecked), len(entry.copied))
+            record = Captured(self._graph_name, status, self._key.text(slot.key), seconds, *sizes, why_again, grown)
+            self._compilation.journal.add(record)
         return entry
 
-    def _watch(self, args: list[Any]) -> None:
-        """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
-        if not self._plan.static:
-            return
-        first: Tensor = args[self._plan.static[0]]
-        if self._watched is None or self._watched() is not first:
-            self._watched = weakref.ref(first)
-            weakref.finalize(first, _free_if_idle, weakref.ref(self)).atexit = False
-
-    def _own_pool(self) -> Pool:
+    def _new_pool(self) -> Pool:
         return pool_for(self._device, self._compilation.config.use_graph_pool)
 
-    def _keep(self, key: Key, entry: Entry) -> None:
-        """A graph is freed only after the next is captured: a pool that no graph uses is gone."""
-        old = self._entries.pop(key, None)
-        self._entries[key] = entry
-        if old is not None:
-            old.free()
-        while len(self._entries) > self._limit:
-            _, oldest = self._entries.popitem(last=False)
-            if oldest is not None:
-                oldest.free()
-            self._counter["evicted"] += 1
-            if self._counter["evicted"] == 1:
-                reason = f"more than capture_limit={self._limit} combinations of sizes are in use"
-                record = FellBack(self._graph_name, "the least recently used device graph was freed", reason)
-                self._compilation.journal.fall_back(record, warn=False)
+    def _note_evictions(self, slot: Slot, evicted: list[Slot]) -> None:
+        before = self._counter["evicted"]
+        self._counter["evicted"] += len(evicted)
+        if not before and any(other.key != slot.key for other in evicted):
+            reason = f"more than capture_limit={self._limit} combinations of sizes are in use"
+            record = FellBack(self._graph_name, "the least recently used device graph was freed", reason)
+            self._compilation.journal.fall_back(record, warn=False)
 
-    def _forget(self, key: Key, error: Exception) -> None:
+    def _watch(self, args: list[Any]) -> int | None:
+        """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
+        if not self._plan.static:
+            return None
+        first: Tensor = args[self._plan.static[0]]
+        if id(first) not in self._owners:
+            self._owners.add(id(first))
+            weakref.finalize(first, _free_if_idle, weakref.ref(self), id(first)).atexit = False
+        return id(first)
+
+    def _give_up(self, key: Key, error: Exception) -> None:
         """The key runs eagerly from now on; the whole graph does if nothing of it was ever captured."""
-        old = self._entries.pop(key, None)
-        if old is not None:
-            old.free()
-        self._entries[key] = None
-        self._gave_up = not self._counter["captured"]
+        if len(self._failed) < REMEMBERED:
+            self._failed.add(key)
+            self._gave_up = not self._counter["captured"]
+        else:
+            self._gave_up = True
         self._fall_back(error.__cause__ or error)
 
     def _fall_back(self, reason: object) -> None:
         self._compilation.fall_back(self._graph_name, "the graph runs without capture", reason)
-
-    def _say_that_inputs_keep_moving(self, moved: frozenset[int]) -> None:
-        self._say_once(f"{self._plan.named(moved)} moved in {MOVES_IN_A_ROW} calls in a row; pass the same tensors")
 
     def _say_once(self, reason: str) -> None:
         if reason not in self._said:
@@ -267,21 +266,15 @@ def _with_numbers(results: tuple[Any, ...], places: list[int], numbers: Any) -> 
     return tuple(merged)
 
 
-def _free_all(entries: OrderedDict[Key, Entry | None]) -> None:
-    while entries:
-        _, entry = entries.popitem()
-        if entry is not None:
-            entry.free()
-
-
-def _free_if_idle(owner: weakref.ref[Capturing]) -> None:
+def _free_if_idle(owner: weakref.ref[Capturing], ident: int) -> None:
     """Called when a parameter dies, at any time and in any thread: what is in use is left alone."""
     capturing = owner()
-    if capturing is None or capturing._watched is None or capturing._watched() is not None:
+    if capturing is None:
         return
+    capturing._owners.discard(ident)
     if capturing._pool.lock.acquire(blocking=False):
         try:
             if not capturing._is_running:
-                capturing.free()
+                capturing._store.free(ident)
         finally:
             capturing._pool.lock.release()

@@ -72,9 +72,13 @@ class Plan:
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
+    def addresses(self, args: list[Any]) -> tuple[int, ...]:
+        """Where the inputs are that are captured by address and looked at."""
+        return tuple(args[index].data_ptr() for index in self.by_address if index not in self.unchecked)
+
     def named(self, indices: Iterable[int]) -> str:
         """The inputs by name, at most three of them."""
-        names = [f"'{self.names[index]}'" for index in sorted(indices)]
+        names = [f"'{self.names[index]}'" for index in sorted(indices)] or ["of another call"]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return f"input {', '.join(names[:3])}{more}"
 
@@ -108,6 +112,7 @@ class Entry:
     held: list[Tensor]
     warns: bool
     takes_over: bool
+    owner: int | None = None
     _copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:

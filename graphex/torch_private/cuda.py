@@ -12,3 +12,16 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 def clear_cublas_workspaces() -> None:
     """Give up the workspaces of all streams; the next matrix product allocates one where it runs."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def stop_allocating_to(pool: tuple[int, int], device: int, *, release: bool) -> None:
+    """Undo what the allocator was told when a capture began that could not be ended.
+
+    Whether torch has done so itself, before it found the capture invalid, depends on its version.
+    """
+    undone = [torch._C._cuda_endAllocateToPool] + ([torch._C._cuda_releasePool] if release else [])
+    for undo in undone:
+        try:
+            undo(device, pool)
+        except RuntimeError:
+            pass  # it was done

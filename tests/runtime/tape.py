@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode, Replay):
                 (leaf, leaf.clone()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             ]
         result = func(*args, **kwargs)
-        self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), result))
+        self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)))
         return result
 
     def rewind(self) -> None:

@@ -14,6 +14,10 @@ from tests.runtime.test_pieces import between, on_the_host
 SMALL = Shape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocabulary=64, positions=16)
 
 
+def generator_state(where: str) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if where == "cuda" else torch.get_rng_state()
+
+
 @torch.no_grad()
 def test_warm_up_captures_every_call_and_the_next_ones_replay(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(where)
@@ -36,10 +40,10 @@ def test_warm_up_leaves_caches_and_generators_as_they_were(where):
 
     compiled = compile_it(step)
     cache, x = torch.zeros(4, device=where), torch.ones(4, device=where)
-    state = torch.get_rng_state()
+    state = generator_state(where)
     graphex.warm_up(compiled, [{"cache": cache, "x": x, "scale": 2.0}], progress=True)
     assert cache.eq(0).all()
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_state(where), state)
     compiled(cache=cache, x=x, scale=2.0)
     assert statuses(compiled) == ["captured"]
 
@@ -72,7 +76,7 @@ def test_warm_up_refuses_what_is_no_list_of_calls(calls):
 
 
 def test_warm_up_refuses_what_was_not_compiled():
-    with pytest.raises(graphex.InputError, match="torch.compile"):
+    with pytest.raises(graphex.InputError, match="not made by torch"):
         graphex.warm_up(lambda x: x, [(torch.ones(2),)])
 
 

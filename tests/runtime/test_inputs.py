@@ -168,7 +168,6 @@ def test_frozen_parameters_are_not_looked_at(where):
     model.weight.data = torch.randn(4, 4, device=where)
     same(compiled(x), wanted)  # as documented: the old memory is read, and was kept for it
     assert statuses(compiled) == ["captured"]
-    assert graphex.journal(compiled).captures[0].inputs_by_address == 1  # x, which came again
 
 
 @torch.no_grad()

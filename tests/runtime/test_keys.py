@@ -171,14 +171,6 @@ def test_every_error_mode_captures(mode, where):
 
 
 @torch.no_grad()
-def test_the_error_mode_reaches_the_device(tape):
-    compiled = compile_it(lambda x: x + 1, capture_error_mode="relaxed")
-    for _ in range(2):
-        compiled(torch.zeros(3))
-    assert [each.error_mode for each in tape.tapes] == ["relaxed"]
-
-
-@torch.no_grad()
 def test_an_input_without_elements(where):
     compiled = compile_it(lambda x, y: (x * 2, y + 1))
     for _ in range(4):

@@ -37,11 +37,11 @@ def test_or_each_has_its_own(tape):
 def test_a_pool_can_be_shared_by_two_models_and_is_not_by_itself(tape):
     for options, pools in (({"use_graph_pool": (0, 7)}, 1), ({}, 2)):
         tape.tapes.clear()
-        models = [compile_it(lambda x, step=step: x * 2 + 1 + step, **options) for step in (0, 1)]
+        models = [compile_it(function, **options) for function in (lambda x: x * 2 + 1, lambda x: x * 3 + 2)]
         for _ in range(3):
-            for step, model in enumerate(models):
+            for factor, model in enumerate(models, start=2):
                 x = torch.randn(3)
-                same(model(x), x * 2 + 1 + step)
+                same(model(x), x * factor + (factor - 1))
         assert len({each.pool for each in tape.tapes}) == pools
     assert tape.tapes
 
@@ -71,15 +71,29 @@ def test_a_journal_does_not_grow_with_captures(tape):
 
 
 @torch.no_grad()
-def test_a_graph_that_is_captured_again_is_freed(tape):
+@pytest.mark.parametrize("limit", [1, 64])
+def test_graphs_for_other_parameters_are_kept_within_the_limit(limit, tape):
     model = nn.Linear(4, 4)
-    compiled = compile_it(model)
+    compiled = compile_it(model, capture_limit=limit)
     x = torch.randn(2, 4)
+    weights = [model.weight.data, torch.randn(4, 4)]
     for _ in range(3):
-        compiled(x)
-    model.weight.data = torch.randn(4, 4)
-    compiled(x)
-    assert [each.freed for each in tape.tapes] == [True, False]
+        for weight in weights:
+            model.weight.data = weight
+            same(compiled(x), model(x))
+    assert len(tape.alive) == min(limit, 2)
+    assert len(tape.tapes) == (2 if limit > 1 else 5)
+
+
+@torch.no_grad()
+def test_compiled_layers_of_one_class_each_have_their_graph(tape):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    compiled = [compile_it(layer) for layer in layers]
+    for _ in range(4):
+        for layer, fast in zip(layers, compiled, strict=True):
+            x = torch.randn(2, 4)
+            same(fast(x), layer(x))
+    assert len(tape.tapes) == 3
 
 
 @torch.no_grad()
@@ -155,6 +169,14 @@ def test_a_failure_for_one_size_leaves_the_others_captured(tape):
 
 
 @torch.no_grad()
+def test_the_error_mode_reaches_the_device(tape):
+    compiled = compile_it(lambda x: x + 1, capture_error_mode="relaxed")
+    for _ in range(2):
+        compiled(torch.zeros(3))
+    assert [each.error_mode for each in tape.tapes] == ["relaxed"]
+
+
+@torch.no_grad()
 def test_a_replay_on_another_stream_waits_for_the_last_one(tape):
     compiled = compile_it(lambda x: x * 2 + 1)
     for stream in (0, 0, 0, 5, 5, 0):
@@ -176,8 +198,9 @@ def test_a_stream_that_the_user_captures_gets_the_ops_themselves(tape):
 
 @torch.no_grad()
 def test_threads_take_turns(tape):
-    models = [compile_it(lambda x, k=k: (x * 2 + k).sin(), use_graph_pool=(1, 1)) for k in range(2)]
-    for k, model in enumerate(models):
+    functions = [lambda x: (x * 2).sin(), lambda x: (x * 2 + 1).sin()]
+    models = [compile_it(function, use_graph_pool=(1, 1)) for function in functions]
+    for model in models:
         model(torch.ones(16))
     wrong = []
 
