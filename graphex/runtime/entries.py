@@ -40,6 +40,7 @@ class Plan:
     unchecked: list[int]
     clone_input: bool | str
     returns_one: bool
+    warns: bool
 
     @staticmethod
     def of(
@@ -69,6 +70,7 @@ class Plan:
             written=written,
             unchecked=[index for index in by_address if index in unchecked],
             clone_input=config.clone_input,
+            warns=config.clone_output is False and not in_place,
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
@@ -194,9 +196,7 @@ def make_entry(
         checked = [index for index in (*plan.by_address, *sorted(stays)) if index not in plan.unchecked]
         addresses = [args[index].data_ptr() for index in checked]
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
-        entry = Entry(
-            replay, pool, outputs, checked, addresses, stays, copied, buffers, held, "in place" in plan.ways, takes_over
-        )
+        entry = Entry(replay, pool, outputs, checked, addresses, stays, copied, buffers, held, plan.warns, takes_over)
     except BaseException:
         replay.free()
         raise

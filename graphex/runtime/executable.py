@@ -13,9 +13,11 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
 from graphex.device import Device, device_of
-from graphex.records import Cut
+from graphex.records import Cut, FellBack
+from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.runtime.entries import output_leaves
@@ -43,6 +45,8 @@ def build_executable(
         return run
     division = divide(gm, device)
     if not division.obstacles:
+        if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
+            return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
         return Capturing(compilation, graph_name, device, run, gm, static_inputs)
     if not division.captured:
         node, reason = next(iter(division.obstacles.items()))
@@ -55,6 +59,42 @@ def build_executable(
         )
         return run
     return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs)
+
+
+def _layout(compilation: Compilation, graph_name: str, gm: GraphModule) -> Layout | None:
+    """Where the rows of a graph are, if calls may be padded."""
+    try:
+        return Layout(gm)
+    except MixedRowsError as refusal:
+        where = f"'{refusal.node.name}': {refusal.reason}"
+        record = FellBack(
+            graph_name, "calls are not padded to capture_sizes", where, refusal.node.name, node_line(refusal.node)
+        )
+        compilation.journal.fall_back(record, warn=_has_symbols(gm))
+        return None
+
+
+def _padded(
+    compilation: Compilation,
+    graph_name: str,
+    gm: GraphModule,
+    run: Boxed,
+    device: Device,
+    static_inputs: Sequence[int],
+    layout: Layout,
+) -> Boxed:
+    """Device graphs for a few sizes, whose results are copied out after cutting."""
+    pool = pool_for(device, compilation.config.use_graph_pool)
+    static = [index for index in static_inputs if index not in layout.inputs]
+    lent = range(len(layout.leaves))
+    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, in_place=lent)
+    counter = compilation.journal.counter(graph_name)
+    return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter)
+
+
+def _has_symbols(gm: GraphModule) -> bool:
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    return any(isinstance(size, torch.SymInt) for v in values if isinstance(v, torch.Tensor) for size in v.shape)
 
 
 def _in_pieces(

@@ -19,9 +19,11 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "detect_fake_mode",
+    "evaluated",
     "free_symbols",
     "free_unbacked_symbols",
     "hint_of",
+    "multiple_of",
     "statically_known_true",
     "symbol_of",
     "unset_fake_temporarily",
@@ -40,3 +42,16 @@ def symbol_of(value: Any) -> Any:
     """The symbol that a size is, if it is one and not an expression of several; None otherwise."""
     expression = value.node.expr if isinstance(value, torch.SymInt) else None
     return expression if expression is not None and expression.is_Symbol else None
+
+
+def evaluated(sizes: Any, symbol: Any, value: int) -> tuple[int, ...]:
+    """Symbolic sizes of which only one symbol is not known, as numbers."""
+    return tuple(int(s.node.expr.subs({symbol: value})) if isinstance(s, torch.SymInt) else int(s) for s in sizes)
+
+
+def multiple_of(size: Any, symbol: Any) -> int | None:
+    """How often a symbol goes into a size, for every value of the symbol; None if it does not."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    ratio = (size.node.expr / symbol).expand()
+    return int(ratio) if ratio.is_Integer and ratio > 0 else None
