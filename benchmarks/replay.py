@@ -1,20 +1,23 @@
 """A decode step replayed as one device graph, against the same code in a hand-made CUDA graph. Needs a GPU.
 
-    PYTHONPATH=. python benchmarks/replay.py [--inductor] [--layers 8] [--batch 1 16]
+    PYTHONPATH=. python benchmarks/replay.py [--layers 8 32] [--batch 1 16] [--max-autotune] [--seconds 190]
 
-Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs. `pipelined` is the time of a call
-when calls follow each other, `host` the time until a call returns, `floor` the bytes of weights and caches divided by
-the measured copy bandwidth.
+Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
+of a call when calls follow each other, `host` the time until a call returns, `floor` the bytes of weights and caches
+divided by the measured copy bandwidth. Inductor's rows come last and are left out when the time is up.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,52 +28,24 @@ from benchmarks.measure import machine
 from examples.tiny_llama import Shape, TinyLlama
 
 Call = Callable[[], object]
+SIZES = range(2, 33, 2)  # sixteen batch sizes
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inductor", action="store_true", help="also Inductor's modes (slow to compile)")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device")
-        return 1
-    print(f"decode step, {options.layers} layers of Llama-3-8B geometry, bfloat16. {machine()}")
-    bandwidth = copy_bandwidth()
-    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n")
-    print("| batch | variant | pipelined ms | x hand-made graph | x floor | host ms | first 3 calls s | peak GiB |")
-    print("|---|---|---|---|---|---|---|---|")
-    for batch in options.batch:
-        with torch.no_grad():
-            compare(options.layers, batch, bandwidth, inductor=options.inductor)
-    return 0
+@dataclass
+class Setting:
+    """One model and batch size, and what was measured of them."""
 
+    layers: int
+    batch: int
+    model: TinyLlama
+    args: tuple[Any, ...]
+    wanted: torch.Tensor
+    floor: float
+    hand: float = 0.0
 
-def compare(layers: int, batch: int, bandwidth: float, *, inductor: bool) -> None:
-    torch.manual_seed(0)
-    shape = Shape(layers, 4096, 32, 8, 14336, 32000, 2048)
-    with torch.device("cuda"):
-        model = TinyLlama(shape).to(torch.bfloat16).eval()
-    token = torch.randint(0, 32000, (batch, 1), device="cuda")
-    position = torch.tensor([1500], device="cuda")
-    caches = model.new_caches(batch)
-    args = (token, position, caches)
-    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed" not in name)
-    floor = (weights + sum(c.numel() * c.element_size() for pair in caches for c in pair)) / bandwidth
-    wanted = model(*args)
-    variants: dict[str, Callable[[], Call]] = {
-        "eager": lambda: lambda: model(*args),
-        "hand-made CUDA graph": lambda: hand_made(model, args),
-        "graphex": lambda: through("graphex", model, args),
-        "cudagraphs": lambda: through("cudagraphs", model, args),
-    }
-    if inductor:
-        variants["inductor default"] = lambda: through("inductor", model, args)
-        variants["inductor reduce-overhead"] = lambda: through("inductor", model, args, mode="reduce-overhead")
-    rows = {}
-    for name, make in variants.items():
-        torch._dynamo.reset()
+    def row(self, name: str, make: Callable[[], Call]) -> None:
+        """Measure one variant and print it."""
+        fresh_start()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         call = make()
@@ -78,32 +53,105 @@ def compare(layers: int, batch: int, bandwidth: float, *, inductor: bool) -> Non
         torch.cuda.synchronize()
         first = time.perf_counter() - started
         assert isinstance(found, torch.Tensor)
-        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(found, self.wanted, rtol=0.05, atol=0.05)
         peak = torch.cuda.max_memory_allocated() / 2**30
-        rows[name] = (*timed(call), first, peak)
-        del call, found
-    hand = rows["hand-made CUDA graph"][0]
-    for name, (pipelined, host, first, peak) in rows.items():
-        ratios = f"{pipelined / hand:.2f} | {pipelined / floor:.2f}"
-        print(f"| {batch} | {name} | {pipelined * 1e3:.3f} | {ratios} | {host * 1e3:.3f} | {first:.1f} | {peak:.2f} |")
+        pipelined, host = timed(call)
+        self.hand = self.hand or pipelined
+        ratios = f"{pipelined / self.hand:.3f} | {pipelined / self.floor:.2f}"
+        where = f"| {self.layers} | {self.batch} | {name}"
+        print(f"{where} | {pipelined * 1e3:.3f} | {ratios} | {host * 1e6:.0f} | {first:.1f} | {peak:.2f} |", flush=True)
 
 
-def through(backend: str, model: torch.nn.Module, args: tuple[object, ...], **options: str) -> Call:
-    compiled = torch.compile(model, backend=backend, fullgraph=True, **options)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--max-autotune", action="store_true", help="also Inductor's max-autotune (minutes to compile)")
+    parser.add_argument("--seconds", type=float, default=190, help="no further variant is begun after this time")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device")
+        return 1
+    end = time.perf_counter() + options.seconds
+    print(f"decode step of Llama-3-8B geometry, bfloat16. {machine()}")
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n")
+    columns = (
+        "layers",
+        "batch",
+        "variant",
+        "pipelined ms",
+        "x hand-made graph",
+        "x floor",
+        "host us",
+        "first 3 calls s",
+    )
+    print(f"| {' | '.join((*columns, 'peak GiB'))} |\n|{'---|' * (len(columns) + 1)}")
+    with torch.no_grad():
+        settings = [each for layers in options.layers for each in settings_of(layers, options.batch, bandwidth)]
+        for setting in settings:
+            ours(setting)
+        memory = memory_of_sizes(settings[0].model)
+        for setting in settings:
+            inductor(setting, end, max_autotune=options.max_autotune)
+    print(f"\n{memory}")
+    return 0
+
+
+def settings_of(layers: int, batches: list[int], bandwidth: float) -> list[Setting]:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = TinyLlama(Shape(layers, 4096, 32, 8, 14336, 32000, 2048)).to(torch.bfloat16).eval()
+    weights = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed" not in name)
+    found = []
+    for batch in batches:
+        caches = model.new_caches(batch)
+        args = (torch.randint(0, 32000, (batch, 1), device="cuda"), torch.tensor([1500], device="cuda"), caches)
+        moved = weights + sum(cache.numel() * cache.element_size() for pair in caches for cache in pair)
+        found.append(Setting(layers, batch, model, args, model(*args), moved / bandwidth))
+    return found
+
+
+def ours(setting: Setting) -> None:
+    model, args = setting.model, setting.args
+    setting.row("hand-made CUDA graph", lambda: hand_made(model, args))
+    setting.row("eager", lambda: lambda: model(*args))
+    setting.row("graphex", lambda: through("graphex", model, args))
+    setting.row("graphex, replayer", lambda: graphex.replayer(compiled("graphex", model), *args))
+    setting.row("cudagraphs", lambda: through("cudagraphs", model, args))
+
+
+def inductor(setting: Setting, end: float, *, max_autotune: bool) -> None:
+    model, args = setting.model, setting.args
+    modes = ["default", "reduce-overhead", *(["max-autotune"] if max_autotune else [])]
+    for mode in modes:
+        expected = 4.0 + 1.6 * setting.layers  # seconds, generously: what is begun is finished
+        if time.perf_counter() + expected > end:
+            print(f"| {setting.layers} | {setting.batch} | inductor {mode} | left out: the time is up | | | | | |")
+            continue
+        setting.row(f"inductor {mode}", lambda mode=mode: through("inductor", model, args, mode=mode))
+
+
+def compiled(backend: str, model: torch.nn.Module, **options: str) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, fullgraph=True, **options)
+
+
+def through(backend: str, model: torch.nn.Module, args: tuple[Any, ...], **options: str) -> Call:
+    run = compiled(backend, model, **options)
 
     def call() -> object:
-        return compiled(*args)
+        return run(*args)
 
     for _ in range(3):
         call()
     if backend == "graphex":
-        journal = graphex.journal(compiled)
-        if not journal.captures or journal.fallbacks:
-            raise RuntimeError(f"the step was not replayed: {journal.fallbacks}")
+        journal = graphex.journal(run)
+        if not journal.captures or journal.fallbacks or journal.cuts:
+            raise RuntimeError(f"the step was not replayed: {journal.fallbacks} {journal.cuts}")
     return call
 
 
-def hand_made(model: torch.nn.Module, args: tuple[object, ...]) -> Call:
+def hand_made(model: torch.nn.Module, args: tuple[Any, ...]) -> Call:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -120,9 +168,50 @@ def hand_made(model: torch.nn.Module, args: tuple[object, ...]) -> Call:
     return call
 
 
+def memory_of_sizes(model: TinyLlama) -> str:
+    """What capturing sixteen batch sizes reserves, beside what the largest alone does."""
+    caches = model.new_caches(SIZES[-1])
+    largest, _ = reserved_by(model, caches, SIZES[-1:])
+    together, each = reserved_by(model, caches, SIZES)
+    sizes = ", ".join(f"{size} ({grown / 2**20:.0f})" for size, grown in each)
+    return (
+        f"memory reserved by captures, above weights and caches ({model.shape.layers} layers): the largest batch alone "
+        f"{largest / 2**20:.1f} MiB, sixteen sizes {together / 2**20:.1f} MiB, ratio {together / max(1, largest):.3f}\n"
+        f"batch (MiB that its capture reserved), in the order captured: {sizes}"
+    )
+
+
+def reserved_by(model: TinyLlama, caches: Any, sizes: Any) -> tuple[int, list[tuple[int, int]]]:
+    fresh_start()
+    run = torch.compile(model, backend="graphex", fullgraph=True, dynamic=True)
+    token, position = torch.zeros((SIZES[-1], 1), dtype=torch.int64, device="cuda"), torch.tensor([7], device="cuda")
+    calls = [(token[:size], position, [(k[:size], v[:size]) for k, v in caches]) for size in sizes]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    records = graphex.warm_up(run, calls, progress=False)
+    if len(records) != len(calls):
+        raise RuntimeError(f"{len(records)} of {len(calls)} sizes were captured: {graphex.journal(run).fallbacks}")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    after = torch.cuda.memory_reserved()
+    each = [(size, record.reserved_bytes) for size, record in zip(sorted(sizes, reverse=True), records, strict=True)]
+    return after - before, each
+
+
+def fresh_start() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def timed(call: Call, *, rounds: int = 7, calls: int = 30) -> tuple[float, float]:
     """Median seconds of a call: back to back, and on the host alone."""
     pipelined, host = [], []
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    calls = min(calls, max(4, int(0.15 / (time.perf_counter() - started))))
     for _ in range(rounds):
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -130,9 +219,11 @@ def timed(call: Call, *, rounds: int = 7, calls: int = 30) -> tuple[float, float
             call()
         torch.cuda.synchronize()
         pipelined.append((time.perf_counter() - started) / calls)
-        started = time.perf_counter()
-        call()
-        host.append(time.perf_counter() - started)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            call()
+            host.append(time.perf_counter() - started)
     return statistics.median(pipelined), statistics.median(host)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from graphex.passes.adapter import Rewrite, graph_pass
     from graphex.passes.base import GraphPass, Refusal, Work
     from graphex.records import Journal
+    from graphex.runtime.replayer import replayer
+    from graphex.runtime.warm_up import warm_up
 
 __version__ = "0.1.0"
 
@@ -45,9 +47,11 @@ __all__ = [
     "graph_pass",
     "journal",
     "node_info",
+    "register_inplace_twin",
     "register_replacement",
     "replacement",
-    "register_inplace_twin",
+    "replayer",
+    "warm_up",
 ]
 
 # Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
@@ -75,6 +79,8 @@ _HOMES = {
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
     "register_inplace_twin": "analysis.declared_twins",
+    "replayer": "runtime.replayer",
+    "warm_up": "runtime.warm_up",
 }
 
 

@@ -91,6 +91,52 @@ class Choice(Kind[str]):
         return value
 
 
+class Whole(Kind[int]):
+    """A whole number of at least `least`; True is not 1."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.allowed = f"a whole number of at least {least}"
+
+    def check(self, name: str, value: Any) -> int:
+        if type(value) is not int or value < self.least:
+            raise self.refuse(name, value)
+        return value
+
+
+class FlagOrAuto(Kind["bool | str"]):
+    allowed = "True, False or 'auto'"
+
+    def check(self, name: str, value: Any) -> bool | str:
+        if type(value) is not bool and not (isinstance(value, str) and value == "auto"):
+            raise self.refuse(name, value)
+        return value
+
+
+class PoolHandle(Kind["tuple[int, int] | None"]):
+    allowed = "None or a pool handle: two whole numbers, as torch.cuda.graph_pool_handle() gives them"
+
+    def check(self, name: str, value: Any) -> tuple[int, int] | None:
+        if value is None:
+            return None
+        if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(type(part) is int for part in value):
+            raise self.refuse(name, value)
+        return (value[0], value[1])
+
+
+class Sizes(Kind[tuple[int, ...]]):
+    """Sizes to capture for, in any order; kept sorted, each once."""
+
+    allowed = "a list of whole numbers of at least 1"
+
+    def check(self, name: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self.refuse(name, value)
+        if not all(type(size) is int and size >= 1 for size in value):
+            raise self.refuse(name, value)
+        return tuple(sorted(set(value)))
+
+
 class ExistingDirectory(Kind[str]):
     allowed = "the path of a directory that exists"
 
@@ -152,6 +198,48 @@ class CompilerConfig:
         "and kernels may be tuned longer. `eager`: all passes, no capture.",
     )
     force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
+    capture_limit = Option(
+        Whole(1), 64, "How many device graphs are kept for each compiled graph; the least recently used goes first."
+    )
+    capture_sizes = Option[tuple[int, ...]](
+        Sizes(),
+        (),
+        "Sizes to capture for, such as `[1, 2, 4, 8]`: a call with fewer rows is padded to the next of them, and its "
+        "results are cut. Refused, with a reason, where rows are not proven to be independent of each other.",
+    )
+    capture_error_mode = Option(
+        Choice("global", "thread_local", "relaxed"),
+        "thread_local",
+        "Which calls of the CUDA runtime make a capture fail: unsafe ones of any thread (which then fail themselves), "
+        "of the capturing thread, or none.",
+    )
+    force_recapture = Option(Flag(), False, "Capture again in every call: for finding out whether a capture is stale.")
+    frozen_parameter = Option(
+        Flag(),
+        False,
+        "Parameters, buffers and inputs marked static are not looked at after a capture: it is yours to keep their "
+        "memory where it is.",
+    )
+    clone_input = Option[bool | str](
+        FlagOrAuto(),
+        "auto",
+        "What happens to inputs that are neither static nor written. `True`: each call copies them into private "
+        "buffers. `False`: the tensors of the captured call become the buffers, and a call with others copies into "
+        "them. `'auto'`: a tensor that comes again is read where it is, all others are copied.",
+    )
+    clone_output = Option[bool | str](
+        FlagOrAuto(),
+        "auto",
+        "`'auto'`: results are copied out of the device graph, so a kept one stays right; those that share memory "
+        "still do. `True`: the same, and no two share memory. `False`: results are the graph's own memory, which the "
+        "next call writes again.",
+    )
+    use_graph_pool = Option[tuple[int, int] | None](
+        PoolHandle(), None, "A memory pool for the device graphs of everything that is compiled with this handle."
+    )
+    reuse_graph_pool_in_same_fx = Option(
+        Flag(), True, "All device graphs of one compiled graph share a memory pool. False: each has its own."
+    )
     remove_noop_ops = Option(
         Flag(), True, "Drop operations that return their input unchanged (full slices, same-dtype casts, clones ...)."
     )

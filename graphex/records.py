@@ -155,6 +155,22 @@ class Captured(Record):
     inputs_by_address: int
     inputs_copied: int
     reason: str = ""
+    reserved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Cut(Record):
+    """An op that a device graph cannot hold: it runs by itself, and the pieces around it are captured.
+
+    `ops` is how many ops run outside of device graphs for the same reason at this place.
+    """
+
+    kind: ClassVar[str] = "cut"
+    node: str
+    op: str
+    reason: str
+    line: str = ""
+    ops: int = 1
 
 
 @dataclass(frozen=True)
@@ -230,6 +246,10 @@ class Journal:
     @property
     def captures(self) -> list[Captured]:
         return self.of(Captured)
+
+    @property
+    def cuts(self) -> list[Cut]:
+        return self.of(Cut)
 
     @property
     def memory(self) -> list[MemoryPredicted]:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from graphex.errors import CaptureError
 
 
@@ -18,7 +20,7 @@ class Replay(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give the graph's memory back."""
+        """Give the graph's memory back. It may still be running."""
 
 
 class Device:
@@ -29,6 +31,31 @@ class Device:
         """A memory pool that captured graphs may share."""
         return None
 
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
-        """Record what `run` launches, without executing it. Returns the graph and what `run` returned."""
+    def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
+        """Record what `run` launches, without executing it. Returns the graph and what `run` returned.
+
+        Whatever goes wrong is a CaptureError, and leaves the device as it was.
+        """
         raise CaptureError(f"the device '{self.name}' has no graphs")
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a (fake) tensor is in the device's memory, and not in the host's."""
+        return True
+
+    def stream(self) -> Any:
+        """What tells the current stream from others."""
+        return None
+
+    def follow(self, stream: Any) -> None:
+        """Let the current stream wait for what has been given to another one, named by `stream()` there."""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody else is capturing the current stream."""
+        return False
+
+    def synchronize(self) -> None:
+        """Wait for everything that was given to the device."""
+
+    def reserved_bytes(self) -> int:
+        """The memory the process has reserved on the device."""
+        return 0

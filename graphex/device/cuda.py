@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from graphex.device.base import Device, Replay
 from graphex.errors import CaptureError
+from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream, stop_allocating_to
 
-_one_at_a_time = threading.Lock()  # CUDA allows one capture per process in its default mode
+_one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
+_capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
+_waiting_to_be_freed: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaReplay(Replay):
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._device = device
+        self.replay = graph.replay  # type: ignore[method-assign]  # one call less in every replay
 
     def replay(self) -> None:
-        self._graph.replay()
+        raise AssertionError("set when the graph is captured")
 
     def free(self) -> None:
-        self._graph.reset()
+        graph, self._graph = self._graph, None
+        self.replay = _freed  # type: ignore[method-assign]
+        if graph is not None:
+            _waiting_to_be_freed.append(graph)
+            _free_what_waits(self._device)
 
 
 class CudaDevice(Device):
@@ -30,28 +41,126 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
+        self._index = index
         self._device = torch.device("cuda", index)
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
+    def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
         graph = torch.cuda.CUDAGraph()
-        with _one_at_a_time, torch.cuda.device(self._device):
+        with _one_at_a_time, torch.cuda.device(self._device), _quiet():
             try:
-                with torch.cuda.graph(graph, pool=pool):
+                torch.cuda.synchronize()
+                result = self._record(graph, run, pool, error_mode)
+            except BaseException as error:
+                self._recover(graph)
+                if isinstance(error, Exception):
+                    raise CaptureError(str(error)) from error
+                raise
+        _free_what_waits(self._device)
+        return CudaReplay(graph, self._device), result
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
+        """Workspaces of cuBLAS are dropped before and after, so that the graph's own is in the graph's pool."""
+        stream = self._capture_stream()
+        clear_cublas_workspaces()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool, capture_error_mode=error_mode)
+                try:
                     result = run()
-            except Exception as error:
-                _recover(self._device)
-                raise CaptureError(str(error)) from error
-        return CudaReplay(graph), result
+                except BaseException:
+                    self._end_after_failure(graph, pool)
+                    raise
+                try:
+                    graph.capture_end()
+                except BaseException:
+                    stop_allocating_to(pool, self._index, release=False)
+                    raise
+        finally:
+            clear_cublas_workspaces()
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    def _end_after_failure(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """A capture has to be ended, and one that went wrong cannot be ended well."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the error that made it fail is the one to report
+            stop_allocating_to(pool, self._index, release=True)
+
+    def _recover(self, failed: torch.cuda.CUDAGraph) -> None:
+        """After a failed capture the random generator still believes that it is being captured.
+
+        Ending any other capture puts it right.
+        """
+        try:
+            failed.reset()
+        except RuntimeError:
+            pass  # there was nothing to reset
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._capture_stream()):
+                again = torch.cuda.CUDAGraph()
+                again.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)
+                again.capture_end()
+        except RuntimeError:
+            pass  # what is reported is why the capture failed
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        stream = _capture_streams.get(self._index)
+        if stream is None:
+            stream = _capture_streams[self._index] = torch.cuda.Stream(self._device)
+        return stream
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
+    def stream(self) -> Any:
+        return raw_stream(self._index)
+
+    def follow(self, stream: Any) -> None:
+        before = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
+        torch.cuda.current_stream(self._device).wait_stream(before)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
 
 
-def _recover(device: torch.device) -> None:
-    """After a failed capture the random generator still believes that it is being captured.
+def _freed() -> None:
+    raise RuntimeError("this graph has been freed")
 
-    Ending any other capture puts it right.
-    """
-    torch.cuda.synchronize(device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device=device)
+
+def _free_what_waits(device: torch.device) -> None:
+    """Destroy graphs that nobody needs, but never while one is being captured: a finalizer may run at any time."""
+    if not _waiting_to_be_freed or torch.cuda.is_current_stream_capturing():
+        return
+    if not _one_at_a_time.acquire(blocking=False):
+        return
+    try:
+        torch.cuda.synchronize(device)
+        while _waiting_to_be_freed:
+            _waiting_to_be_freed.pop().reset()
+    finally:
+        _one_at_a_time.release()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No garbage collection in between: what it frees may call the device."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -37,6 +37,8 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _refusals(journal)
     yield _memory(journal)
     yield _running(journal)
+    if journal.cuts:
+        yield _cuts(journal)
     if journal.verifications:
         yield _verdicts(journal)
 
@@ -130,9 +132,19 @@ def _running(journal: Journal) -> Any:
     for graph in journal.graphs:
         if graph.phase == "joint":
             continue
-        counts = journal.counts.get(graph.graph, Counter())
-        captured = counts["captured"] + counts["recaptured"]
-        calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program once without computing
-        remark = reasons.get(graph.graph) or ("" if captured else "straight-line code; no device graph")
-        table.add_row(graph.graph, str(calls), str(captured), str(counts["replays"]), remark)
+        pieces = {name: counts for name, counts in journal.counts.items() if name.startswith(f"{graph.graph} piece ")}
+        for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
+            captured = counts["captured"] + counts["recaptured"]
+            calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing
+            plain = "by itself" if pieces else "straight-line code; no device graph"
+            remark = reasons.get(name) or ("" if captured else plain)
+            table.add_row(name, str(calls), str(captured), str(counts["replays"]), remark)
+    return table
+
+
+def _cuts(journal: Journal) -> Any:
+    table = _table("outside of device graphs", "graph", "op", "ops", "reason", "line", "us per call")
+    for record in journal.cuts:
+        spent = journal.counts.get(record.graph, Counter())["microseconds_outside"]
+        table.add_row(record.graph, record.op, str(record.ops), record.reason, record.line, str(spent or ""))
     return table

@@ -1,95 +1,47 @@
-"""Replay a graph as one device graph, one capture for each combination of sizes.
+"""Replay a graph as one device graph, one capture for each key.
 
 The first call of a key runs eagerly and warms the device up, the second captures, every later one replays:
 
     parameters, marked and written inputs   are captured by address; another address captures again
+    a tensor that comes a second time       is captured by address; another one gives it a buffer and one more capture
     every other input                       is copied into a private buffer on every call, so it is never read stale
     outputs                                 are copied out, so a kept one stays right
 
-A capture that fails leaves the graph running eagerly, with the reason in the journal.
+A capture that fails leaves the key running eagerly, with the reason in the journal.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch import Tensor
+from torch.fx import GraphModule
 
-from graphex.analysis import is_collective, node_line
-from graphex.analysis.effects import operator_of
 from graphex.compilation import Compilation
-from graphex.device import Device, Replay
-from graphex.errors import CaptureError
-from graphex.records import Captured
+from graphex.device import Device
+from graphex.records import Captured, FellBack
+from graphex.runtime import session
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.host_values import host_outputs, sizes_that_matter
-from graphex.runtime.inputs import InputBuffer
-from graphex.runtime.outputs import OutputPlan
-from graphex.torch_private.memory import copier
-from graphex.torch_private.symbolic import free_unbacked_symbols
+from graphex.runtime.entries import Entry, Plan, make_entry
+from graphex.runtime.host_values import host_outputs
+from graphex.runtime.inputs import Arena
+from graphex.runtime.keys import Key, KeyReader
+from graphex.runtime.pools import Pool, pool_for
+from graphex.runtime.store import Slot, Store
+from graphex.torch_private.memory import count_writes
 from graphex.torch_private.tracing import profiler_enabled
 
-KEPT_CAPTURES = 64
-
-_CAPTURABLE_HIGHER_ORDER = frozenset(
-    {
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "triton_kernel_wrapper_functional",
-        "triton_kernel_wrapper_mutation",
-    }
-)
+REMEMBERED = 64  # keys seen once
+RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
+MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
 
 
-@dataclass(frozen=True)
-class Uncapturable:
-    """Why a graph cannot be captured, and at which node."""
-
-    reason: str
-    node: Node | None = None
-
-    @property
-    def line(self) -> str:
-        return "" if self.node is None else node_line(self.node)
-
-
-def why_not_captured(gm: GraphModule) -> Uncapturable | None:
-    """The first thing in the graph that a device graph cannot hold; None if nothing is known to be in the way."""
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            what = "input" if node.op == "placeholder" else "node"
-            return Uncapturable(f"{what} '{node.name}' is on the CPU", node)
-        if node.op == "placeholder":
-            continue
-        if free_unbacked_symbols(value):
-            return Uncapturable(f"the size of '{node.name}' depends on data", node)
-        op = operator_of(node)
-        if op is not None and torch.Tag.data_dependent_output in op.tags:
-            return Uncapturable(f"'{node.name}' reads a value back to the host", node)
-        if is_collective(node):
-            return Uncapturable(f"'{node.name}' communicates with other processes", node)
-        if (
-            isinstance(node.target, torch._ops.HigherOrderOperator)
-            and node.target.name() not in _CAPTURABLE_HIGHER_ORDER
-        ):
-            return Uncapturable(f"'{node.name}' is a {node.target.name()}, which may decide on the host", node)
-    return None
-
-
-@dataclass
-class Entry:
-    """One captured graph: where it reads its inputs, and how its outputs get out."""
-
-    replay: Replay
-    buffers: list[InputBuffer]
-    addresses: list[int]
-    outputs: OutputPlan
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Capturing:
@@ -103,89 +55,170 @@ class Capturing:
         run: Boxed,
         gm: GraphModule,
         static_inputs: Sequence[int],
-        written: Sequence[int],
+        *,
+        pool: Pool | None = None,
+        in_place: Sequence[int] = (),
     ) -> None:
+        """`in_place` are outputs that are read before the next call and by nobody who could keep them."""
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
-        values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
-        tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        by_address = set(static_inputs) | set(written)
-        self._by_address = [index for index in tensors if index in by_address]
-        self._copied = [index for index in tensors if index not in by_address]
-        self._copy_in = copier(values[index].dtype for index in self._copied)
-        self._written = list(written)
-        self._sizes = sizes_that_matter(gm)
+        config = compilation.config
+        self._limit, self._force, self._error_mode = (
+            config.capture_limit,
+            config.force_recapture,
+            config.capture_error_mode,
+        )
+        self._shares_pool = config.reuse_graph_pool_in_same_fx
+        self._plan = Plan.of(gm, device, static_inputs, config, in_place)
+        self._key = KeyReader(gm, device)
         self._numbers = host_outputs(gm)
-        self._shaped = [
-            i for i in tensors if any(isinstance(s, torch.SymInt) for s in (*values[i].shape, *values[i].stride()))
-        ]
-        self._entries: OrderedDict[Any, Entry | None] = OrderedDict()
-        self._pool: Any = None
+        self._pool = pool or pool_for(device, config.use_graph_pool)
+        self._arena = Arena()
+        self._store = Store(self._limit)
+        self._failed: set[Key] = set()
+        self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()
+        self._stays: set[int] = set()
+        self._must_copy: set[int] = set()
+        self._said: set[str] = set()
+        self._owners: set[int] = set()
+        self._moves = 0
         self._gave_up = False
+        self._is_running = False
         self._counter = compilation.journal.counter(graph_name)
         self._label = f"graphex replay: {graph_name}"
+        weakref.finalize(self, self._store.free).atexit = False
 
     def __call__(self, args: list[Any]) -> Any:
-        if self._gave_up:
+        return session.run_in_session(self, args) if session.active else self.call(args)
+
+    def call(self, args: list[Any]) -> Any:
+        if self._gave_up or self._device.is_capturing():
             return self._run(args)
         key = self._key(args)
-        if key not in self._entries:
-            self._keep(key, None)  # seen once: this call warms up
-            return self._run(args)
-        self._entries.move_to_end(key)
-        entry = self._entries[key]
-        moved = entry is not None and any(
-            args[index].data_ptr() != address for index, address in zip(self._by_address, entry.addresses, strict=True)
-        )
-        if entry is None or moved:
-            entry = self._capture(key, args, "an input captured by address has moved" if moved else "")
-            if entry is None:
-                return self._run(args)
-        return self._replay(entry, args)
+        with self._pool.lock:
+            self._is_running = True
+            try:
+                entry = self._entry(key, args)
+                if entry is not None:
+                    return self._replay(entry, args)
+            finally:
+                self._is_running = False
+        return self._run(args)
 
-    def _key(self, args: list[Any]) -> Any:
-        shapes = tuple((args[i].shape, args[i].stride()) for i in self._shaped)
-        return (tuple(args[i] for i in self._sizes), shapes)
+    def rehearse(self, args: list[Any]) -> None:
+        """Warm up for a capture that the next call makes."""
+        if not self._gave_up and not self._store.knows(self._key(args)):
+            self._run(args)
 
-    def _capture(self, key: Any, args: list[Any], why_again: str) -> Entry | None:
-        started = time.perf_counter()
-        self._pool = self._pool or self._device.pool()
-        captured = list(args)
-        try:
-            buffers = [InputBuffer(args[index]) for index in self._copied]
-            for index, buffer in zip(self._copied, buffers, strict=True):
-                buffer.target.copy_(buffer.source(args[index]))  # a device may look at its inputs while it captures
-                captured[index] = buffer.view
-            replay, outputs = self._device.capture(lambda: self._run(list(captured)), self._pool)
-        except CaptureError as error:
-            self._gave_up = True
-            self._entries.clear()
-            self._compilation.fall_back(self._graph_name, "the graph runs without capture", error.__cause__ or error)
-            return None
-        addresses = [args[index].data_ptr() for index in self._by_address]
-        owned = {args[index].untyped_storage().data_ptr() for index in self._by_address}
-        entry = Entry(replay, buffers, addresses, OutputPlan(outputs, owned))
-        if old := self._entries[key]:
-            old.replay.free()  # only now: a pool that no graph uses is gone
-        self._keep(key, entry)
-        status = "recaptured" if why_again else "captured"
-        self._counter[status] += 1
-        seconds = time.perf_counter() - started
-        self._compilation.journal.add(
-            Captured(self._graph_name, status, str(key), seconds, len(self._by_address), len(self._copied), why_again)
-        )
+    @property
+    def written(self) -> list[int]:
+        return self._plan.written
+
+    def free(self) -> None:
+        """Give up every captured graph; the next call of a key captures again."""
+        self._store.free()
+
+    # -- finding or making the graph of a key -------------------------------------------------------------------
+
+    def _entry(self, key: Key, args: list[Any]) -> Entry | None:
+        """The graph to replay; None to run this call eagerly."""
+        entry = self._store.latest(key)
+        moved = None if entry is None else entry.moved(args)
+        if moved is None or moved:
+            if key in self._failed:
+                return None
+            slot = Slot(key, self._plan.addresses(args))
+            if not self._store.knows(key):
+                if key in self._seen or session.is_warming_up():
+                    return self._capture(slot, args, "")
+                self._remember(key, args)
+                return None
+            entry = self._store.find(slot)
+            moved = moved or _NOTHING if entry is None else entry.moved(args)
+            if entry is None or moved:
+                return self._capture_what_moved(slot, args, moved)
+        if self._force:
+            return self._capture(Slot(key, self._plan.addresses(args)), args, "force_recapture is set")
+        self._moves = 0
         return entry
 
-    def _keep(self, key: Any, entry: Entry | None) -> None:
-        self._entries[key] = entry
-        if len(self._entries) <= KEPT_CAPTURES:
-            return
-        if not any(self._entries.values()) and not self._counter["replays"]:
-            reason = f"each of {KEPT_CAPTURES} calls had other sizes, and a graph is captured for sizes seen before"
-            self._compilation.fall_back(self._graph_name, "the graph runs without capture", reason)
-        _, oldest = self._entries.popitem(last=False)
-        if oldest is not None:
-            oldest.replay.free()
+    def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> Entry | None:
+        self._must_copy.update(moved.intersection(self._plan.plain))
+        self._moves += 1
+        if self._moves > MOVES_IN_A_ROW:
+            self._say_once(f"{self._plan.named(moved)} moved in {MOVES_IN_A_ROW} calls in a row; pass the same tensors")
+            return None
+        return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
+
+    def _remember(self, key: Key, args: list[Any]) -> None:
+        """This call warms up. A tensor that is the same object in the next call has a place of its own."""
+        self._seen[key] = {index: weakref.ref(args[index]) for index in self._plan.plain}
+        if len(self._seen) > max(REMEMBERED, self._limit):
+            self._seen.popitem(last=False)
+            if not len(self._store) and not self._counter["replays"]:
+                self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
+
+    def _capture(self, slot: Slot, args: list[Any], why_again: str) -> Entry | None:
+        started, reserved = time.perf_counter(), self._device.reserved_bytes()
+        if (seen := self._seen.pop(slot.key, None)) is not None:
+            self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
+        pool = self._pool if self._shares_pool else self._new_pool()
+        stays = self._stays - self._must_copy
+        try:
+            entry = make_entry(self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode)
+        except Exception as error:
+            self._give_up(slot.key, error)
+            return None
+        entry.owner = self._watch(args)
+        self._note_evictions(slot, self._store.put(slot, entry))
+        status = "recaptured" if why_again else "captured"
+        self._counter[status] += 1
+        if self._counter["captured"] + self._counter["recaptured"] <= RECORDED:
+            seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
+            sizes = (len(entry.checked) + len(self._plan.unchecked), len(entry.copied))
+            record = Captured(self._graph_name, status, self._key.text(slot.key), seconds, *sizes, why_again, grown)
+            self._compilation.journal.add(record)
+        return entry
+
+    def _new_pool(self) -> Pool:
+        return pool_for(self._device, self._compilation.config.use_graph_pool)
+
+    def _note_evictions(self, slot: Slot, evicted: list[Slot]) -> None:
+        before = self._counter["evicted"]
+        self._counter["evicted"] += len(evicted)
+        if not before and any(other.key != slot.key for other in evicted):
+            reason = f"more than capture_limit={self._limit} combinations of sizes are in use"
+            record = FellBack(self._graph_name, "the least recently used device graph was freed", reason)
+            self._compilation.journal.fall_back(record, warn=False)
+
+    def _watch(self, args: list[Any]) -> int | None:
+        """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
+        if not self._plan.static:
+            return None
+        first: Tensor = args[self._plan.static[0]]
+        if id(first) not in self._owners:
+            self._owners.add(id(first))
+            weakref.finalize(first, _free_if_idle, weakref.ref(self), id(first)).atexit = False
+        return id(first)
+
+    def _give_up(self, key: Key, error: Exception) -> None:
+        """The key runs eagerly from now on; the whole graph does if nothing of it was ever captured."""
+        if len(self._failed) < REMEMBERED:
+            self._failed.add(key)
+            self._gave_up = not self._counter["captured"]
+        else:
+            self._gave_up = True
+        self._fall_back(error.__cause__ or error)
+
+    def _fall_back(self, reason: object) -> None:
+        self._compilation.fall_back(self._graph_name, "the graph runs without capture", reason)
+
+    def _say_once(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self._fall_back(reason)
+
+    # -- replaying ----------------------------------------------------------------------------------------------
 
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
         self._counter["replays"] += 1
@@ -195,17 +228,34 @@ class Capturing:
         return self._replay_now(entry, args)
 
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
-        if entry.buffers:
-            sources = [buffer.source(args[index]) for buffer, index in zip(entry.buffers, self._copied, strict=True)]
-            self._copy_in([buffer.target for buffer in entry.buffers], sources)
-        changed = [args[index] for index in self._written]
+        plan = self._plan
+        if entry.warns and (held := entry.outputs.still_held()):
+            self._warn_about_held(held)
+        self._pool.take_turn()
+        entry.fill(args)
         numbers = self._numbers and self._numbers[1](list(args))
-        args.clear()
+        written = [args[index] for index in plan.written]
+        given = [args[index] for index in entry.outputs.inputs_needed]
         entry.replay.replay()
-        if changed:
-            torch.autograd.graph.increment_version([tensor for tensor in changed if not tensor.is_inference()])
-        results = entry.outputs.copy_out()
-        return results if self._numbers is None else _with_numbers(results, self._numbers[0], numbers)
+        args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
+        if written:
+            count_writes(written)
+        results = entry.outputs.take(given)
+        if self._numbers is not None:
+            results = _with_numbers(results, self._numbers[0], numbers)
+        return results[0] if plan.returns_one else results
+
+    def _warn_about_held(self, places: list[int]) -> None:
+        for place in places:
+            name = self._plan.output_names[place]
+            if name in self._said:
+                continue
+            self._said.add(name)
+            what = f"output {place} ('{name}') of an earlier call is still in use and was overwritten"
+            reason = (
+                "clone_output=False hands out the device graph's own memory; drop it before the next call, or copy it"
+            )
+            self._compilation.fall_back(self._graph_name, what, reason, node=name)
 
 
 def _with_numbers(results: tuple[Any, ...], places: list[int], numbers: Any) -> tuple[Any, ...]:
@@ -214,3 +264,17 @@ def _with_numbers(results: tuple[Any, ...], places: list[int], numbers: Any) -> 
     for place, number in zip(places, numbers, strict=True):
         merged[place] = number
     return tuple(merged)
+
+
+def _free_if_idle(owner: weakref.ref[Capturing], ident: int) -> None:
+    """Called when a parameter dies, at any time and in any thread: what is in use is left alone."""
+    capturing = owner()
+    if capturing is None:
+        return
+    capturing._owners.discard(ident)
+    if capturing._pool.lock.acquire(blocking=False):
+        try:
+            if not capturing._is_running:
+                capturing._store.free(ident)
+        finally:
+            capturing._pool.lock.release()

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from graphex.analysis import Aliases
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
-from graphex.device import device_of
-from graphex.runtime.capture import Capturing, why_not_captured
+from graphex.device import Device, device_of
+from graphex.records import Cut, FellBack
+from graphex.runtime.buckets import Layout, Padding
+from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
+from graphex.runtime.entries import output_leaves
+from graphex.runtime.pieces import Division, divide
+from graphex.runtime.piecewise import Piecewise
+from graphex.runtime.pools import pool_for
 from graphex.torch_private.kernels import BelowAutograd
 from graphex.torch_private.tracing import profiler_enabled
 
@@ -33,12 +40,98 @@ def build_executable(
     device = device_of(devices_of(gm))
     if not device.captures:
         return run
-    if refusal := why_not_captured(gm):
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in output_leaves(gm)):
+        compilation.fall_back(graph_name, "the graph runs without capture", "it returns lists inside of its result")
+        return run
+    division = divide(gm, device)
+    if not division.obstacles:
+        if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
+            return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
+        return Capturing(compilation, graph_name, device, run, gm, static_inputs)
+    if not division.captured:
+        node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
-            graph_name, "the graph runs without capture", refusal.reason, node=_name(refusal.node), line=refusal.line
+            graph_name,
+            "the graph runs without capture",
+            f"'{node.name}': {reason}",
+            node=node.name,
+            line=node_line(node),
         )
         return run
-    return Capturing(compilation, graph_name, device, run, gm, static_inputs, written_inputs(gm))
+    return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs)
+
+
+def _layout(compilation: Compilation, graph_name: str, gm: GraphModule) -> Layout | None:
+    """Where the rows of a graph are, if calls may be padded."""
+    try:
+        return Layout(gm)
+    except MixedRowsError as refusal:
+        where = f"'{refusal.node.name}': {refusal.reason}"
+        record = FellBack(
+            graph_name, "calls are not padded to capture_sizes", where, refusal.node.name, node_line(refusal.node)
+        )
+        compilation.journal.fall_back(record, warn=_has_symbols(gm))
+        return None
+
+
+def _padded(
+    compilation: Compilation,
+    graph_name: str,
+    gm: GraphModule,
+    run: Boxed,
+    device: Device,
+    static_inputs: Sequence[int],
+    layout: Layout,
+) -> Boxed:
+    """Device graphs for a few sizes, whose results are copied out after cutting."""
+    pool = pool_for(device, compilation.config.use_graph_pool)
+    static = [index for index in static_inputs if index not in layout.inputs]
+    lent = range(len(layout.leaves))
+    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, in_place=lent)
+    counter = compilation.journal.counter(graph_name)
+    return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter)
+
+
+def _has_symbols(gm: GraphModule) -> bool:
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    return any(isinstance(size, torch.SymInt) for v in values if isinstance(v, torch.Tensor) for size in v.shape)
+
+
+def _in_pieces(
+    compilation: Compilation,
+    graph_name: str,
+    folder: str,
+    gm: GraphModule,
+    division: Division,
+    device: Device,
+    static_inputs: Sequence[int],
+) -> Boxed:
+    """Device graphs around what they cannot hold, which is on record."""
+    _record_cuts(compilation, graph_name, division)
+    pool = pool_for(device, compilation.config.use_graph_pool)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    stable = {placeholders[index] for index in static_inputs}
+    runs: list[Boxed] = []
+    for number, piece in enumerate(division.pieces):
+        name = f"{graph_name} piece {number}"
+        counter = compilation.journal.counter(name)
+        run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
+        if piece.captured:
+            static = [index for index, node in enumerate(piece.inputs) if node in stable]
+            stable.update(piece.outputs[place] for place in piece.in_place)
+            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, in_place=piece.in_place)
+        runs.append(run)
+    return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
+
+
+def _record_cuts(compilation: Compilation, graph_name: str, division: Division) -> None:
+    """One record for each reason at each line of the user's."""
+    places: dict[tuple[str, str], list[Node]] = {}
+    for node, reason in division.obstacles.items():
+        places.setdefault((reason, node_line(node)), []).append(node)
+    for (reason, line), nodes in places.items():
+        first = nodes[0]
+        compilation.journal.add(Cut(graph_name, first.name, str(first.target), reason, line, len(nodes)))
 
 
 def eager_program(
@@ -65,13 +158,6 @@ def interpreted(gm: GraphModule) -> Boxed:
         return Interpreter(gm).run(*given)
 
     return run
-
-
-def written_inputs(gm: GraphModule) -> list[int]:
-    """The inputs whose memory the graph writes to."""
-    aliases = Aliases(gm.graph)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    return [index for index, node in enumerate(placeholders) if aliases.is_written(node)]
 
 
 def written_constants(gm: GraphModule) -> list[torch.Tensor]:
@@ -126,7 +212,3 @@ def _is_plain(gm: GraphModule) -> bool:
             if not isinstance(inner, GraphModule) or not _is_plain(inner):
                 return False
     return True
-
-
-def _name(node: Node | None) -> str:
-    return "" if node is None else node.name

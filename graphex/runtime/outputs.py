@@ -1,78 +1,175 @@
-"""Copy what a captured graph computed out of its memory, keeping what the user can see: strides, and which outputs
-share memory with each other or with an input captured by address.
+"""How what a captured graph computed gets out of its memory.
+
+    "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
+    "separate"   the same, but no two results share memory
+    "in place"   the results are the graph's own memory, which the next replay writes again
+
+A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from graphex.torch_private.memory import copier, has_memory, is_dense, whole_storage
+from graphex.runtime.copies import Copies
+from graphex.runtime.inputs import bytes_of
+from graphex.torch_private.memory import borrowed, has_memory, is_dense, on_storage_of, storage_owners, whole_storage
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Not a tensor, or one without memory: the same in every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class PartOfInput:
+    """A result that lives in an input. `offset` counts elements from where the input begins."""
+
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, given: Tensor) -> Tensor:
+        start = given.storage_offset()
+        if given.dtype == self.dtype:
+            return given.as_strided(self.size, self.stride, start + self.offset)
+        start = start * given.element_size() // self.dtype.itemsize
+        return on_storage_of(given, self.dtype, self.size, self.stride, start + self.offset)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The copy of `source`, as it is."""
+
+    source: int
 
 
 @dataclass(frozen=True)
 class Window:
-    """An output as a window on the copy of something that was copied whole."""
+    """A part of the copy of a whole storage."""
 
     source: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class OutputPlan:
-    """Made once, when the graph is captured; `copy_out` runs after every replay.
+@dataclass(frozen=True)
+class InPlace:
+    """The graph's own tensor. `owners` is how many hold its memory when the user holds none of it."""
 
-    An output alone in its storage is copied as it is. Outputs that share one are windows on one copy of the storage.
+    value: Tensor
+    owners: int
+
+
+class OutputPlan:
+    """Made once, when the graph is captured; `take` runs after every replay.
+
+    `ways` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
     """
 
-    def __init__(self, outputs: Any, owned_by_caller: set[int]) -> None:
-        self._outputs = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
-        self._sources: list[torch.Tensor] = []
-        self._plan: list[int | Window | None] = []
-        tensors = [value for value in self._outputs if _lives_somewhere(value)]
-        sharing = Counter(_address(value) for value in tensors if value.numel())
+    def __init__(self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor]) -> None:
+        self._sources: list[Tensor] = []
         storages: dict[int, int] = {}
-        for value in self._outputs:
-            if not _lives_somewhere(value) or (value.numel() and _address(value) in owned_by_caller):
-                self._plan.append(None)
-            elif sharing[_address(value)] <= 1 and is_dense(value):
-                self._plan.append(self._copied(value))
+        copied = [value for value, way in zip(outputs, ways, strict=True) if way == "copied" and _lives(value)]
+        sharing = Counter(_memory(value) for value in copied if value.numel())
+        owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
+        self._plan: list[Any] = []
+        for value, way in zip(outputs, ways, strict=True):
+            if not _lives(value):
+                self._plan.append(Constant(value))
+            elif part := _part_of_input(value, owners):
+                self._plan.append(part)
+            elif way == "in place":
+                self._plan.append(InPlace(value, 0))
+            elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
+                self._plan.append(Copied(self._source(value)))
             else:
-                storage = storages.get(_address(value))
-                if storage is None:
-                    storage = storages[_address(value)] = self._copied(whole_storage(value, value.dtype))
-                self._plan.append(Window(storage, value.size(), value.stride(), int(value.storage_offset())))
-        self._copy = copier(source.dtype for source in self._sources)
+                whole = None if way == "separate" else storages.get(_memory(value))
+                if whole is None:
+                    whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype))
+                place = int(value.storage_offset())
+                self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
+        self._copies = Copies(self._sources)
+        self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
 
-    def _copied(self, source: torch.Tensor) -> int:
-        self._sources.append(source)
-        return len(self._sources) - 1
+    def settle(self) -> None:
+        """Called when nobody but this plan and the graph holds the outputs any more."""
+        self._plan = [
+            InPlace(step.value, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            for step in self._plan
+        ]
 
-    def copy_out(self) -> tuple[Any, ...]:
+    @property
+    def inputs_needed(self) -> list[int]:
+        return [step.index for step in self._plan if isinstance(step, PartOfInput)]
+
+    def still_held(self) -> list[int]:
+        """The outputs in place that somebody still holds from the call before."""
+        return [
+            place
+            for place, step in enumerate(self._plan)
+            if isinstance(step, InPlace) and storage_owners(step.value) > step.owners
+        ]
+
+    def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The results; `inputs` are this call's tensors of `inputs_needed`."""
         copies = [torch.empty_strided(s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources]
         if copies:
-            self._copy(copies, self._sources)
-        return tuple(_returned(value, plan, copies) for value, plan in zip(self._outputs, self._plan, strict=True))
+            self._copies.drain(copies)
+        if self._alone:
+            return tuple(copies)
+        given = iter(inputs)
+        return tuple(_result(step, copies, given) for step in self._plan)
+
+    def _source(self, tensor: Tensor) -> int:
+        self._sources.append(borrowed(tensor))
+        return len(self._sources) - 1
 
 
-def _returned(value: Any, plan: int | Window | None, copies: list[torch.Tensor]) -> Any:
-    if plan is None:  # not a tensor, without memory, or memory that belongs to the caller
-        return value.view_as(value) if isinstance(value, torch.Tensor) else value
-    if isinstance(plan, int):
-        return copies[plan]
-    flat = copies[plan.source]
-    if flat.dtype != value.dtype:  # outputs of two types in one storage look at the same bytes
-        flat = flat.view(value.dtype)
-    return flat.as_strided(plan.size, plan.stride, plan.offset)
+def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
+    if isinstance(step, Copied):
+        return copies[step.source]
+    if isinstance(step, Window):
+        flat = copies[step.source]
+        if flat.dtype != step.dtype:  # outputs of two types in one storage look at the same bytes
+            flat = flat.view(step.dtype)
+        return flat.as_strided(step.size, step.stride, step.offset)
+    if isinstance(step, PartOfInput):
+        return step.of(next(given))
+    if isinstance(step, InPlace):
+        return step.value.detach()
+    return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
 
 
-def _lives_somewhere(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and has_memory(value)
+def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) -> PartOfInput | None:
+    """Buffers of several inputs may be in one storage, so it is the address that tells whose part it is."""
+    if not value.numel():
+        return None
+    address, memory = value.data_ptr(), _memory(value)
+    candidates = [each for each in owners if _memory(each[1]) == memory]
+    within = [each for each in candidates if each[2] <= address < each[2] + each[3]]
+    for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
+        offset, rest = divmod(address - start, value.element_size())
+        if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
+            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset)
+    return None
 
 
-def _address(value: torch.Tensor) -> int:
+def _lives(value: Any) -> bool:
+    return isinstance(value, Tensor) and has_memory(value)
+
+
+def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()

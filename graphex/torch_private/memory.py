@@ -33,6 +33,11 @@ def copier(dtypes: Iterable[torch.dtype]) -> Copier:
     return torch._foreach_copy_ if _COPIED_TOGETHER.issuperset(dtypes) else _copy_one_by_one  # type: ignore[return-value]
 
 
+def count_writes(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that the tensors were written to behind its back."""
+    torch._C._increment_version(tensors)
+
+
 def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
@@ -59,3 +64,24 @@ def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     flat = torch.empty(0, dtype=dtype, device=tensor.device)
     length = memory.nbytes() // flat.element_size()
     return flat.set_(memory, 0, (length,), (1,))
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory without owning it: the caller knows that it stays there.
+
+    A captured graph's memory belongs to its pool. Without an owner a block can serve the next graph of the pool too.
+    """
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A tensor of another type on the memory of `owner`; `offset` counts elements of `dtype` from its start."""
+    return torch.empty(0, dtype=dtype, device=owner.device).set_(owner.untyped_storage(), offset, size, stride)
+
+
+def storage_owners(tensor: Tensor) -> int:
+    """How many tensors hold the memory of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

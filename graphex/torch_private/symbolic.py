@@ -12,6 +12,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
+    free_symbols,
     free_unbacked_symbols,
     statically_known_true,
 )
@@ -22,12 +23,16 @@ __all__ = [
     "NewGuardError",
     "ShapeEnv",
     "detect_fake_mode",
+    "evaluated",
     "expression_of",
+    "free_symbols",
     "free_unbacked_symbols",
     "hint_of",
-    "no_new_guards",
     "kind_of",
+    "multiple_of",
+    "no_new_guards",
     "statically_known_true",
+    "symbol_of",
     "unset_fake_temporarily",
 ]
 
@@ -73,3 +78,22 @@ def kind_of(expression: Any) -> str:
     if isinstance(expression, sympy.Symbol):
         return "symbol"
     return {sympy.Add: "sum", sympy.Mul: "product"}.get(type(expression), "")
+
+
+def symbol_of(value: Any) -> Any:
+    """The symbol that a size is, if it is one and not an expression of several; None otherwise."""
+    expression = value.node.expr if isinstance(value, torch.SymInt) else None
+    return expression if expression is not None and expression.is_Symbol else None
+
+
+def evaluated(sizes: Any, symbol: Any, value: int) -> tuple[int, ...]:
+    """Symbolic sizes of which only one symbol is not known, as numbers."""
+    return tuple(int(s.node.expr.subs({symbol: value})) if isinstance(s, torch.SymInt) else int(s) for s in sizes)
+
+
+def multiple_of(size: Any, symbol: Any) -> int | None:
+    """How often a symbol goes into a size, for every value of the symbol; None if it does not."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    ratio = (size.node.expr / symbol).expand()
+    return int(ratio) if ratio.is_Integer and ratio > 0 else None

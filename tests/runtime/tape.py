@@ -1,43 +1,54 @@
-"""A device that captures without a GPU: it records what is dispatched and plays it again on the same memory."""
+"""A device that captures without a GPU: it records what is dispatched and plays it again on the same memory.
+
+Its memory is the CPU's, except that tensors of float64 stand for the host's. A capture computes nothing, as on a real
+device: what it wrote and the random numbers it drew are taken back.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
+from graphex.errors import CaptureError
 
 
 class Tape(TorchDispatchMode, Replay):
     """While it is entered it records; `replay` repeats every call and puts the results where they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: TapeDevice, pool: object, error_mode: str) -> None:
         super().__init__()
+        self.device, self.pool, self.error_mode = device, pool, error_mode
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.freed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.device.step("op")
         if func._schema.is_mutable:
             self.undo += [
                 (leaf, leaf.clone()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             ]
         result = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, result))
+        self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)))
         return result
 
     def rewind(self) -> None:
         """A capture computes nothing: take back every write to memory that was there before."""
         for tensor, before in reversed(self.undo):
             tensor.copy_(before)
+        self.undo.clear()
 
     def replay(self) -> None:
         assert not self.freed, "a graph was replayed after it was freed"
+        self.device.running(self)
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
             given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -46,7 +57,14 @@ class Tape(TorchDispatchMode, Replay):
                     old.copy_(new)
 
     def free(self) -> None:
+        assert not self.freed, "a graph was freed twice"
         self.freed = True
+        self.calls.clear()
+
+
+def _at_their_place(args: Any) -> Any:
+    """A device graph knows addresses: what becomes of a tensor object later does not matter to it."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -54,19 +72,63 @@ def _memory(tensor: Tensor) -> int:
 
 
 class TapeDevice(Device):
+    """`fail_at` makes one step of a capture fail: begin, op or end."""
+
     name = "tape"
     captures = True
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
+        self.replayed: list[Tape] = []
+        self.pools = 0
+        self.fail_at = ""
+        self.current_stream = 0
+        self.waits: list[tuple[int, int]] = []
+        self.user_captures = False
+        self._busy = threading.Lock()
+
+    @property
+    def alive(self) -> list[Tape]:
+        return [tape for tape in self.tapes if not tape.freed]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.dtype != torch.float64
 
     def pool(self) -> str:
-        return "a pool"
+        self.step("pool")
+        self.pools += 1
+        return f"pool {self.pools}"
 
-    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Replay, Any]:
-        tape = Tape()
-        with tape:
-            result = run()
-        tape.rewind()
+    def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
+        tape = Tape(self, pool, error_mode)
+        state = torch.get_rng_state()
+        assert self._busy.acquire(blocking=False), "two captures at a time"
+        try:
+            self.step("begin")
+            with tape:
+                result = run()
+            self.step("end")
+        except Exception as error:
+            raise CaptureError(str(error)) from error
+        finally:
+            self._busy.release()
+            tape.rewind()
+            torch.set_rng_state(state)
         self.tapes.append(tape)
         return tape, result
+
+    def step(self, name: str) -> None:
+        if name == self.fail_at:
+            raise RuntimeError(f"the tape tore at '{name}'")
+
+    def running(self, tape: Tape) -> None:
+        self.replayed.append(tape)
+
+    def stream(self) -> int:
+        return self.current_stream
+
+    def follow(self, stream: int) -> None:
+        self.waits.append((self.current_stream, stream))
+
+    def is_capturing(self) -> bool:
+        return self.user_captures

@@ -1,0 +1,211 @@
+"""One captured graph: where it reads its inputs, and how its outputs get out.
+
+`Plan` is what is known of a graph before any call; `Entry` is one capture of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import Aliases
+from graphex.config import CompilerConfig
+from graphex.device import Device, Replay
+from graphex.runtime.codegen import Boxed
+from graphex.runtime.copies import Copies
+from graphex.runtime.inputs import Arena, InputBuffer
+from graphex.runtime.outputs import OutputPlan
+from graphex.runtime.pools import Pool
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the inputs and outputs of a graph are treated, by their index."""
+
+    names: list[str]
+    output_names: list[str]
+    ways: list[str]
+    static: list[int]
+    by_address: list[int]
+    plain: list[int]
+    hosts: list[int]
+    written: list[int]
+    unchecked: list[int]
+    clone_input: bool | str
+    returns_one: bool
+    warns: bool
+
+    @staticmethod
+    def of(
+        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, in_place: Sequence[int]
+    ) -> Plan:
+        aliases = Aliases(gm.graph)
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        values = [node.meta.get("val") for node in nodes]
+        tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        hosts = [index for index in tensors if not device.holds(values[index])]
+        written = [index for index in tensors if aliases.is_written(nodes[index])]
+        # What is addressed from the start of its storage can be read at its own place only.
+        absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
+        static = set(static_inputs).intersection(tensors)
+        fixed = {*static, *written, *absolute}.difference(hosts)
+        by_address = [index for index in tensors if index in fixed]
+        unchecked = static.difference(written) if config.frozen_parameter else set()
+        outputs = output_leaves(gm)
+        return Plan(
+            names=[node.name for node in nodes],
+            output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
+            ways=["in place" if place in in_place else _WAYS[config.clone_output] for place in range(len(outputs))],
+            static=sorted(static.difference(hosts)),
+            by_address=by_address,
+            plain=[index for index in tensors if index not in fixed and index not in hosts],
+            hosts=hosts,
+            written=written,
+            unchecked=[index for index in by_address if index in unchecked],
+            clone_input=config.clone_input,
+            warns=config.clone_output is False and not in_place,
+            returns_one=not isinstance(_returned(gm), (list, tuple)),
+        )
+
+    def addresses(self, args: list[Any]) -> tuple[int, ...]:
+        """Where the inputs are that are captured by address and looked at."""
+        return tuple(args[index].data_ptr() for index in self.by_address if index not in self.unchecked)
+
+    def named(self, indices: Iterable[int]) -> str:
+        """The inputs by name, at most three of them."""
+        names = [f"'{self.names[index]}'" for index in sorted(indices)] or ["of another call"]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"input {', '.join(names[:3])}{more}"
+
+
+_WAYS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
+
+
+def output_leaves(gm: GraphModule) -> list[Any]:
+    """What a graph returns, one by one."""
+    returned = _returned(gm)
+    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def _returned(gm: GraphModule) -> Any:
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    return output.args[0]
+
+
+@dataclass
+class Entry:
+    """`checked` are the inputs whose addresses were captured, `copied` those that every call copies."""
+
+    replay: Replay
+    pool: Pool
+    outputs: OutputPlan
+    checked: list[int]
+    addresses: list[int]
+    stays: frozenset[int]
+    copied: list[int]
+    buffers: list[InputBuffer]
+    held: list[Tensor]
+    warns: bool
+    takes_over: bool
+    owner: int | None = None
+    _copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copies = Copies([buffer.target for buffer in self.buffers])
+        self._checked = _picker(self.checked)
+        self._copied = _picker(self.copied)
+        self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
+
+    def moved(self, args: list[Any]) -> frozenset[int]:
+        """The inputs that are not where they were captured."""
+        if not self.checked:
+            return _NOTHING
+        now = list(map(Tensor.data_ptr, self._checked(args)))
+        if now == self.addresses:
+            return _NOTHING
+        pairs = zip(self.checked, now, self.addresses, strict=True)
+        return frozenset(index for index, address, before in pairs if address != before)
+
+    def fill(self, args: list[Any]) -> None:
+        """Give the graph this call's inputs."""
+        if not self.copied:
+            return
+        given = self._copied(args)
+        if self._simple:
+            self._copies.fill(given)
+        elif self.takes_over:
+            self._fill_those_that_differ(given)
+        else:
+            self._copies.fill([buffer.source(each) for buffer, each in zip(self.buffers, given, strict=True)])
+
+    def _fill_those_that_differ(self, given: Sequence[Tensor]) -> None:
+        pairs = [
+            (buffer.target, buffer.source(each))
+            for buffer, each in zip(self.buffers, given, strict=True)
+            if each.data_ptr() != buffer.view.data_ptr()
+        ]
+        memory = {target.untyped_storage().data_ptr() for target, _ in pairs}
+        if any(source.untyped_storage().data_ptr() in memory for _, source in pairs):
+            pairs = [(target, source.clone()) for target, source in pairs]  # they trade places
+        for target, source in pairs:
+            target.copy_(source)
+
+    def free(self) -> None:
+        self.pool.graphs -= 1
+        self.replay.free()
+        self.buffers, self.held = [], []
+
+
+def make_entry(
+    device: Device,
+    run: Boxed,
+    plan: Plan,
+    args: list[Any],
+    stays: Iterable[int],
+    pool: Pool,
+    arena: Arena,
+    error_mode: str,
+) -> Entry:
+    """Capture `run` for these inputs. Raises what goes wrong, and leaves nothing behind."""
+    takes_over = plan.clone_input is False
+    stays = frozenset(stays) if plan.clone_input == "auto" else _NOTHING
+    copied = [index for index in plan.plain if index not in stays]
+    given = [args[index] for index in copied]
+    buffers = [InputBuffer(each, None) for each in given] if takes_over else arena.buffers(given)
+    captured = list(args)
+    for index, each, buffer in zip(copied, given, buffers, strict=True):
+        captured[index] = buffer.view
+        if not takes_over:  # a device may look at its inputs while it captures
+            buffer.target.copy_(buffer.source(each))
+    for index in plan.hosts:
+        captured[index] = args[index].clone()
+    replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
+    try:
+        flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
+        inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
+        outputs = OutputPlan(flat, plan.ways, inputs)
+        del results, flat
+        outputs.settle()
+        checked = [index for index in (*plan.by_address, *sorted(stays)) if index not in plan.unchecked]
+        addresses = [args[index].data_ptr() for index in checked]
+        held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
+        entry = Entry(replay, pool, outputs, checked, addresses, stays, copied, buffers, held, plan.warns, takes_over)
+    except BaseException:
+        replay.free()
+        raise
+    pool.graphs += 1
+    return entry
+
+
+def _picker(indices: list[int]) -> Any:
+    """Several items of a list at once, always as a sequence."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda args: [args[index] for index in indices]

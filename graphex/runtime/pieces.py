@@ -1,0 +1,223 @@
+"""Cut a graph around what a device graph cannot hold.
+
+    graph:    a = mm(x, w); b = relu(a); n = item(count); c = slice(b, 0, n); y = mm(v, w); z = silu(y)
+
+    pieces:   1 captured   a = mm(x, w); b = relu(a); y = mm(v, w); z = silu(y)
+              2 by itself  n = item(count); c = slice(b, 0, n)
+
+Every node gets the number of the first piece it can be in: captured pieces have odd numbers, the others even ones.
+What has to stay in order does: values, reads and writes of the same memory, and everything with an effect.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import Aliases, is_effectful, is_random, written_arguments
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.effects import PURE_NAMESPACES, node_leaves, operator_of
+from graphex.device import Device
+from graphex.runtime.capturable import is_number, why_not_captured
+
+WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a graph as a graph of its own. `inputs` and `outputs` are nodes of the whole graph."""
+
+    gm: GraphModule
+    captured: bool
+    inputs: list[Node]
+    outputs: list[Node]
+    in_place: list[int]
+
+
+@dataclass(frozen=True)
+class Division:
+    """The pieces in the order they run, and why nodes are outside of the captured ones."""
+
+    pieces: list[Piece]
+    obstacles: dict[Node, str]
+
+    @property
+    def captured(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.captured]
+
+
+def divide(gm: GraphModule, device: Device) -> Division:
+    """The pieces of a graph; one captured piece, the graph itself, if nothing is in the way."""
+    free = {node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr", "output")}
+    obstacles = {node: why for node in gm.graph.nodes if (why := why_not_captured(node, device))}
+    if not obstacles:
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        return Division([Piece(gm, True, inputs, [], [])], {})
+    free |= {node for node in gm.graph.nodes if is_number(node) and node not in obstacles}
+    aliases = Aliases(gm.graph)
+    before = _what_runs_before(gm.graph, aliases)
+    outside = set(obstacles)
+    while True:
+        levels = _levels(gm.graph, before, free, outside)
+        small = _too_small(levels, free)
+        if not small:
+            break
+        outside |= small
+    pieces = _pieces(gm, levels, free, aliases)
+    return Division([] if _hand_over_tuples(pieces) else pieces, obstacles)
+
+
+def _hand_over_tuples(pieces: list[Piece]) -> bool:
+    """Whether a value with several parts would have to cross from one piece to another, which is not supported."""
+    crossing = [node for piece in pieces if piece.captured for node in (*piece.inputs, *piece.outputs)]
+    return any(isinstance(node.meta.get("val"), (list, tuple)) for node in crossing)
+
+
+def _what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
+    """For every node, others that have to run before it."""
+    before: dict[Node, set[Node]] = {}
+    last_write: dict[Storage, Node] = {}
+    reads: dict[Storage, list[Node]] = {}
+    last_effect: Node | None = None
+    for node in graph.nodes:
+        found = set(node.all_input_nodes)
+        written = {storage for value in written_arguments(node) for storage in aliases.storages(value)}
+        read = {storage for value in node.all_input_nodes for storage in aliases.storages(value)}
+        for storage in read | written:
+            if storage in last_write:
+                found.add(last_write[storage])
+        for storage in written:
+            found.update(reads.pop(storage, ()))
+            last_write[storage] = node
+        for storage in read - written:
+            reads.setdefault(storage, []).append(node)
+        if _keeps_its_turn(node):
+            if last_effect is not None:
+                found.add(last_effect)
+            last_effect = node
+        before[node] = found - {node}
+    return before
+
+
+def _keeps_its_turn(node: Node) -> bool:
+    """Whether the node has an effect besides writing to memory that it says it writes to."""
+    if node.op in ("placeholder", "output") or not is_effectful(node):
+        return False
+    op = operator_of(node)
+    return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable
+
+
+def _levels(graph: Graph, before: dict[Node, set[Node]], free: set[Node], outside: set[Node]) -> dict[Node, int]:
+    levels: dict[Node, int] = {}
+    for node in graph.nodes:
+        level = max((levels[other] for other in before[node]), default=0)
+        if node not in free:
+            parity = 0 if node in outside or _is_part_of(node, outside) else 1
+            level += (level % 2) != parity
+        levels[node] = level
+    return levels
+
+
+def _is_part_of(node: Node, outside: set[Node]) -> bool:
+    """A part of a tuple is where the tuple is."""
+    return node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0] in outside
+
+
+def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
+    """The nodes of captured pieces that are not worth it."""
+    pieces: dict[int, list[Node]] = {}
+    for node, level in levels.items():
+        if node not in free and level % 2:
+            pieces.setdefault(level, []).append(node)
+    small = [nodes for nodes in pieces.values() if sum(map(_is_kernel, nodes)) < WORTH_CAPTURING]
+    return {node for nodes in small for node in nodes}
+
+
+def _is_kernel(node: Node) -> bool:
+    op = operator_of(node)
+    if op is None:
+        return node.target is not operator.getitem
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
+    return not views
+
+
+def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: Aliases) -> list[Piece]:
+    members: dict[int, list[Node]] = {}
+    for node, level in levels.items():
+        if node not in free:
+            members.setdefault(level, []).append(node)
+    (output,) = (node for node in gm.graph.nodes if node.op == "output")
+    leaves = list(node_leaves(output.args))
+    returned = [leaf for leaf in leaves if leaf in free and leaf.op not in ("placeholder", "get_attr")]
+    order = sorted(members)
+    if returned:  # numbers that the graph returns are computed at the end
+        order.append(max(order, default=0) + 2 - max(order, default=0) % 2)
+        members[order[-1]] = []
+    needed = set(leaves)
+    found: list[Piece] = []
+    for level in reversed(order):
+        last = returned if level == order[-1] else []
+        piece = _piece(gm, members[level], last, needed, free, bool(level % 2), aliases)
+        needed.update(piece.inputs)
+        found.append(piece)
+    return found[::-1]
+
+
+def _piece(
+    gm: GraphModule,
+    nodes: list[Node],
+    numbers: list[Node],
+    needed: set[Node],
+    free: set[Node],
+    captured: bool,
+    aliases: Aliases,
+) -> Piece:
+    graph = Graph()
+    inside = set(nodes)
+    body = _with_numbers([*nodes, *numbers], inside, free)
+    inputs = _read_from_outside(body)
+    copies: dict[Node, Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in body:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    outputs = [node for node in nodes if node in needed] + numbers
+    graph.output(tuple(copies[node] for node in outputs))
+    in_place = [place for place, node in enumerate(outputs) if captured and not _may_be_kept(node, inside, aliases)]
+    return Piece(GraphModule(gm, graph), captured, inputs, outputs, in_place)
+
+
+def _with_numbers(nodes: Iterable[Node], inside: set[Node], free: set[Node]) -> list[Node]:
+    """The nodes and the numbers and constants they need, each after what it needs."""
+    body: list[Node] = []
+    known: set[Node] = set()
+
+    def add(node: Node) -> None:
+        if node in known:
+            return
+        known.add(node)
+        for value in node.all_input_nodes:
+            if value in free and value.op != "placeholder":
+                add(value)
+        body.append(node)
+
+    for node in nodes:
+        add(node)
+    return body
+
+
+def _read_from_outside(body: list[Node]) -> list[Node]:
+    inside = set(body)
+    return list(dict.fromkeys(value for node in body for value in node.all_input_nodes if value not in inside))
+
+
+def _may_be_kept(node: Node, inside: set[Node], aliases: Aliases) -> bool:
+    """Whether somebody could hold the value when the graph is replayed the next time."""
+    if not aliases.storages(node) or aliases.reaches_output(node):
+        return True
+    readers = [reader for reader in aliases.readers_after(node, node) if reader not in inside]
+    return any((op := operator_of(reader)) is None or op.namespace not in PURE_NAMESPACES for reader in readers)

@@ -1,0 +1,107 @@
+"""Run a graph that was cut into pieces: captured ones are replayed, the others run as generated code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import Aliases
+from graphex.device import Device
+from graphex.runtime import session
+from graphex.runtime.codegen import Boxed, attribute_of
+from graphex.runtime.entries import output_leaves
+from graphex.runtime.pieces import Piece
+from graphex.runtime.pools import Pool
+
+TIMED_CALL = 3  # the first warms up, the second captures
+
+
+@dataclass(frozen=True)
+class Step:
+    """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards."""
+
+    run: Boxed
+    captured: bool
+    reads: list[int]
+    writes: list[int]
+    frees: list[int]
+
+
+class Piecewise:
+    """A boxed callable that runs the pieces one after the other.
+
+    Pieces hand values to each other in the memory of their device graphs, so one call at a time.
+    """
+
+    def __init__(
+        self, gm: GraphModule, pieces: Sequence[Piece], runs: Sequence[Boxed], pool: Pool, device: Device, counter: Any
+    ) -> None:
+        self._boxed_call = True
+        aliases = Aliases(gm.graph)
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.written = [index for index, node in enumerate(inputs) if aliases.is_written(node)]
+        self._pool, self._device, self._counter = pool, device, counter
+        self._calls = 0
+        slots = {node: place for place, node in enumerate(inputs)}
+        for piece in pieces:
+            for node in piece.outputs:
+                slots[node] = len(slots)
+        self._slots = len(slots)
+        self._returned = [_getter(gm, leaf, slots) for leaf in output_leaves(gm)]
+        (output,) = (node for node in gm.graph.nodes if node.op == "output")
+        self._returns_one = not isinstance(output.args[0], (list, tuple))
+        last = {slots[node]: place for place, piece in enumerate(pieces) for node in piece.inputs}
+        kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
+        self._steps = [
+            Step(
+                run,
+                piece.captured,
+                [slots[node] for node in piece.inputs],
+                [slots[node] for node in piece.outputs],
+                [slot for slot, at in last.items() if at == place and slot not in kept],
+            )
+            for place, (piece, run) in enumerate(zip(pieces, runs, strict=True))
+        ]
+
+    def __call__(self, args: list[Any]) -> Any:
+        return session.run_in_session(self, args) if session.active else self.call(args)
+
+    def rehearse(self, args: list[Any]) -> None:
+        """Each piece does that for itself."""
+
+    def call(self, args: list[Any]) -> Any:
+        values = [*args, *[None] * (self._slots - len(args))]
+        args.clear()
+        with self._pool.lock:
+            self._calls += 1
+            for step in self._steps:
+                given = [values[slot] for slot in step.reads]
+                for slot in step.frees:
+                    values[slot] = None
+                run = step.run
+                results = run(given) if step.captured or self._calls != TIMED_CALL else self._timed(run, given)
+                for slot, result in zip(step.writes, results, strict=True):
+                    values[slot] = result
+        results = tuple(get(values) for get in self._returned)
+        return results[0] if self._returns_one else results
+
+    def _timed(self, run: Boxed, given: list[Any]) -> Any:
+        """Once, the time that is spent outside of device graphs is measured."""
+        self._device.synchronize()
+        started = time.perf_counter()
+        results = run(given)
+        self._device.synchronize()
+        self._counter["microseconds_outside"] += round((time.perf_counter() - started) * 1e6)
+        return results
+
+
+def _getter(gm: GraphModule, leaf: Any, slots: dict[Node, int]) -> Callable[[list[Any]], Any]:
+    if isinstance(leaf, Node) and leaf in slots:
+        slot = slots[leaf]
+        return lambda values: values[slot]
+    constant = attribute_of(gm, str(leaf.target)) if isinstance(leaf, Node) else leaf
+    return lambda values: constant

@@ -1,0 +1,52 @@
+"""Memory that captured graphs share, and the order that sharing asks for.
+
+Graphs of one pool may use the same bytes for their intermediates. That is right as long as they run one after the
+other: one thread at a time fills the inputs, replays and takes the outputs out, and a replay on another stream than
+the last one waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakValueDictionary
+
+from graphex.device import Device
+
+_given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
+
+
+class Pool:
+    """A pool of a device. `handle` is what the device calls it; `lock` is held around every use."""
+
+    def __init__(self, device: Device, handle: Any = None) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._handle = handle
+        self._is_given = handle is not None
+        self._stream = device.stream()
+        self.graphs = 0
+
+    @property
+    def handle(self) -> Any:
+        """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
+        if self._handle is None or (self.graphs == 0 and not self._is_given):
+            self._handle = self._device.pool()
+        return self._handle
+
+    def take_turn(self) -> None:
+        """Whatever runs next on the current stream runs after what this pool ran before."""
+        stream = self._device.stream()
+        if stream != self._stream:
+            self._device.follow(self._stream)
+            self._stream = stream
+
+
+def pool_for(device: Device, handle: Any) -> Pool:
+    """A pool of one's own, or, for a handle that the user gave, the one that all graphs with this handle share."""
+    if handle is None:
+        return Pool(device)
+    pool = _given.get((device.name, handle))
+    if pool is None:
+        pool = _given[(device.name, handle)] = Pool(device, handle)
+    return pool

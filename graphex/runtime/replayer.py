@@ -1,0 +1,92 @@
+"""A captured call without Dynamo around it.
+
+step = graphex.replayer(compiled, token, position, caches)
+token.copy_(next_token)
+logits = step()                             # the tensors it was made with, as they are now
+logits = step(token, position, caches)      # or others of the same sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from graphex.backend import journal
+from graphex.errors import InputError
+from graphex.runtime.session import Ran, warming_up
+from graphex.torch_private.trees import pytree
+
+Pick = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+
+class Replayer:
+    """Replays one call of a compiled model. No guard is checked: the inputs must fit the call it was made for."""
+
+    def __init__(self, ran: Ran, given: list[Any], result: Any) -> None:
+        """`given` are the leaves of the call's arguments, `result` is what the model made of the graph's results."""
+        self._program, self._inputs, self._given = ran.program, ran.args, len(given)
+        where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
+        self._places = {place: where[id(value)] for place, value in enumerate(ran.args) if id(value) in where}
+        wanted, self._spec = pytree.tree_flatten(result)
+        self._picks = [_pick(leaf, ran.results, ran.args) for leaf in wanted]
+        self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = list(self._inputs) if not args and not kwargs else self._replaced(args, kwargs)
+        results = self._program.call(list(inputs))
+        if self._alone:
+            return results[0]
+        return pytree.tree_unflatten([pick(results, inputs) for pick in self._picks], self._spec)
+
+    def _replaced(self, args: Any, kwargs: Any) -> list[Any]:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if len(leaves) != self._given:
+            raise InputError(f"this replayer was made for {self._given} values, {len(leaves)} were given.")
+        inputs = list(self._inputs)
+        for place, leaf in self._places.items():
+            inputs[place] = leaves[leaf]
+        return inputs
+
+
+def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replayer:
+    """A callable that replays `compiled(*args, **kwargs)`, for those who guarantee their inputs.
+
+    Neither Dynamo's guards nor AOTAutograd's wrapper run: sizes, types and devices must be those of `args`. Addresses
+    are still looked at. What making it writes to the inputs is undone.
+    """
+    with warming_up() as ran:
+        result = compiled(*args, **kwargs)
+    found = journal(compiled)
+    if len(ran) != 1:
+        reasons = "; ".join(dict.fromkeys(record.reason for record in found.fallbacks))
+        why = f" ({reasons})" if reasons else ""
+        raise InputError(
+            f"a replayer needs a call that runs exactly one captured graph, this one runs {len(ran)}{why}."
+        )
+    return Replayer(ran[0], pytree.tree_leaves((args, kwargs)), result)
+
+
+def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any]) -> Pick:
+    """Where a part of the model's result comes from: an output of the graph, or one of its inputs."""
+    if not isinstance(leaf, Tensor):
+        return lambda results, inputs: leaf
+    if leaf.requires_grad:
+        raise InputError("a replayer computes no gradients; make it under torch.no_grad() or torch.inference_mode().")
+    for place, value in enumerate(results):
+        if value is leaf or _looks_like(value, leaf):
+            return lambda results, inputs: results[place]
+    for place, value in enumerate(inputs):
+        if value is leaf or _looks_like(value, leaf):
+            return lambda results, inputs: inputs[place]
+    raise InputError("a part of the result is computed outside of the captured graph, so a replayer cannot return it.")
+
+
+def _looks_like(value: Any, leaf: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.numel() > 0
+        and value.data_ptr() == leaf.data_ptr()
+        and (value.shape, value.stride(), value.dtype) == (leaf.shape, leaf.stride(), leaf.dtype)
+    )

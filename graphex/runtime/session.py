@@ -1,0 +1,100 @@
+"""What a thread is doing around its calls: warming up, or watching which graphs a call runs.
+
+Both are asked for by `graphex.warm_up` and `graphex.replayer`, and only for calls of their own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Program(Protocol):
+    """A compiled graph, as a thread that warms up or watches sees it."""
+
+    @property
+    def written(self) -> list[int]:
+        """The inputs it writes to."""
+
+    def rehearse(self, args: list[Any]) -> None:
+        """Run eagerly, if that is what a capture for these inputs needs first."""
+
+    def call(self, args: list[Any]) -> Any:
+        """Run."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a compiled graph: the program, what it was given and what it returned."""
+
+    program: Program
+    args: list[Any]
+    results: Any
+
+
+class _Thread(threading.local):
+    warming = False
+    watched: list[Ran] | None = None
+    depth = 0
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+active = 0  # how many threads warm up or watch: while there are none, a call looks no further
+
+
+def is_warming_up() -> bool:
+    """Whether calls capture at once instead of waiting for the second call of a key."""
+    return _thread.warming
+
+
+@contextmanager
+def warming_up() -> Iterator[list[Ran]]:
+    """Calls of this thread capture at once and leave their inputs as they were. Yields the graphs that were run.
+
+    A graph that is a piece of another is not listed.
+    """
+    global active
+    found: list[Ran] = []
+    with _lock:
+        active += 1
+    _thread.warming, _thread.watched = True, found
+    try:
+        yield found
+    finally:
+        _thread.warming, _thread.watched = False, None
+        with _lock:
+            active -= 1
+
+
+def run_in_session(program: Program, args: list[Any]) -> Any:
+    """Run a program as this thread wants it run."""
+    if not _thread.warming:
+        return program.call(args)
+    given, outermost = list(args), _thread.depth == 0
+    written = [given[index] for index in program.written]
+    before = [tensor.clone() for tensor in written]
+    _thread.depth += 1
+    try:
+        program.rehearse(list(given))
+        _restore(written, before)
+        results = program.call(args)
+    finally:
+        _thread.depth -= 1
+    if outermost:
+        _restore(written, before)
+        assert _thread.watched is not None
+        _thread.watched.append(Ran(program, given, results))
+    return results
+
+
+def _restore(tensors: list[Tensor], before: list[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)

@@ -1,0 +1,27 @@
+"""CUDA: the current stream as a number, and cuBLAS's workspaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+def clear_cublas_workspaces() -> None:
+    """Give up the workspaces of all streams; the next matrix product allocates one where it runs."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def stop_allocating_to(pool: tuple[int, int], device: int, *, release: bool) -> None:
+    """Undo what the allocator was told when a capture began that could not be ended.
+
+    Whether torch has done so itself, before it found the capture invalid, depends on its version.
+    """
+    undone = [torch._C._cuda_endAllocateToPool] + ([torch._C._cuda_releasePool] if release else [])
+    for undo in undone:
+        try:
+            undo(device, pool)
+        except RuntimeError:
+            pass  # it was done

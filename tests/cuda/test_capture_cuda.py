@@ -1,0 +1,407 @@
+"""What is particular to CUDA: pools and memory, streams, threads, random numbers, and captures that go wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphex
+from examples.tiny_llama import Shape, TinyLlama
+from tests.runtime.support import compile_it, count, reasons, replays, statuses
+
+pytestmark = pytest.mark.cuda
+
+CUDA = "cuda"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x)) * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_decode_loop_with_caches_passed_in_equals_eager(dtype):
+    model = TinyLlama(Shape(layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=64)).to(CUDA, dtype).eval()
+    compiled = compile_it(model)
+    mine, theirs = model.new_caches(2), model.new_caches(2)
+    token = torch.tensor([[1], [2]], device=CUDA)
+    for step in range(12):
+        position = torch.tensor([step], device=CUDA)
+        wanted, found = model(token, position, theirs), compiled(token, position, mine)
+        torch.testing.assert_close(found, wanted)
+        token = wanted[:, -1].argmax(-1, keepdim=True)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+    assert replays(compiled) == 11
+    assert reasons(compiled) == []
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def wide(x: Tensor) -> Tensor:
+    a = (x * 2).sin()
+    b = (a + 1).cos() * a
+    return (b + a).relu() * 3 + b
+
+
+def reserved() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+@torch.no_grad()
+def test_sixteen_sizes_reserve_hardly_more_than_the_largest():
+    def grown(sizes) -> int:
+        torch.compiler.reset()
+        before = reserved()
+        compiled = compile_it(wide, dynamic=True)
+        calls = [(torch.ones(1024 * rows, 1024, device=CUDA),) for rows in sizes]
+        assert len(graphex.warm_up(compiled, calls)) == len(calls)
+        del calls
+        return reserved() - before
+
+    largest, together = grown([32]), grown(range(2, 33, 2))
+    assert largest > 0
+    assert together <= 1.1 * largest
+
+
+@torch.no_grad()
+def test_two_hundred_sizes_through_an_lru_of_eight_with_flat_memory():
+    compiled = compile_it(wide, dynamic=True, capture_limit=8)
+    seen = []
+    for rows in range(402, 2, -2):
+        x = torch.randn(rows, 1024, device=CUDA)
+        for _ in range(2):
+            found = compiled(x)
+        torch.testing.assert_close(found, wide(x))
+        if rows % 40 == 2:
+            del x, found
+            seen.append(reserved())
+    assert len(seen) >= 8
+    assert max(seen[1:]) <= seen[0] + 8 * 2**20
+    assert count(compiled, "captured") == 200
+    assert count(compiled, "evicted") == 192
+    assert replays(compiled) == 200
+
+
+@torch.no_grad()
+def test_a_model_and_its_captures_give_everything_back():
+    before = reserved(), torch.cuda.memory_allocated()
+
+    def use() -> None:
+        model = Block(1024).to(CUDA)
+        compiled = compile_it(model)
+        for _ in range(4):
+            compiled(torch.randn(512, 1024, device=CUDA))
+        assert replays(compiled) == 3
+
+    use()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before[1] + 64 * 2**20  # but for a workspace of cuBLAS
+    torch.compiler.reset()
+    assert reserved() <= before[0] + 64 * 2**20
+
+
+@torch.no_grad()
+def test_two_models_share_a_pool_that_they_are_given():
+    pool = torch.cuda.graph_pool_handle()
+    models = [Block(64).to(CUDA), nn.Sequential(nn.Linear(64, 64), nn.Tanh()).to(CUDA)]
+    compiled = [compile_it(model, use_graph_pool=pool) for model in models]
+    kept = []
+    for _ in range(5):
+        for model, fast in zip(models, compiled, strict=True):
+            x = torch.randn(8, 64, device=CUDA)
+            kept.append((fast(x), model(x)))
+    for found, wanted in kept:
+        torch.testing.assert_close(found, wanted)
+    assert all(statuses(fast) == ["captured"] for fast in compiled)
+
+
+@torch.no_grad()
+def test_captures_with_pools_of_their_own():
+    compiled = compile_it(wide, dynamic=True, reuse_graph_pool_in_same_fx=False)
+    for rows in (2, 2, 2, 3, 3, 3, 2, 3):
+        x = torch.randn(rows, 16, device=CUDA)
+        torch.testing.assert_close(compiled(x), wide(x))
+    assert statuses(compiled) == ["captured", "captured"]
+
+
+@torch.no_grad()
+def test_captures_after_all_of_a_pool_were_freed():
+    for _ in range(3):
+        torch.compiler.reset()
+        gc.collect()
+        compiled = compile_it(wide, capture_limit=1, dynamic=True)
+        for rows in (4, 4, 4, 5, 5, 5, 4, 4):
+            x = torch.randn(rows, 16, device=CUDA)
+            torch.testing.assert_close(compiled(x), wide(x))
+        assert reasons(compiled) == ["more than capture_limit=1 combinations of sizes are in use"]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_all_copies_of_a_call_go_in_one_launch_each_way():
+    def f(a, b, c):
+        return (a * 2, b + 1, ~c)
+
+    compiled = compile_it(f)
+
+    def call():
+        a, b = torch.randn(64, device=CUDA), torch.arange(64, device=CUDA)
+        return compiled(a, b, torch.ones(64, device=CUDA, dtype=torch.bool))
+
+    for _ in range(4):
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels here")
+    assert sum("multi_tensor_apply" in name for name in names) == 2, names
+
+
+@torch.no_grad()
+def test_a_number_on_the_cpu_is_captured_by_value():
+    compiled = compile_it(lambda x, scale: (x * 2 + 1).relu() * scale)
+    for value in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 2.0):
+        x, scale = torch.randn(4, device=CUDA), torch.tensor(value)
+        torch.testing.assert_close(compiled(x, scale), (x * 2 + 1).relu() * scale)
+    assert statuses(compiled) == ["captured", "captured"]
+    assert graphex.journal(compiled).cuts == []
+
+
+# -- streams and threads -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_replays_on_several_streams_do_not_overtake_each_other():
+    compiled = compile_it(wide)
+    x = torch.randn(2048, 1024, device=CUDA)
+    for _ in range(3):
+        compiled(x)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for turn in range(12):
+        given = x + turn
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[turn % 3]):
+            results.append((given, compiled(given)))
+    torch.cuda.synchronize()
+    for given, found in results:
+        torch.testing.assert_close(found, wide(given))
+
+
+@torch.no_grad()
+def test_threads_may_call_the_same_and_different_models():
+    functions = [wide, lambda x: (x * 3).tanh() + x]
+    compiled = [compile_it(function) for function in functions]
+    for fast in compiled:  # compilation itself is torch's to serialise
+        fast(torch.ones(256, 64, device=CUDA))
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator(CUDA).manual_seed(seed)
+            with torch.no_grad():
+                for _ in range(30):
+                    for function, fast in zip(functions, compiled, strict=True):
+                        x = torch.randn(256, 64, device=CUDA, generator=generator)
+                        torch.testing.assert_close(fast(x), function(x))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert all(replays(fast) > 50 for fast in compiled)
+
+
+@torch.no_grad()
+def test_a_call_inside_of_the_users_own_capture():
+    compiled = compile_it(wide)
+    x = torch.randn(64, 64, device=CUDA)
+    for _ in range(3):
+        compiled(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(x)
+    x.copy_(torch.randn(64, 64, device=CUDA))
+    graph.replay()
+    torch.testing.assert_close(out, wide(x))
+
+
+def test_a_backward_on_its_own_thread_is_captured():
+    model = Block().to(CUDA)
+    compiled = compile_it(model)
+    for _ in range(4):
+        x = torch.randn(4, 16, device=CUDA)
+        model.zero_grad()
+        compiled(x).sum().backward()
+        found = model.linear.weight.grad.clone()
+        model.zero_grad()
+        model(x).sum().backward()
+        torch.testing.assert_close(found, model.linear.weight.grad)
+    assert replays(compiled) == 6
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_random_numbers_are_fresh_in_every_replay_and_follow_the_seed():
+    compiled = compile_it(lambda x: nn.functional.dropout(x, 0.5))
+    x = torch.ones(4096, device=CUDA)
+    drawn = [compiled(x) for _ in range(5)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    torch.manual_seed(7)
+    first = compiled(x)
+    torch.manual_seed(7)
+    assert torch.equal(compiled(x), first)
+    torch.manual_seed(7)
+    assert torch.equal(nn.functional.dropout(x, 0.5), first)
+
+
+# -- captures that go wrong --------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("graphex_tests::peeks", mutates_args=())
+def peeks(x: Tensor) -> Tensor:
+    return x * x.sum().item()  # a synchronisation that the graph does not show
+
+
+@torch.library.custom_op("graphex_tests::raises", mutates_args=())
+def raises(x: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("not in a capture")
+    return x * 4
+
+
+@torch.library.custom_op("graphex_tests::grabs", mutates_args=())
+def grabs(x: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        torch.empty(2**50, device=x.device)  # more than there is
+    return x * 4
+
+
+for op in (peeks, raises, grabs):
+    op.register_fake(torch.empty_like)
+
+
+def failing(at: str, monkeypatch: pytest.MonkeyPatch):
+    """A function to compile whose capture fails at one step."""
+    graph_class = torch.cuda.CUDAGraph
+    begin, end = graph_class.capture_begin, graph_class.capture_end
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    def begin_then_fail(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        end(self)
+        raise RuntimeError("injected")
+
+    def end_then_fail(self):
+        end(self)
+        raise RuntimeError("injected")
+
+    patches = {
+        "pool": (torch.cuda, "graph_pool_handle", fail),
+        "begin": (graph_class, "capture_begin", fail),
+        "after begin": (graph_class, "capture_begin", begin_then_fail),
+        "end": (graph_class, "capture_end", end_then_fail),
+    }
+    if at in patches:
+        monkeypatch.setattr(*patches[at])
+        return lambda x: (x + 1) * 2 * 4
+    op = {"synchronisation": peeks, "exception": raises, "out of memory": grabs}[at]
+    return lambda x: op(x + 1) * 2
+
+
+STEPS = ["pool", "begin", "after begin", "end", "synchronisation", "exception", "out of memory"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at", STEPS)
+def test_a_capture_that_fails_leaves_the_process_healthy(at, monkeypatch):
+    x = torch.ones(4, device=CUDA)
+    with monkeypatch.context() as patched:
+        function = failing(at, patched)
+        wanted = function(x)
+        compiled = compile_it(function)
+        with pytest.warns(graphex.GraphexWarning):
+            for _ in range(4):
+                torch.testing.assert_close(compiled(x), wanted)
+    assert len(reasons(compiled)) == 1
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    other = compile_it(lambda x: nn.functional.dropout(x - 1, 0.5) + x)
+    for _ in range(4):
+        assert other(x).sum().item() == 4
+    assert replays(other) == 3
+    a, b = torch.rand(64, device=CUDA), torch.rand(64, device=CUDA)
+    assert not torch.equal(a, b)
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------
+
+
+def test_blocking_launches_still_capture():
+    code = (
+        "import torch, graphex\n"
+        "f = torch.compile(lambda x: x * 2 + 1, backend='graphex')\n"
+        "with torch.no_grad():\n"
+        "    for i in range(4): assert f(torch.full((4,), float(i), device='cuda'))[0].item() == 2 * i + 1\n"
+        "print(len(graphex.journal(f).captures))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": str(root)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (ran.stdout.strip(), ran.returncode) == ("1", 0), ran.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@torch.no_grad()
+def test_a_model_on_the_second_device():
+    model = Block().to("cuda:1")
+    compiled = compile_it(model)
+    for _ in range(4):
+        x = torch.randn(4, 16, device="cuda:1")
+        torch.testing.assert_close(compiled(x), model(x))
+    assert replays(compiled) == 3
+
+
+@torch.no_grad()
+def test_verify_checks_the_captured_graph_too():
+    model = Block().to(CUDA)
+    compiled = compile_it(model, verify=True)
+    for _ in range(4):
+        x = torch.randn(4, 16, device=CUDA)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+    assert [verdict.status for verdict in graphex.journal(compiled).verifications] == ["equal"]
+    assert replays(compiled) > 0

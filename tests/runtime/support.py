@@ -1,0 +1,37 @@
+"""What the tests of capture ask a compiled object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import graphex
+
+
+def replays(compiled: object) -> int:
+    return count(compiled, "replays")
+
+
+def count(compiled: object, what: str) -> int:
+    return sum(counter[what] for counter in graphex.journal(compiled).counts.values())
+
+
+def statuses(compiled: object) -> list[str]:
+    return [record.status for record in graphex.journal(compiled).captures]
+
+
+def reasons(compiled: object) -> list[str]:
+    return [record.reason for record in graphex.journal(compiled).fallbacks]
+
+
+def compile_it(fn: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+    return torch.compile(fn, backend="graphex", dynamic=dynamic, options=options)
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Bit for bit; on a GPU a matrix product may choose another kernel in a capture."""
+    on_gpu = any(leaf.is_cuda for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
+    torch.testing.assert_close(found, wanted, **({} if on_gpu else {"rtol": 0, "atol": 0}))

@@ -1,0 +1,154 @@
+"""Captures made ahead of time, and calls without Dynamo around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphex
+from examples.tiny_llama import Shape, TinyLlama
+from tests.runtime.support import compile_it, count, replays, same, statuses
+from tests.runtime.test_pieces import between, on_the_host
+
+SMALL = Shape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocabulary=64, positions=16)
+
+
+def generator_state(where: str) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if where == "cuda" else torch.get_rng_state()
+
+
+@torch.no_grad()
+def test_warm_up_captures_every_call_and_the_next_ones_replay(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(where)
+    compiled = compile_it(model, dynamic=True)
+    records = graphex.warm_up(compiled, [(torch.randn(rows, 4, device=where),) for rows in (2, 5, 3)])
+    assert [eval(record.key)[0] for record in records] == [5, 3, 2]  # the largest first
+    before = replays(compiled)
+    for rows in (3, 2, 5):
+        x = torch.randn(rows, 4, device=where)
+        same(compiled(x), model(x))
+    assert replays(compiled) == before + 3
+    assert len(statuses(compiled)) == 3
+
+
+@torch.no_grad()
+def test_warm_up_leaves_caches_and_generators_as_they_were(where):
+    def step(cache, x, *, scale):
+        cache.add_(torch.nn.functional.dropout(x, 0.5) * scale)
+        return cache + 1
+
+    compiled = compile_it(step)
+    cache, x = torch.zeros(4, device=where), torch.ones(4, device=where)
+    state = generator_state(where)
+    graphex.warm_up(compiled, [{"cache": cache, "x": x, "scale": 2.0}], progress=True)
+    assert cache.eq(0).all()
+    assert torch.equal(generator_state(where), state)
+    compiled(cache=cache, x=x, scale=2.0)
+    assert statuses(compiled) == ["captured"]
+
+
+@torch.no_grad()
+def test_warm_up_of_a_graph_in_pieces(where):
+    compiled = compile_it(between)
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    assert len(graphex.warm_up(compiled, [(x, w)])) == 2
+    before = replays(compiled)
+    for _ in range(2):
+        x = torch.randn(3, 4, device=where)
+        torch.testing.assert_close(compiled(x, w), between(x, w))
+    assert replays(compiled) == before + 4
+    assert statuses(compiled) == ["captured", "captured"]
+
+
+@torch.no_grad()
+def test_warm_up_of_what_is_captured_already_changes_nothing(where):
+    compiled = compile_it(lambda x: x * 2)
+    x = torch.ones(3, device=where)
+    assert len(graphex.warm_up(compiled, [(x,)])) == 1
+    assert graphex.warm_up(compiled, [(x,), (x,)]) == []
+
+
+@pytest.mark.parametrize("calls", [3, "x", torch.ones(2), [3], [torch.ones(2)], None], ids=repr)
+def test_warm_up_refuses_what_is_no_list_of_calls(calls):
+    with pytest.raises(graphex.InputError, match="example call"):
+        graphex.warm_up(compile_it(lambda x: x * 2), calls)
+
+
+def test_warm_up_refuses_what_was_not_compiled():
+    with pytest.raises(graphex.InputError, match="not made by torch"):
+        graphex.warm_up(lambda x: x, [(torch.ones(2),)])
+
+
+@torch.no_grad()
+def test_a_replayer_decodes_like_the_model(where):
+    model = TinyLlama(SMALL).to(where).eval()
+    compiled = compile_it(model)
+    mine, theirs = model.new_caches(2), model.new_caches(2)
+    token, position = torch.tensor([[1], [2]], device=where), torch.tensor([0], device=where)
+    step = graphex.replayer(compiled, token, position, mine)
+    assert all(cache.eq(0).all() for pair in mine for cache in pair)
+    for number in range(8):
+        token.copy_(torch.tensor([[number], [number + 1]]))
+        position.fill_(number)
+        found = step() if number % 2 else step(token.clone(), position.clone(), mine)
+        torch.testing.assert_close(found, model(token, position, theirs))
+    torch.testing.assert_close(mine, theirs)
+    assert statuses(compiled) == ["captured"]
+    assert count(compiled, "replays") == 9
+
+
+@torch.no_grad()
+def test_a_replayer_rebuilds_the_models_result(where):
+    def f(x, state):
+        state["n"].add_(1)
+        return {"out": (x * 2, [x + 1]), "same": state["n"], "k": 3, "none": None}
+
+    compiled = compile_it(f)
+    x, state = torch.ones(3, device=where), {"n": torch.zeros(1, device=where)}
+    step = graphex.replayer(compiled, x, state)
+    for turn in range(1, 4):
+        x.fill_(turn)
+        found = step()
+        assert found["k"] == 3
+        assert found["none"] is None
+        assert found["out"][0][0].item() == 2 * turn
+        assert found["out"][1][0][0].item() == turn + 1
+        assert found["same"].item() == turn
+        assert found["same"].data_ptr() == state["n"].data_ptr()
+
+
+@torch.no_grad()
+def test_a_replayer_of_a_graph_in_pieces(where):
+    compiled = compile_it(between)
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    step = graphex.replayer(compiled, x, w)
+    for _ in range(3):
+        x.copy_(torch.randn(3, 4))
+        torch.testing.assert_close(step(), between(x, w))
+
+
+@torch.no_grad()
+def test_a_replayer_needs_one_captured_graph(where):
+    def broken(x):
+        y = (x * 2).sin()
+        torch._dynamo.graph_break()
+        return (y + 1).cos()
+
+    with pytest.raises(graphex.InputError, match="runs 2"):
+        graphex.replayer(compile_it(broken), torch.ones(3, device=where))
+    with pytest.warns(graphex.GraphexWarning), pytest.raises(graphex.InputError, match="reads a value back"):
+        graphex.replayer(compile_it(lambda x: on_the_host(x) + 1), torch.ones(3, device=where))
+
+
+def test_a_replayer_computes_no_gradients(where):
+    compiled = compile_it(nn.Linear(4, 4).to(where))
+    with pytest.raises(graphex.InputError, match="no_grad"):
+        graphex.replayer(compiled, torch.ones(2, 4, device=where))
+
+
+@torch.no_grad()
+def test_a_replayer_counts_what_it_is_given(where):
+    step = graphex.replayer(compile_it(lambda x, y: x + y), torch.ones(3, device=where), torch.ones(3, device=where))
+    with pytest.raises(graphex.InputError, match="made for 2 values, 1"):
+        step(torch.ones(3, device=where))

@@ -1,0 +1,208 @@
+"""Calls padded to a few sizes: only where rows are proven to be separate, and then nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphex
+from tests.runtime.support import compile_it, count, reasons, replays, statuses
+
+SIZES = [2, 4, 8]
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 6)
+
+    def forward(self, tokens, scale):
+        x = self.norm(self.embed(tokens)) * scale.unsqueeze(-1)
+        y = self.down(nn.functional.silu(self.up(x)))
+        return y.softmax(-1), y.argmax(-1), x.transpose(0, 1)
+
+
+def padded_for(function, *shapes, sizes=SIZES, where="cpu"):
+    """The compiled function, after calls of every number of rows from 2 to 9."""
+    compiled = compile_it(function, capture_sizes=sizes)
+    for rows in (5, 3, 3, 5, 6, 7, 2, 4, 9, 9, 8, 3):
+        given = [torch.randn([rows if size is None else size for size in shape], device=where) for shape in shapes]
+        for tensor in given:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch.testing.assert_close(compiled(*given), function(*given))
+    return compiled
+
+
+@torch.no_grad()
+def test_a_few_captures_serve_all_sizes(where):
+    model = Classifier().to(where)
+    compiled = compile_it(model, capture_sizes=SIZES)
+    for rows in (5, 3, 3, 5, 6, 7, 2, 4, 4, 2, 8, 3, 5):
+        tokens, scale = torch.randint(0, 11, (rows, 3), device=where), torch.randn(rows, 3, device=where)
+        for tensor in (tokens, scale):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        found, wanted = compiled(tokens, scale), model(tokens, scale)
+        torch.testing.assert_close(found, wanted)
+        assert [each.stride() for each in found] == [each.stride() for each in wanted]
+    assert statuses(compiled) == ["captured"] * 3
+    assert replays(compiled) == 10
+    assert count(compiled, "padded") == 8
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_more_rows_than_the_largest_are_captured_as_they_are(where):
+    compiled = padded_for(lambda x: (x * 2).sin() + 1, (None, 3), sizes=[2, 4], where=where)
+    assert {eval(record.key)[0] for record in graphex.journal(compiled).captures} >= {4, 9}
+
+
+@torch.no_grad()
+def test_rows_that_are_blocks_of_a_dimension(where):
+    compiled = padded_for(lambda x: (x.reshape(-1) * 2, (x.reshape(-1) + 1).reshape(x.shape)), (None, 3), where=where)
+    assert count(compiled, "padded") > 0
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_padded_results_are_kept_right(where):
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=[8], dynamic=True)
+    kept = []
+    for rows in range(2, 8):
+        x = torch.full((rows, 3), float(rows), device=where)
+        torch._dynamo.mark_static(x, 1)
+        kept.append(compiled(x))
+    assert [(out.shape[0], out[0, 0].item()) for out in kept] == [(rows, 2.0 * rows + 1) for rows in range(2, 8)]
+    assert statuses(compiled) == ["captured"]
+
+
+@torch.no_grad()
+def test_numbers_that_are_returned_are_of_this_call(where):
+    compiled = compile_it(lambda x: ((x * 2).sin(), x.shape[0] + 1), capture_sizes=[8])
+    for rows in (3, 5, 3, 5, 7):
+        x = torch.randn(rows, 3, device=where)
+        torch._dynamo.mark_dynamic(x, 0)
+        found, after = compiled(x)
+        torch.testing.assert_close(found, (x * 2).sin())
+        assert after == rows + 1
+    assert replays(compiled) > 0
+
+
+def across(x):
+    return x - x.mean(0)
+
+
+def summed(x):
+    return x.sum() * x
+
+
+def divided(x):
+    return x / x.shape[0]
+
+
+def gram(x):
+    return x.t() @ x
+
+
+def mixed(x):
+    return x.t().reshape(-1) * 2
+
+
+def rolled(x):
+    return torch.roll(x, 1, 0)
+
+
+def counted(x):
+    return x + torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
+
+
+def dropped(x):
+    return nn.functional.dropout(x, 0.5) * 0
+
+
+def written(x):
+    return x.add_(1) * 2
+
+
+def itself(x):
+    return x.view(-1, 3), x * 2
+
+
+def twice(x):
+    y = x * 2
+    return y, y.t()
+
+
+def sorted_rows(x):
+    return x.sort(0).values
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (across, "across rows"),
+        (summed, "across rows"),
+        (divided, "number of rows"),
+        (gram, "sums over rows"),
+        (mixed, "mixes rows"),
+        (rolled, "not known to treat rows separately"),
+        (counted, "number of rows"),
+        (dropped, "random"),
+        (written, "writes rows to the input"),
+        (twice, "shares memory"),
+        (sorted_rows, "across rows"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@torch.no_grad()
+def test_what_is_not_proven_is_refused_with_a_reason(function, reason, where):
+    compiled = compile_it(function, capture_sizes=SIZES)
+    with pytest.warns(graphex.GraphexWarning, match="not padded"):
+        for rows in (3, 5, 3, 5, 3):
+            x, other = torch.randn(rows, 3, device=where), None
+            torch._dynamo.mark_dynamic(x, 0)
+            other = x.clone()
+            torch.testing.assert_close(compiled(x), function(other))
+    record = next(r for r in graphex.journal(compiled).fallbacks if r.what.startswith("calls are not padded"))
+    assert reason in record.reason
+    assert record.node
+    assert count(compiled, "padded") == 0
+
+
+@torch.no_grad()
+def test_two_sizes_that_vary_are_refused(where):
+    compiled = compile_it(lambda x, y: (x * 2, y * 2), capture_sizes=SIZES, dynamic=True)
+    with pytest.warns(graphex.GraphexWarning, match="several sizes vary"):
+        for rows in (3, 5):
+            compiled(torch.randn(rows, 3, device=where), torch.randn(rows + 4, 3, device=where))
+
+
+@torch.no_grad()
+def test_a_graph_of_fixed_sizes_has_nothing_to_pad(where):
+    compiled = compile_it(lambda x: x * 2, capture_sizes=SIZES, dynamic=False)
+    for _ in range(3):
+        compiled(torch.randn(3, 3, device=where))
+    assert replays(compiled) == 2
+    assert "no size varies" in reasons(compiled)[0]
+
+
+@torch.no_grad()
+def test_warm_up_captures_the_sizes(where):
+    model = Classifier().to(where)
+    compiled = compile_it(model, capture_sizes=SIZES)
+
+    def call(rows):
+        given = torch.randint(0, 11, (rows, 3), device=where), torch.randn(rows, 3, device=where)
+        for tensor in given:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return given
+
+    assert len(graphex.warm_up(compiled, [call(rows) for rows in SIZES])) == 3
+    before = replays(compiled)
+    for rows in (3, 5, 6, 7):
+        given = call(rows)
+        torch.testing.assert_close(compiled(*given), model(*given))
+    assert replays(compiled) == before + 4
+    assert len(statuses(compiled)) == 3

@@ -1,0 +1,222 @@
+"""Pools, eviction and the end of a capture's life, as the recording device sees them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import graphex
+from tests.runtime.support import compile_it, count, replays, same, statuses
+
+
+def run_sizes(compiled, sizes=(2, 3, 4), times=3) -> None:
+    for rows in sizes:
+        for _ in range(times):
+            x = torch.randn(rows, 5)
+            same(compiled(x), x * 2 + 1)
+
+
+@torch.no_grad()
+def test_all_sizes_of_a_graph_share_a_pool(tape):
+    run_sizes(compile_it(lambda x: x * 2 + 1, dynamic=True))
+    assert len(tape.tapes) == 3
+    assert len({each.pool for each in tape.tapes}) == 1
+
+
+@torch.no_grad()
+def test_or_each_has_its_own(tape):
+    run_sizes(compile_it(lambda x: x * 2 + 1, dynamic=True, reuse_graph_pool_in_same_fx=False))
+    assert len({each.pool for each in tape.tapes}) == 3
+
+
+@torch.no_grad()
+def test_a_pool_can_be_shared_by_two_models_and_is_not_by_itself(tape):
+    for options, pools in (({"use_graph_pool": (0, 7)}, 1), ({}, 2)):
+        tape.tapes.clear()
+        models = [compile_it(function, **options) for function in (lambda x: x * 2 + 1, lambda x: x * 3 + 2)]
+        for _ in range(3):
+            for factor, model in enumerate(models, start=2):
+                x = torch.randn(3)
+                same(model(x), x * factor + (factor - 1))
+        assert len({each.pool for each in tape.tapes}) == pools
+    assert tape.tapes
+
+
+@torch.no_grad()
+def test_a_pool_that_was_given_is_the_one_that_is_used(tape):
+    run_sizes(compile_it(lambda x: x * 2 + 1, dynamic=True, use_graph_pool=[3, 4]))
+    assert {each.pool for each in tape.tapes} == {(3, 4)}
+
+
+@torch.no_grad()
+def test_two_hundred_sizes_through_an_lru_of_eight(tape):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, capture_limit=8)
+    run_sizes(compiled, sizes=range(2, 202), times=2)
+    assert len(tape.alive) == 8
+    assert count(compiled, "evicted") == 192
+    assert replays(compiled) == 200
+
+
+@torch.no_grad()
+def test_a_journal_does_not_grow_with_captures(tape):
+    compiled = compile_it(lambda x: x + 1, force_recapture=True)
+    for _ in range(300):
+        compiled(torch.ones(2))
+    assert count(compiled, "recaptured") == 298
+    assert len(graphex.journal(compiled).captures) == 256
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("limit", [1, 64])
+def test_graphs_for_other_parameters_are_kept_within_the_limit(limit, tape):
+    model = nn.Linear(4, 4)
+    compiled = compile_it(model, capture_limit=limit)
+    x = torch.randn(2, 4)
+    weights = [model.weight.data, torch.randn(4, 4)]
+    for _ in range(3):
+        for weight in weights:
+            model.weight.data = weight
+            same(compiled(x), model(x))
+    assert len(tape.alive) == min(limit, 2)
+    assert len(tape.tapes) == (2 if limit > 1 else 5)
+
+
+@torch.no_grad()
+def test_compiled_layers_of_one_class_each_have_their_graph(tape):
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    compiled = [compile_it(layer) for layer in layers]
+    for _ in range(4):
+        for layer, fast in zip(layers, compiled, strict=True):
+            x = torch.randn(2, 4)
+            same(fast(x), layer(x))
+    assert len(tape.tapes) == 3
+
+
+@torch.no_grad()
+def test_captures_are_freed_by_a_reset(tape):
+    compiled = compile_it(nn.Linear(4, 4))
+    for _ in range(3):
+        compiled(torch.randn(2, 4))
+    assert len(tape.alive) == 1
+    torch.compiler.reset()
+    gc.collect()
+    assert tape.alive == []
+
+
+@torch.no_grad()
+def test_captures_are_freed_with_the_model(tape):
+    model = nn.Linear(4, 4)
+    compiled = compile_it(model)
+    for _ in range(3):
+        compiled(torch.randn(2, 4))
+    assert len(tape.alive) == 1
+    del compiled, model
+    gc.collect()
+    assert tape.alive == []
+
+
+@torch.no_grad()
+def test_captures_are_freed_with_a_compiled_function(tape):
+    def make():
+        return compile_it(lambda x: x * 2 + 1)
+
+    compiled = make()
+    for _ in range(3):
+        compiled(torch.randn(2, 4))
+    assert len(tape.alive) == 1
+    del compiled
+    torch.compiler.reset()
+    gc.collect()
+    assert tape.alive == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", ["pool", "begin", "op", "end"])
+def test_a_capture_that_fails_falls_back_and_the_next_model_is_captured(step, tape):
+    compiled = compile_it(lambda cache, x: (cache.add_(x), (x * 2).sin()))
+    cache, wanted = torch.zeros(3), torch.zeros(3)
+    tape.fail_at = step
+    with pytest.warns(graphex.GraphexWarning, match=f"the tape tore at '{step}'"):
+        for _ in range(4):
+            x = torch.randn(3)
+            wanted += x
+            same(compiled(cache, x), (wanted, (x * 2).sin()))
+    assert tape.alive == []
+    (record,) = graphex.journal(compiled).fallbacks
+    assert record.what == "the graph runs without capture"
+    tape.fail_at = ""
+    other = compile_it(lambda x: x - 1)
+    for _ in range(3):
+        assert other(torch.ones(2)).sum().item() == 0
+    assert statuses(other) == ["captured"]
+
+
+@torch.no_grad()
+def test_a_failure_for_one_size_leaves_the_others_captured(tape):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True)
+    run_sizes(compiled, sizes=(2, 3))
+    tape.fail_at = "op"
+    with pytest.warns(graphex.GraphexWarning):
+        run_sizes(compiled, sizes=(4,))
+    tape.fail_at = ""
+    before = replays(compiled)
+    run_sizes(compiled, sizes=(2, 3, 4), times=2)
+    assert replays(compiled) == before + 4
+
+
+@torch.no_grad()
+def test_the_error_mode_reaches_the_device(tape):
+    compiled = compile_it(lambda x: x + 1, capture_error_mode="relaxed")
+    for _ in range(2):
+        compiled(torch.zeros(3))
+    assert [each.error_mode for each in tape.tapes] == ["relaxed"]
+
+
+@torch.no_grad()
+def test_a_replay_on_another_stream_waits_for_the_last_one(tape):
+    compiled = compile_it(lambda x: x * 2 + 1)
+    for stream in (0, 0, 0, 5, 5, 0):
+        tape.current_stream = stream
+        compiled(torch.ones(3))
+    assert tape.waits == [(5, 0), (0, 5)]
+
+
+@torch.no_grad()
+def test_a_stream_that_the_user_captures_gets_the_ops_themselves(tape):
+    compiled = compile_it(lambda x: x * 2 + 1)
+    for _ in range(3):
+        compiled(torch.ones(3))
+    before = replays(compiled)
+    tape.user_captures = True
+    assert compiled(torch.ones(3)).tolist() == [3, 3, 3]
+    assert replays(compiled) == before
+
+
+@torch.no_grad()
+def test_threads_take_turns(tape):
+    functions = [lambda x: (x * 2).sin(), lambda x: (x * 2 + 1).sin()]
+    models = [compile_it(function, use_graph_pool=(1, 1)) for function in functions]
+    for model in models:
+        model(torch.ones(16))
+    wrong = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(40):
+                for k, model in enumerate(models):
+                    x = torch.randn(16, generator=generator)
+                    if not torch.equal(model(x), (x * 2 + k).sin()):
+                        wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert all(replays(model) > 100 for model in models)

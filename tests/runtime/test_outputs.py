@@ -1,0 +1,183 @@
+"""What a captured graph hands out: kept results stay right, and share memory with what they shared it with."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphex
+from tests.runtime.support import compile_it, reasons, replays, same
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_output", ["auto", True])
+def test_an_output_held_across_a_hundred_calls_stays_right(clone_output, where):
+    compiled = compile_it(lambda x: x * 2, clone_output=clone_output)
+    kept = [compiled(torch.full((4,), float(i), device=where)) for i in range(100)]
+    assert [out[0].item() for out in kept] == [2.0 * i for i in range(100)]
+    assert replays(compiled) == 99
+
+
+@torch.no_grad()
+def test_outputs_that_share_memory_still_do(where):
+    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 2
+        return y, y[1:], y.t()
+
+    compiled = compile_it(f)
+    for _ in range(4):
+        x = torch.randn(4, 4, device=where)
+        found = compiled(x)
+        for mine, theirs in zip(found, f(x), strict=True):
+            same(mine, theirs)
+            assert mine.stride() == theirs.stride()
+        assert len({memory(each) for each in found}) == 1
+
+
+@torch.no_grad()
+def test_outputs_of_many_types(where):
+    def f(x):
+        return x * 2, x > 0, x.half() + 1, (x * 3).long(), x.double().float() + 2
+
+    compiled = compile_it(f)
+    for _ in range(4):
+        x = torch.randn(3, 5, device=where)
+        same(compiled(x), f(x))
+
+
+@torch.no_grad()
+def test_clone_output_gives_every_output_memory_of_its_own(where):
+    def f(x):
+        y = x * 2
+        return y, y + 1, y * 3
+
+    compiled = compile_it(f, clone_output=True)
+    seen = []
+    for _ in range(4):
+        x = torch.randn(4, device=where)
+        found = compiled(x)
+        same(found, f(x))
+        seen += found
+    assert len({memory(each) for each in seen}) == len(seen)
+
+
+@torch.no_grad()
+def test_without_clone_output_every_call_returns_the_same_memory(where):
+    compiled = compile_it(lambda x: x * 2 + 1, clone_output=False)
+    seen = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphex.GraphexWarning)
+        for step in range(5):
+            out = compiled(torch.full((4,), float(step), device=where))
+            assert out[0].item() == 2 * step + 1
+            if step:
+                seen.add(memory(out))
+            del out
+    assert len(seen) == 1
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hold", [lambda out: out, lambda out: out[1:]], ids=["itself", "a view of it"])
+def test_without_clone_output_an_old_output_that_is_alive_is_named(hold, where):
+    def doubled_and_more(x):
+        return (x * 2).sin(), x + 1
+
+    compiled = compile_it(doubled_and_more, clone_output=False)
+    for _ in range(2):
+        compiled(torch.ones(4, device=where))
+    held = hold(compiled(torch.ones(4, device=where))[0])
+    with pytest.warns(graphex.GraphexWarning, match=r"output 0 \('sin"):
+        compiled(torch.zeros(4, device=where))
+    for _ in range(3):
+        compiled(torch.zeros(4, device=where))
+    (record,) = graphex.journal(compiled).fallbacks
+    assert record.what.startswith("output 0")
+    del held
+
+
+@torch.no_grad()
+def test_without_clone_output_each_size_keeps_its_own_memory(where):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False)
+    for _ in range(2):
+        for rows in (2, 3, 5):
+            compiled(torch.ones(rows, 4, device=where))
+    results = [compiled(torch.full((rows, 4), float(rows), device=where)) for rows in (2, 3, 5)]
+    assert [out[0, 0].item() for out in results] == [5, 7, 11]
+
+
+@torch.no_grad()
+def test_memory_of_an_evicted_graph_is_not_taken_from_an_output_that_is_alive(where):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False, capture_limit=1)
+    for _ in range(3):
+        held = None
+        held = compiled(torch.full((64, 64), 3.0, device=where))
+    for rows in (65, 66, 67, 68):
+        for _ in range(3):
+            compiled(torch.full((rows, 64), 9.0, device=where))
+    gc.collect()
+    others = [torch.full((64, 64), -1.0, device=where) for _ in range(8)]
+    same(held, torch.full((64, 64), 7.0, device=where))
+    del others
+
+
+@torch.no_grad()
+def test_an_output_that_is_an_input_is_the_input_of_this_call(where):
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        x.add_(1)
+        return x, x.view(-1)
+
+    compiled = compile_it(f)
+    for _ in range(4):
+        x = torch.zeros(2, 3, device=where)
+        found, flat = compiled(x)
+        assert found.data_ptr() == x.data_ptr() == flat.data_ptr()
+        assert x.sum().item() == 6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_output", ["auto", True, False])
+def test_a_graph_that_returns_a_part_of_its_input_returns_that_of_this_call(clone_output, where):
+    def f(x, y):
+        return x[1:], (y + 1).sin(), x.t()
+
+    example = (torch.randn(3, 4, device=where), torch.randn(4, device=where))
+    gm = torch.fx.experimental.proxy_tensor.make_fx(f)(*example)
+    compiled = graphex.compile_fx(gm, example, {"clone_output": clone_output})
+    for _ in range(4):
+        x, y = torch.randn(3, 4, device=where), torch.randn(4, device=where)
+        part, other, flipped = compiled(x, y)
+        same((part, flipped), (x[1:], x.t()))
+        torch.testing.assert_close(other, (y + 1).sin())
+        assert memory(part) == memory(x) == memory(flipped)
+        part.fill_(7)
+        assert x[1:].eq(7).all()
+        del part, other, flipped
+
+
+@torch.no_grad()
+def test_a_graph_that_returns_one_tensor_and_no_tuple(where):
+    x = torch.randn(3, device=where)
+    compiled = graphex.compile_fx(torch.fx.experimental.proxy_tensor.make_fx(lambda x: x * 2 + 1)(x), [x])
+    for _ in range(4):
+        x = torch.randn(3, device=where)
+        same(compiled(x), x * 2 + 1)
+    assert replays(compiled) == 3
+
+
+@torch.no_grad()
+def test_version_counters_count_the_writes_of_a_replay(where):
+    compiled = compile_it(lambda cache, x: cache.add_(x).sum())
+    cache = torch.zeros(3, device=where)
+    for _ in range(4):
+        before = cache._version
+        compiled(cache, torch.ones(3, device=where))
+        assert cache._version > before

@@ -1,0 +1,172 @@
+"""Graphs with ops that a device graph cannot hold: the pieces around them are captured, and the cut is explained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import graphex
+from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
+
+
+def pieces(compiled: object) -> set[str]:
+    return {record.graph for record in graphex.journal(compiled).captures}
+
+
+@torch.library.custom_op("graphex_tests::on_the_host", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+def on_the_host(x: Tensor) -> Tensor:
+    return x * float(x.sum())
+
+
+@on_the_host.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def between(x: Tensor, w: Tensor) -> Tensor:
+    a = (x @ w).relu() * 2 + 1
+    b = on_the_host(a)
+    return (b @ w).sin() * 3 + a
+
+
+@torch.no_grad()
+def test_both_sides_of_an_op_that_reads_back_are_captured(where):
+    compiled = compile_it(between)
+    w = torch.randn(4, 4, device=where)
+    for _ in range(5):
+        x = torch.randn(3, 4, device=where)
+        torch.testing.assert_close(compiled(x, w), between(x, w))
+    assert len(pieces(compiled)) == 2
+    assert set(statuses(compiled)) == {"captured"}
+    assert replays(compiled) == 8
+    (cut,) = graphex.journal(compiled).cuts
+    assert cut.op == "graphex_tests.on_the_host.default"
+    assert cut.reason == "it reads a value back to the host"
+    assert "b = on_the_host(a)" in cut.line
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_explain_names_the_op_the_line_and_the_cost(where):
+    report = graphex.explain(between, (torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)), calls=4)
+    assert count(report, "microseconds_outside") > 0
+    printed = " ".join(str(report).split())
+    assert "on_the_host" in printed
+    assert "reads a value back" in printed
+
+
+@torch.no_grad()
+def test_every_size_has_its_pieces(where):
+    compiled = compile_it(between, dynamic=True)
+    w = torch.randn(4, 4, device=where)
+    for _ in range(3):
+        for rows in (2, 3):
+            x = torch.randn(rows, 4, device=where)
+            torch.testing.assert_close(compiled(x, w), between(x, w))
+    assert statuses(compiled) == ["captured"] * 4
+    assert replays(compiled) == 8
+
+
+@torch.no_grad()
+def test_a_cache_written_on_both_sides(where):
+    def f(cache, x):
+        cache[0] = (x * 2).sin() + cache[1]
+        y = on_the_host(cache * 1)
+        cache[1] = (y.sum(0) + cache[0]).cos() * 2
+        return cache.sum(0) + 1, cache
+
+    compiled = compile_it(f)
+    mine, theirs = torch.ones(3, 4, device=where), torch.ones(3, 4, device=where)
+    for _ in range(6):
+        x = torch.randn(4, device=where) * 0.1
+        found, wanted = compiled(mine, x), f(theirs, x)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(mine, theirs)
+        assert found[1].data_ptr() == mine.data_ptr()
+    assert replays(compiled) > 0
+
+
+@torch.no_grad()
+def test_results_of_a_piece_that_are_returned_stay_right(where):
+    def f(x):
+        a = (x * 2).sin() + 1
+        b = on_the_host(a)
+        return a, (b * 2).sin() + a, a.view(-1)
+
+    compiled = compile_it(f)
+    inputs = [torch.randn(3, 4, device=where) for _ in range(6)]
+    for x, found in [(x, compiled(x)) for x in inputs]:
+        torch.testing.assert_close(found, f(x))
+
+
+@torch.no_grad()
+def test_an_op_that_may_keep_its_argument_gets_memory_of_its_own(where):
+    kept: list[Tensor] = []
+
+    @torch.library.custom_op("graphex_tests::keeps", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+    def keeps(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x + 1
+
+    keeps.register_fake(torch.empty_like)
+
+    def f(x):
+        return (keeps((x * 2).sin() + 1) * 2).cos() + 1
+
+    compiled = compile_it(f)
+    inputs = [torch.randn(4, device=where) for _ in range(5)]
+    for x in inputs:
+        compiled(x)
+    for x, found in zip(inputs, kept, strict=True):
+        torch.testing.assert_close(found, (x * 2).sin() + 1)
+
+
+@torch.no_grad()
+def test_sizes_that_depend_on_data_cut_the_graph(where):
+    def f(x, w):
+        a = (x @ w).relu() * 2 + 1
+        positive = a[a > 2]
+        return (a @ w).sin() + 1, positive * 2, positive.shape[0]
+
+    compiled = compile_it(f)
+    w = torch.randn(4, 4, device=where)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for _ in range(5):
+            x = torch.randn(3, 4, device=where)
+            found, wanted = compiled(x, w), f(x, w)
+            torch.testing.assert_close(found[:2], wanted[:2])
+            assert found[2] == wanted[2]
+    assert replays(compiled) == 4
+    assert {cut.reason for cut in graphex.journal(compiled).cuts} == {"its size depends on data"}
+
+
+@torch.no_grad()
+def test_a_graph_without_a_piece_worth_capturing_runs_and_says_why(where):
+    compiled = compile_it(lambda x: on_the_host(x) + 1)
+    with pytest.warns(graphex.GraphexWarning, match="reads a value back"):
+        for _ in range(3):
+            x = torch.randn(4, device=where)
+            torch.testing.assert_close(compiled(x), on_the_host(x) + 1)
+    assert replays(compiled) == 0
+    (record,) = graphex.journal(compiled).fallbacks
+    assert record.node
+
+
+@torch.no_grad()
+def test_random_numbers_on_both_sides_follow_the_seed(where):
+    def f(x):
+        a = torch.nn.functional.dropout((x * 2).sin() + 1, 0.5)
+        b = on_the_host(a)
+        return torch.nn.functional.dropout((b * 2).cos() + 1, 0.5), torch.rand_like(x)
+
+    compiled = compile_it(f)
+    x = torch.ones(64, device=where)
+    drawn = []
+    for seed in (1, 2, 3, 1, 3):
+        torch.manual_seed(seed)
+        drawn.append(compiled(x))
+    assert replays(compiled) > 0
+    same(drawn[3], drawn[0])
+    same(drawn[4], drawn[2])
+    assert not torch.equal(drawn[0][1], drawn[1][1])
