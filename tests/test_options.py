@@ -222,6 +222,8 @@ BAD = {
     "strict": 0,
     "disable_passes": "remove_noops",
     "disable_rules": [3],
+    "lift_idioms": "yes",
+    "fusion_rules": [3],
 }
 
 
