@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-import graphex.ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
+from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
 
 if TYPE_CHECKING:
     from graphex.analysis.declared_twins import register_inplace_twin
