@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import TRITON_TYPES
-from graphex.kernels.layout import FLOATS, allocate, blocks_of, next_power_of_2, on_device_of, order_of
+from graphex.kernels.layout import (
+    FLOATS,
+    allocate,
+    blocks_of,
+    next_power_of_2,
+    on_device_of,
+    order_of,
+    remember,
+    signature,
+)
 from graphex.kernels.rotary_kernel import rotary_kernel
 from graphex.ops.definition import Declined
 
 NONE = (0, 0, 0)
+MODES = {False: "half", True: "deinterleave"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,144 +84,38 @@ def _refusal(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Declined | None:
     return None
 
 
-def _result(x: Tensor, dtype: torch.dtype, mode: str) -> Tensor | Declined:
-    """Where a rotated tensor goes: the interleaved form ends in a concatenation, which is contiguous."""
-    if mode == "deinterleave":
-        return x.new_empty(x.shape, dtype=dtype)
-    order = order_of(x)
-    return Declined(order) if isinstance(order, str) else allocate(x, order, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One launch: what is rotated or copied, and where to."""
+class Job(NamedTuple):
+    """What one launch rotates (q, k) and copies (v), and the caches that k and v go to."""
 
     q: Tensor | None
     k: Tensor | None
     v: Tensor | None
-    q_out: Tensor | None
-    k_out: Tensor | None
-    v_out: Tensor | None
     cos: Tensor
     sin: Tensor
-    positions: Tensor | None
-    dims: Dims
-    places: int
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    positions: Tensor | None = None
+    dim: int | None = None
 
 
-def _launch(job: Job, angles: Tensor, mode: str) -> None:
-    dims = job.dims
-    lead = job.k if job.q is None else job.q
-    assert lead is not None
-    outer, tokens, heads = dims.sizes(lead)
-    k_heads = heads if job.k is None else dims.sizes(job.k)[2]
-    half = lead.shape[-1] // 2
-    width = 1 if job.v is None else job.v.shape[-1]
-    pairs = next_power_of_2(half)
-    size = 2048 if lead.numel() > 2**20 else 1024
-    together = min(next_power_of_2(heads), 8)
-    at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
-    sections = (
-        (0 if job.q is None else blocks_of(heads, together))
-        + (0 if job.k is None else blocks_of(k_heads, together))
-        + (0 if job.v is None else blocks_of(k_heads, together))
-    )
-    token_blocks = blocks_of(tokens, at_once)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch, but for its tensors. Results are laid out in an order of dimensions, or contiguous (None)."""
 
-    def strides(x: Tensor | None) -> tuple[int, int, int]:
-        return NONE if x is None else dims.strides(x)
-
-    with on_device_of(lead):
-        rotary_kernel[(outer * token_blocks, sections)](
-            job.q,
-            job.k,
-            job.v,
-            job.cos,
-            job.sin,
-            job.q_out,
-            job.k_out,
-            job.v_out,
-            job.positions,
-            tokens,
-            token_blocks,
-            heads,
-            k_heads,
-            half,
-            width,
-            job.places,
-            *strides(job.q),
-            *strides(job.k),
-            *strides(job.v),
-            *strides(job.q_out),
-            *strides(job.k_out),
-            *strides(job.v_out),
-            *strides(angles),
-            T=TRITON_TYPES[torch.promote_types(lead.dtype, job.cos.dtype)],
-            MODE=mode,
-            TOKENS=at_once,
-            HEADS=together,
-            PAIRS=pairs,
-            WIDTH=next_power_of_2(width),
-            num_warps=max(1, min(8, at_once * together * pairs // 256)),
-        )
+    dtype: torch.dtype
+    q_order: tuple[int, ...] | None
+    k_order: tuple[int, ...] | None
+    grid: tuple[int, int]
+    integers: tuple[int, ...]
+    constants: dict[str, Any]
 
 
-def _one(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Any:
-    if refusal := _refusal(x, cos, sin, mode):
-        return refusal
-    angles = _broadcast(cos, x)
-    if angles is None:
-        return Declined("cos does not broadcast to x")
-    out = _result(x, torch.promote_types(x.dtype, cos.dtype), mode)
-    if isinstance(out, Declined):
-        return out
-    if x.numel():
-        _launch(Job(x, None, None, out, None, None, cos, sin, None, _dims(x, angles), 0), angles, mode)
-    return out
+_PLANS: dict[Any, Plan | Declined] = {}
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
-    return _one(x, cos, sin, "deinterleave" if interleaved else "half")
-
-
-def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Any:
-    return _one(self, r1, r2, rotary_mode)
-
-
-def _pair(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mode: str, token: int | None
-) -> tuple[Dims, Tensor] | Declined:
-    """The dimensions of a query and a key that differ in their heads only."""
-    for x in (q, k):
-        if refusal := _refusal(x, cos, sin, mode):
-            return refusal
-    angles = _broadcast(cos, q)
-    if q.dim() != k.dim() or q.dtype != k.dtype or angles is None or _broadcast(cos, k) is None:
-        return Declined("query and key differ in more than their heads")
-    differing = [d for d in range(q.dim()) if q.shape[d] != k.shape[d]]
-    if len(differing) > 1 or (differing and angles.stride(differing[0]) != 0):
-        return Declined("query and key differ in more than their heads")
-    dims = _dims(q, angles, token, differing[0] if differing else None)
-    return dims, angles
-
-
-def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
-    mode = "deinterleave" if interleaved else "half"
-    paired = _pair(q, k, cos, sin, mode, None)
-    if isinstance(paired, Declined):
-        return paired
-    dims, angles = paired
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    q_out, k_out = _result(q, dtype, mode), _result(k, dtype, mode)
-    for out in (q_out, k_out):
-        if isinstance(out, Declined):
-            return out
-    assert isinstance(q_out, Tensor)
-    assert isinstance(k_out, Tensor)
-    if q.numel() and k.numel():
-        _launch(Job(q, k, None, q_out, k_out, None, cos, sin, None, dims, 0), angles, mode)
-        return q_out, k_out
-    return Declined("query or key is empty")
+def _order(x: Tensor | None, mode: str) -> tuple[int, ...] | str | None:
+    """How a rotated tensor is laid out: the de-interleaving form ends in a concatenation, which is contiguous."""
+    return None if x is None or mode == "deinterleave" else order_of(x)
 
 
 def _cache_refusal(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor, dim: int) -> Declined | None:
@@ -226,6 +130,145 @@ def _cache_refusal(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tens
     return None
 
 
+def _write_refusal(job: Job, dtype: torch.dtype) -> Declined | None:
+    """Why the caches of a job cannot be written."""
+    k, v, keys, values = job.k, job.v, job.keys, job.values
+    if keys is None or k is None or job.positions is None or job.dim is None:
+        return None
+    if job.dim == k.dim() - 1:
+        return Declined("the cache is written along its last dimension")
+    if refusal := _cache_refusal(k, dtype, keys, job.positions, job.dim):
+        return refusal
+    if v is None or values is None:
+        return None
+    if v.shape[:-1] != k.shape[:-1] or v.device != k.device or v.stride(-1) != 1 or v.shape[-1] == 0:
+        return Declined("key and value differ in more than their last dimension, or the value's rows are not adjacent")
+    if keys.shape[job.dim] != values.shape[job.dim]:
+        return Declined("the caches differ in length")
+    return _cache_refusal(v, v.dtype, values, job.positions, job.dim)
+
+
+def _plan(job: Job, mode: str) -> Plan | Declined:
+    """How to launch the kernel on such tensors, or why it cannot be."""
+    rotated = [x for x in (job.q, job.k) if x is not None]
+    lead = rotated[0]
+    for x in rotated:
+        if refusal := _refusal(x, job.cos, job.sin, mode):
+            return refusal
+    angles = _broadcast(job.cos, lead)
+    if angles is None or any(_broadcast(job.cos, x) is None for x in rotated):
+        return Declined("cos does not broadcast to x")
+    other = rotated[-1]
+    if other.dim() != lead.dim() or other.dtype != lead.dtype or other.device != lead.device:
+        return Declined("query and key differ in type, device or rank")
+    differing = [d for d in range(lead.dim()) if lead.shape[d] != other.shape[d]]
+    if len(differing) > 1 or (differing and (differing[0] == job.dim or angles.stride(differing[0]) != 0)):
+        return Declined("query and key differ in more than their heads")
+    if len(rotated) == 2 and not (lead.numel() and other.numel()):
+        return Declined("query or key is empty")
+    dtype = torch.promote_types(lead.dtype, job.cos.dtype)
+    if refusal := _write_refusal(job, dtype):
+        return refusal
+    q_order, k_order = _order(job.q, mode), _order(job.k if job.keys is None else None, mode)
+    for order in (q_order, k_order):
+        if isinstance(order, str):
+            return Declined(order)
+    assert not isinstance(q_order, str)
+    assert not isinstance(k_order, str)
+    dims = _dims(lead, angles, job.dim, differing[0] if differing else None)
+    return _tiled(job, dims, angles, dtype, q_order, k_order, mode)
+
+
+def _tiled(
+    job: Job,
+    dims: Dims,
+    angles: Tensor,
+    dtype: torch.dtype,
+    q_order: tuple[int, ...] | None,
+    k_order: tuple[int, ...] | None,
+    mode: str,
+) -> Plan:
+    q, k, v = job.q, job.k, job.v
+    lead = k if q is None else q
+    assert lead is not None
+    outer, tokens, heads = dims.sizes(lead)
+    k_heads = heads if k is None else dims.sizes(k)[2]
+    half = lead.shape[-1] // 2
+    width = 1 if v is None else v.shape[-1]
+    pairs = next_power_of_2(half)
+    size = 2048 if lead.numel() > 2**20 else 1024
+    together = min(next_power_of_2(heads), 8)
+    at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
+    counts = 0 if q is None else heads, 0 if k is None else k_heads, 0 if v is None else k_heads
+    token_blocks = blocks_of(tokens, at_once)
+
+    def strides(x: Tensor | None) -> tuple[int, int, int]:
+        return NONE if x is None else dims.strides(x)
+
+    def as_allocated(x: Tensor | None, order: tuple[int, ...] | None) -> tuple[int, int, int]:
+        return NONE if x is None else dims.strides(_allocate(x.to("meta"), order, dtype))
+
+    integers = (
+        *(tokens, token_blocks, heads, k_heads, half, width),
+        0 if job.keys is None or job.dim is None else job.keys.shape[job.dim],
+        *strides(q),
+        *strides(k),
+        *strides(v),
+        *as_allocated(q, q_order),
+        *(as_allocated(k, k_order) if job.keys is None else strides(job.keys)),
+        *strides(job.values),
+        *strides(angles),
+    )
+    constants = {
+        "T": TRITON_TYPES[dtype],
+        "MODE": mode,
+        "TOKENS": at_once,
+        "HEADS": together,
+        "PAIRS": pairs,
+        "WIDTH": next_power_of_2(width),
+        "num_warps": max(1, min(8, at_once * together * pairs // 256)),
+    }
+    grid = outer * token_blocks, sum(blocks_of(count, together) for count in counts)
+    return Plan(dtype, q_order, k_order, grid, integers, constants)
+
+
+def _allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype) if order is None else allocate(x, order, dtype)
+
+
+def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declined:
+    """Run the kernel: the rotated query, and the rotated key where it goes to no cache."""
+    q, k, v, cos, sin, keys, values, positions, dim = job
+    key = signature(q, k, v, cos, sin, keys, values, positions), dim, mode
+    plan = _PLANS.get(key) or remember(_PLANS, key, _plan(job, mode))
+    if isinstance(plan, Declined):
+        return plan
+    q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
+    k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)
+    if plan.grid[0] and plan.grid[1]:
+        with on_device_of(cos):
+            rotary_kernel[plan.grid](
+                q, k, v, cos, sin, q_out, k_out, values, positions, *plan.integers, **plan.constants
+            )
+    return q_out, k_out
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
+    done = _launch(Job(x, None, None, cos, sin), MODES[interleaved])
+    return done if isinstance(done, Declined) else done[0]
+
+
+def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Any:
+    if rotary_mode not in ("half", "interleave"):
+        return Declined(f"rotary_mode '{rotary_mode}'")
+    done = _launch(Job(self, None, None, r1, r2), rotary_mode)
+    return done if isinstance(done, Declined) else done[0]
+
+
+def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
+    return _launch(Job(q, k, None, cos, sin), MODES[interleaved])
+
+
 def rotary_write_(
     x: Tensor,
     cos: Tensor,
@@ -235,21 +278,11 @@ def rotary_write_(
     dim: int = -2,
     interleaved: bool = False,
 ) -> Any:
-    mode = "deinterleave" if interleaved else "half"
-    refusal = _refusal(x, cos, sin, mode)
-    if refusal is not None:
-        return refusal
-    dim %= x.dim()
-    angles = _broadcast(cos, x)
-    if angles is None or dim == x.dim() - 1:
-        return Declined("cos does not broadcast to x, or the cache is written along its last dimension")
-    dtype = torch.promote_types(x.dtype, cos.dtype)
-    if refusal := _cache_refusal(x, dtype, cache, positions, dim):
-        return refusal
-    if x.numel():
-        dims = _dims(x, angles, dim)
-        _launch(Job(None, x, None, None, cache, None, cos, sin, positions, dims, cache.shape[dim]), angles, mode)
-    return None
+    if x.dim() == 0:
+        return Declined("x has no dimension")
+    job = Job(None, x, None, cos, sin, keys=cache, positions=positions, dim=dim % x.dim())
+    done = _launch(job, MODES[interleaved])
+    return done if isinstance(done, Declined) else None
 
 
 def rotary_qkv_write_(
@@ -264,25 +297,7 @@ def rotary_qkv_write_(
     dim: int = -2,
     interleaved: bool = False,
 ) -> Any:
-    mode = "deinterleave" if interleaved else "half"
-    if k.dim() == 0 or v.dim() != k.dim() or v.shape[:-1] != k.shape[:-1] or v.device != k.device:
-        return Declined("key and value differ in more than their last dimension")
-    dim %= k.dim()
-    paired = _pair(q, k, cos, sin, mode, dim)
-    if isinstance(paired, Declined):
-        return paired
-    dims, angles = paired
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    for x, type_, cache in ((k, dtype, key_cache), (v, v.dtype, value_cache)):
-        if refusal := _cache_refusal(x, type_, cache, positions, dim):
-            return refusal
-    if v.stride(-1) != 1 or not (q.numel() and k.numel() and v.numel()) or dim == k.dim() - 1:
-        return Declined("something is empty, or the rows of the value are not adjacent")
-    if key_cache.shape[dim] != value_cache.shape[dim]:
-        return Declined("the caches differ in length")
-    q_out = _result(q, dtype, mode)
-    if isinstance(q_out, Declined):
-        return q_out
-    job = Job(q, k, v, q_out, key_cache, value_cache, cos, sin, positions, dims, key_cache.shape[dim])
-    _launch(job, angles, mode)
-    return q_out
+    if k.dim() == 0:
+        return Declined("the key has no dimension")
+    done = _launch(Job(q, k, v, cos, sin, key_cache, value_cache, positions, dim % k.dim()), MODES[interleaved])
+    return done if isinstance(done, Declined) else done[0]
