@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class OutputPlan:
                 place = int(value.storage_offset())
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
         self._copies = Copies(self._sources)
+        self._empties = [
+            partial(torch.empty_strided, s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources
+        ]
+        self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
 
     def settle(self) -> None:
@@ -110,10 +115,6 @@ class OutputPlan:
             InPlace(step.value, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
-
-    @property
-    def inputs_needed(self) -> list[int]:
-        return [step.index for step in self._plan if isinstance(step, PartOfInput)]
 
     def still_held(self) -> list[int]:
         """The outputs in place that somebody still holds from the call before."""
@@ -125,7 +126,7 @@ class OutputPlan:
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results; `inputs` are this call's tensors of `inputs_needed`."""
-        copies = [torch.empty_strided(s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources]
+        copies = [empty() for empty in self._empties]
         if copies:
             self._copies.drain(copies)
         if self._alone:

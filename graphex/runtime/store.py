@@ -25,7 +25,8 @@ class Store:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._entries: OrderedDict[Slot, Entry] = OrderedDict()
-        self._latest: dict[Key, Slot] = {}
+        self._latest: dict[Key, tuple[Slot, Entry]] = {}
+        self._newest: Slot | None = None
         self._known: Counter[Key] = Counter()
 
     def __len__(self) -> int:
@@ -36,17 +37,21 @@ class Store:
 
     def latest(self, key: Key) -> Entry | None:
         """The graph of a key that was used last."""
-        slot = self._latest.get(key)
-        if slot is None:
+        found = self._latest.get(key)
+        if found is None:
             return None
-        self._entries.move_to_end(slot)
-        return self._entries[slot]
+        slot, entry = found
+        if slot is not self._newest:  # a slot has hundreds of addresses: looking one up costs
+            self._entries.move_to_end(slot)
+            self._newest = slot
+        return entry
 
     def find(self, slot: Slot) -> Entry | None:
         entry = self._entries.get(slot)
         if entry is not None:
             self._entries.move_to_end(slot)
-            self._latest[slot.key] = slot
+            self._latest[slot.key] = (slot, entry)
+            self._newest = slot
         return entry
 
     def put(self, slot: Slot, entry: Entry) -> list[Slot]:
@@ -56,7 +61,8 @@ class Store:
         """
         old = self._entries.pop(slot, None)
         self._entries[slot] = entry
-        self._latest[slot.key] = slot
+        self._latest[slot.key] = (slot, entry)
+        self._newest = slot
         if old is None:
             self._known[slot.key] += 1
         else:
@@ -71,7 +77,7 @@ class Store:
         self._known[slot.key] -= 1
         if not self._known[slot.key]:
             del self._known[slot.key]
-        if self._latest.get(slot.key) == slot:
+        if slot.key in self._latest and self._latest[slot.key][1] is entry:
             del self._latest[slot.key]
         entry.free()
 
