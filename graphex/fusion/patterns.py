@@ -188,6 +188,8 @@ class OpPattern(CallFunction):
                     if user not in searched and self._match_fns(user):
                         searched.add(user)
                         yield user
+                if self.soft:
+                    yield other  # this op is absent, and its argument stands for it
 
 
 @dataclass
