@@ -28,7 +28,9 @@ class Family:
 
 
 FUSIONS: tuple[Family, ...] = ()
-LIFTS: tuple[Family, ...] = ()
+LIFTS: tuple[Family, ...] = (
+    Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::_fused_rms_norm"})),
+)
 
 
 def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -> list[Rule]:

@@ -1,0 +1,64 @@
+"""What the lifts share: a rule of ours from plain functions, and questions about dtypes.
+
+The variants of one idiom are rules of one name: to a user they are one rule, which `disable_rules` switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import graphex.ops  # noqa: F401  defines the ops that the rules name
+from graphex.fusion.calls import value_of
+from graphex.fusion.patterns import Check
+from graphex.fusion.rules import Rule
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import Match, PatternExpr
+from graphex.torch_private.symbolic import FakeTensorMode, unset_fake_temporarily
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rule(
+    name: str,
+    search: Callable[..., Any],
+    replace: Callable[..., Any],
+    examples: Callable[[], Sequence[Any]],
+    check: Check | None = None,
+    *,
+    given: PatternExpr | None = None,
+    origin: str = "lift",
+) -> Rule:
+    """A rule whose examples are made when it is first tried. bfloat16 examples bring the casts into the pattern."""
+
+    def make() -> Sequence[Any]:
+        with unset_fake_temporarily(), FakeTensorMode():
+            return examples()
+
+    return Rule(name, search, replace, make, check, given=given, origin=origin)
+
+
+def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def tensor(match: Match, name: str) -> Tensor:
+    """The (fake) value of an argument of the rule."""
+    value = value_of(match.kwargs[name])
+    assert isinstance(value, Tensor)
+    return value
+
+
+def floating(*names: str) -> Check:
+    """A check that these arguments are floating-point tensors that the ops are defined for."""
+
+    def is_floating_point(match: Match) -> bool | Refusal:
+        for name in names:
+            if (found := tensor(match, name).dtype) not in FLOATING:
+                return Refusal(f"'{name}' is {str(found).removeprefix('torch.')}", match.kwargs[name])
+        return True
+
+    return is_floating_point
