@@ -27,8 +27,13 @@ class Family:
         return loaded
 
 
-FUSIONS: tuple[Family, ...] = ()
+FUSIONS: tuple[Family, ...] = (
+    Family("add_rms_norm", ("add_rms_norm",), frozenset({"graphex::rms_norm"})),
+    Family("rotary_pair", ("rotary_qk",), frozenset({"graphex::rotary"})),
+)
 LIFTS: tuple[Family, ...] = (
+    Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
+    Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
     Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::_fused_rms_norm"})),
 )
 
