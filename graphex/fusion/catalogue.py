@@ -34,6 +34,7 @@ FUSIONS: tuple[Family, ...] = (
 LIFTS: tuple[Family, ...] = (
     Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
     Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
+    Family("lift_quant", ("lift_dynamic_quant", "lift_static_quant"), frozenset({"aten::clamp"})),
     Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::_fused_rms_norm"})),
 )
 
@@ -47,7 +48,7 @@ def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -
         for family in families
         if not ops.isdisjoint(family.about)
         for rule in family.load()
-        if rule.name not in unwanted
+        if rule.name not in unwanted and rule.requires <= ops
     ]
 
 

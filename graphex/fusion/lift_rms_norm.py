@@ -67,6 +67,10 @@ def _multiplied(x: Tensor) -> Tensor:
     return x * x
 
 
+def _ops_of(squared: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
+    return ("mean", "rsqrt", *(["pow"] if squared is _powered else []))
+
+
 def _normalised(x: Tensor, eps: float, squared: Callable[[Tensor], Tensor], widens_x: bool = True) -> Both:
     wide = x.to(wide_dtype(x))
     rstd = torch.rsqrt(squared(wide).mean(-1, keepdim=True) + eps)
@@ -103,7 +107,8 @@ def _weighted(squared: Callable[[Tensor], Tensor], ending: Ending) -> Rule:
     def examples() -> list[Any]:
         return [example(2, 3, 16), example(16), *([1.0] if ending.has_offset else []), 1e-6]
 
-    return rule(NAME, search, replace, examples, floating("x", "weight") if ending.cast_before_weight else _narrow)
+    check = floating("x", "weight") if ending.cast_before_weight else _narrow
+    return rule(NAME, search, replace, examples, check, requires=_ops_of(squared))
 
 
 def _narrow(match: Match) -> bool | Refusal:
@@ -123,7 +128,7 @@ def _unweighted(squared: Callable[[Tensor], Tensor]) -> Rule:
         y, rstd = lifted(x, None, eps)
         return y, rstd
 
-    return rule(NAME, search, replace, lambda: [example(2, 3, 16), 1e-6], floating("x"))
+    return rule(NAME, search, replace, lambda: [example(2, 3, 16), 1e-6], floating("x"), requires=_ops_of(squared))
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
@@ -147,7 +152,15 @@ def _torch_rms_norm() -> Rule:
     """A trace cannot make this pattern: on other devices than CUDA torch takes the op apart while tracing."""
     norm = CallFunction(fused.default, *map(KeywordArg, ("x", "normalized_shape", "weight", "eps")))
     pattern = MultiOutputPattern([CallFunction(operator.getitem, norm, index) for index in (0, 1)])
-    return rule(NAME, _fused, _named, lambda: [example(2, 16), example(16), 1e-6], _one_dimension, given=pattern)
+    return rule(
+        NAME,
+        _fused,
+        _named,
+        lambda: [example(2, 16), example(16), 1e-6],
+        _one_dimension,
+        requires=("_fused_rms_norm",),
+        given=pattern,
+    )
 
 
 def _variants() -> Iterator[Rule]:

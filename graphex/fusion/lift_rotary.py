@@ -47,7 +47,7 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def _rule(search: Callable[..., Tensor], *, interleaved: bool) -> Rule:
+def _rule(search: Callable[..., Tensor], *requires: str, interleaved: bool = False) -> Rule:
     def replace(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         lifted: Tensor = torch.ops.graphex.rotary(x, cos, sin, interleaved)
         return lifted
@@ -56,11 +56,11 @@ def _rule(search: Callable[..., Tensor], *, interleaved: bool) -> Rule:
         angles = (1, 1, 5, 4 if interleaved else 8)
         return [example(2, 3, 5, 8), example(*angles), example(*angles)]
 
-    return rule("lift_rotary", search, replace, examples, floating("x", "cos", "sin"))
+    return rule("lift_rotary", search, replace, examples, floating("x", "cos", "sin"), requires=("cat", *requires))
 
 
 RULES = (
-    _rule(_half(_sliced), interleaved=False),
-    _rule(_half(_chunked), interleaved=False),
-    _rule(_interleaved, interleaved=True),
+    _rule(_half(_sliced), "neg", "slice"),
+    _rule(_half(_chunked), "neg", "split"),
+    _rule(_interleaved, "sub", "slice", interleaved=True),
 )

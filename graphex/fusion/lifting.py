@@ -5,7 +5,7 @@ The variants of one idiom are rules of one name: to a user they are one rule, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,21 @@ def rule(
     examples: Callable[[], Sequence[Any]],
     check: Check | None = None,
     *,
+    requires: Iterable[str] = (),
     given: PatternExpr | None = None,
     origin: str = "lift",
 ) -> Rule:
-    """A rule whose examples are made when it is first tried. bfloat16 examples bring the casts into the pattern."""
+    """A rule whose examples are made when it is first tried. bfloat16 examples bring the casts into the pattern.
+
+    Tracing a rule takes time: a variant names the ATen ops it `requires`, so that only graphs that hold them pay.
+    """
 
     def make() -> Sequence[Any]:
         with unset_fake_temporarily(), FakeTensorMode():
             return examples()
 
-    return Rule(name, search, replace, make, check, given=given, origin=origin)
+    needed = frozenset(f"aten::{op}" for op in requires)
+    return Rule(name, search, replace, make, check, given=given, origin=origin, requires=needed)
 
 
 def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -52,7 +57,7 @@ def tensor(match: Match, name: str) -> Tensor:
     return value
 
 
-def floating(*names: str) -> Check:
+def floating(*names: str) -> Callable[[Match], bool | Refusal]:
     """A check that these arguments are floating-point tensors that the ops are defined for."""
 
     def is_floating_point(match: Match) -> bool | Refusal:

@@ -283,9 +283,9 @@ class Pattern:
         taken = {attempt.pattern_to_node.get(other) for other in self.outputs if other is not output}
         found = [node for node in output.find_anchor_nodes(attempt, OrderedSet()) if node and node not in taken]
         anchor = attempt.pattern_to_node[self.outputs[self.anchor]]
-        return sorted((node for node in found if node < anchor), reverse=True) + sorted(
-            node for node in found if not node < anchor
-        )
+        assert anchor is not None
+        before = [node for node in found if node < anchor]
+        return sorted(before, reverse=True) + sorted(node for node in found if not node < anchor)
 
 
 # -- making patterns ---------------------------------------------------------------------------------------------------

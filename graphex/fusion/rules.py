@@ -29,7 +29,7 @@ _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 @dataclass(eq=False)
 class Rule(AnyRule):
-    """One rewrite rule. `origin` is user, default or lift."""
+    """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced."""
 
     name: str
     search: Callable[..., Any]
@@ -40,6 +40,7 @@ class Rule(AnyRule):
     given: PatternExpr | None = None
     scalar_workaround: Mapping[str, float] = field(default_factory=dict)
     origin: str = "user"
+    requires: frozenset[str] = frozenset()
 
     @property
     def joint(self) -> bool:
