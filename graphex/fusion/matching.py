@@ -83,8 +83,10 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
         pattern, found = exact
     outputs = [found.ctx.pattern_to_node.get(output) for output in pattern.outputs]
     nodes = sorted(found.nodes)
-    refusal = _escapes(nodes, outputs) or _streams(nodes) or _checked(rule, found)
-    if refusal is not None:
+    for refusal in (_escapes(nodes, outputs), _streams(nodes)):
+        if refusal is not None:
+            return refusal
+    if (refusal := _checked(rule, found)) is not None:
         return refusal
     return _planned(rule, nodes, outputs, bound, site, mode)
 
@@ -195,9 +197,9 @@ def _planned(
     except Exception as problem:
         return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
     assert isinstance(replacement, GraphModule)
-    refusal = _same_results(replacement, outputs) or _written(nodes, outputs, inputs, site)
-    if refusal is not None:
-        return refusal
+    for refusal in (_same_results(replacement, outputs), _written(nodes, outputs, inputs, site)):
+        if refusal is not None:
+            return refusal
     place = _place(nodes, [node for node in outputs if node is not None], inputs)
     if isinstance(place, Refusal):
         return place

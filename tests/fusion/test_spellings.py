@@ -46,3 +46,30 @@ def test_a_cast_between_two_results_may_be_absent() -> None:
     rule = graphex.replacement(search, replace, [torch.empty(4, dtype=torch.bfloat16)])
     assert matches(search, rule, torch.rand(4).bfloat16()) == 1
     assert matches(search, rule, torch.rand(4)) == 1
+
+
+def twice(x: Tensor) -> Tensor:
+    return torch.relu(torch.neg(x))
+
+
+def twice_again(x: Tensor) -> Tensor:
+    return torch.clamp(torch.neg(x), min=0)
+
+
+def test_a_value_that_is_used_elsewhere_is_not_computed_twice() -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        inside = torch.neg(x)
+        return torch.relu(inside), inside
+
+    rule = graphex.replacement(twice, twice_again, [torch.empty(4)])
+    assert matches(model, rule, torch.randn(4)) == 0
+    assert matches(twice, rule, torch.randn(4)) == 1
+
+
+def test_a_replacement_of_another_type_is_refused() -> None:
+    def wider(x: Tensor) -> Tensor:
+        return torch.clamp(torch.neg(x), min=0).to(torch.bfloat16)
+
+    rule = graphex.replacement(twice, wider, [torch.empty(4, dtype=torch.bfloat16)])
+    assert matches(twice, rule, torch.randn(4)) == 0
+    assert matches(twice, rule, torch.randn(4).bfloat16()) == 1
