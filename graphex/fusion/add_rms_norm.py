@@ -1,50 +1,40 @@
-"""The residual add and the RMSNorm of its result become one op, for norms that a lift has made.
+"""The residual add before a norm that a lift has made joins it, quantised or not.
 
 x1, x2 -> add -> s -> graphex.rms_norm -> y, rstd          x1, x2 -> graphex.add_rms_norm -> y, rstd, s
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from graphex.fusion.lifting import example, rule
+from graphex.fusion.calls import value_of
+from graphex.fusion.lifting import calling, names_of, pick, rule, taking
 from graphex.fusion.rules import Rule
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
 
 ops = torch.ops.graphex
 
-Three = tuple[Tensor, Tensor, Tensor]
+# Norm -> how many results it has.
+NORMS = {"rms_norm": 2, "rms_norm_dynamic_quant": 2, "rms_norm_static_quant": 1}
 
 
-def _rule(*, has_weight: bool, cast_before_weight: bool) -> Rule:
-    def separate(x1: Tensor, x2: Tensor, weight: Tensor | None, eps: float, offset: float) -> Three:
-        total = x1 + x2
-        y, rstd = ops.rms_norm(total, weight, eps, offset, cast_before_weight)
-        return y, rstd, total
-
-    def joined(x1: Tensor, x2: Tensor, weight: Tensor | None, eps: float, offset: float) -> Three:
-        y, rstd, total = ops.add_rms_norm(x1, x2, weight, eps, offset, cast_before_weight)
-        return y, rstd, total
-
-    search, replace = (separate, joined) if has_weight else (_unweighted(separate), _unweighted(joined))
-
-    def examples() -> list[Any]:
-        return [example(2, 16), example(2, 16), *([example(16)] if has_weight else []), 1e-6, 1.0]
-
-    return rule("add_rms_norm", search, replace, examples, origin="default")
+def _rule(norm: str, results: int) -> Rule:
+    alone, joined = (getattr(ops, name).default for name in (norm, f"add_{norm}"))
+    total = CallFunction(torch.ops.aten.add.Tensor, KeywordArg("x1"), KeywordArg("x2"), alpha=1)
+    normed = calling(alone, total)
+    parts = [normed] if results == 1 else [pick(normed, index) for index in range(results)]
+    name = "add_rms_norm" if norm == "rms_norm" else f"lifted_add_{norm}"
+    call = taking(names_of(joined), joined)
+    return rule(name, call, call, list, _same_kind, given=MultiOutputPattern([*parts, total]), origin="default")
 
 
-def _unweighted(norm: Callable[..., Three]) -> Callable[..., Three]:
-    def without_weight(x1: Tensor, x2: Tensor, eps: float, offset: float) -> Three:
-        return norm(x1, x2, None, eps, offset)
+def _same_kind(match: Match) -> bool | Refusal:
+    values = [value_of(match.kwargs[name]) for name in ("x1", "x2")]
+    if all(isinstance(value, Tensor) for value in values) and values[0].dtype == values[1].dtype:
+        return True
+    return Refusal("the addends are not tensors of one type", match.nodes[-1])
 
-    return without_weight
 
-
-RULES = tuple(
-    _rule(has_weight=has_weight, cast_before_weight=cast) for has_weight, cast in product((True, False), repeat=2)
-)
+RULES = tuple(_rule(norm, results) for norm, results in NORMS.items())

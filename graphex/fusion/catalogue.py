@@ -28,7 +28,23 @@ class Family:
 
 
 FUSIONS: tuple[Family, ...] = (
-    Family("add_rms_norm", ("add_rms_norm",), frozenset({"graphex::rms_norm"})),
+    Family(
+        "add_rms_norm",
+        ("add_rms_norm", "lifted_add_rms_norm_dynamic_quant", "lifted_add_rms_norm_static_quant"),
+        frozenset({"graphex::rms_norm"}),
+    ),
+    Family(
+        "lifted_quant",
+        (
+            "lifted_rms_norm_dynamic_quant",
+            "lifted_rms_norm_static_quant",
+            "lifted_add_rms_norm_dynamic_quant",
+            "lifted_add_rms_norm_static_quant",
+            "lifted_silu_mul_dynamic_quant",
+            "lifted_silu_mul_static_quant",
+        ),
+        frozenset({"graphex::dynamic_quant", "graphex::static_quant"}),
+    ),
     Family("rotary_pair", ("rotary_qk",), frozenset({"graphex::rotary"})),
 )
 LIFTS: tuple[Family, ...] = (

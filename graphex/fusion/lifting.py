@@ -5,6 +5,8 @@ The variants of one idiom are rules of one name: to a user they are one rule, wh
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from graphex.fusion.calls import value_of
 from graphex.fusion.patterns import Check
 from graphex.fusion.rules import Rule
 from graphex.passes.base import Refusal
-from graphex.torch_private.patterns import Match, PatternExpr
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr
 from graphex.torch_private.symbolic import FakeTensorMode, unset_fake_temporarily
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,3 +69,33 @@ def floating(*names: str) -> Callable[[Match], bool | Refusal]:
         return True
 
     return is_floating_point
+
+
+# -- patterns that are written, not traced: flags and types are variables of theirs too --------------------------------
+
+
+def names_of(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def calling(op: Any, *first: PatternExpr) -> PatternExpr:
+    """A call whose first arguments are these, and whose further ones are variables of their own names."""
+    further = op._schema.arguments[len(first) :]
+    keywords: dict[str, Any] = {argument.name: KeywordArg(argument.name) for argument in further if argument.kwarg_only}
+    return CallFunction(op, *first, *(KeywordArg(a.name) for a in further if not a.kwarg_only), **keywords)
+
+
+def pick(call: PatternExpr, index: int | None) -> PatternExpr:
+    """One result of a call; None: its only one."""
+    return call if index is None else CallFunction(operator.getitem, call, index)
+
+
+def taking(names: list[str], op: Any) -> Callable[..., Any]:
+    """A call of an op with positional arguments of these names."""
+
+    def call(*args: Any) -> Any:
+        return op(**dict(zip(names, args, strict=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return call
