@@ -72,9 +72,9 @@ def _ops_of(squared: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
 
 
 def _normalised(x: Tensor, eps: float, squared: Callable[[Tensor], Tensor], widens_x: bool = True) -> Both:
-    wide = x.to(wide_dtype(x))
-    rstd = torch.rsqrt(squared(wide).mean(-1, keepdim=True) + eps)
-    return (wide if widens_x else x) * rstd, rstd
+    """Both casts of x are written out: two casts of a pattern match one of a graph, but not the other way round."""
+    rstd = torch.rsqrt(squared(x.to(wide_dtype(x))).mean(-1, keepdim=True) + eps)
+    return (x.to(wide_dtype(x)) if widens_x else x) * rstd, rstd
 
 
 def _weighted(squared: Callable[[Tensor], Tensor], ending: Ending) -> Rule:
