@@ -34,6 +34,9 @@ SOFT = frozenset({RESHAPE, CAST, EXPAND, "alias"})
 
 COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default})
 
+_WITH_NUMBER = (aten.add, aten.sub, aten.mul, aten.div)
+"""`add.Scalar(x, 1)` is `add.Tensor(x, 1)`: torch's own decompositions write the one, Python's operators the other."""
+
 _END = 2**63 - 1
 
 
@@ -213,6 +216,8 @@ def _names() -> dict[Any, Any]:
         aten.transpose.int: PERMUTE,
         aten.permute.default: PERMUTE,
         aten.alias.default: "alias",
+        **{op.Scalar: op.Tensor for op in _WITH_NUMBER},
+        **{op.Tensor: op.Tensor for op in _WITH_NUMBER},
     }
     if hasattr(torch.ops.npu, "_npu_dtype_cast"):
         names[torch.ops.npu._npu_dtype_cast.default] = CAST

@@ -48,8 +48,31 @@ FUSIONS: tuple[Family, ...] = (
         "add_rms_norm_quant_qint8",
         "add_rms_norm_quant_qint8_symmetric",
     ),
+    Family(
+        "add_rms_norm",
+        ("add_rms_norm", "lifted_add_rms_norm_dynamic_quant", "lifted_add_rms_norm_static_quant"),
+        frozenset({"graphex::rms_norm"}),
+    ),
+    Family(
+        "lifted_quant",
+        (
+            "lifted_rms_norm_dynamic_quant",
+            "lifted_rms_norm_static_quant",
+            "lifted_add_rms_norm_dynamic_quant",
+            "lifted_add_rms_norm_static_quant",
+            "lifted_silu_mul_dynamic_quant",
+            "lifted_silu_mul_static_quant",
+        ),
+        frozenset({"graphex::dynamic_quant", "graphex::static_quant"}),
+    ),
+    Family("rotary_pair", ("rotary_qk",), frozenset({"graphex::rotary"})),
 )
-LIFTS: tuple[Family, ...] = ()
+LIFTS: tuple[Family, ...] = (
+    Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
+    Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
+    Family("lift_quant", ("lift_dynamic_quant", "lift_static_quant"), frozenset({"aten::clamp"})),
+    Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::_fused_rms_norm"})),
+)
 
 
 def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -> list[Rule]:
@@ -61,7 +84,7 @@ def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -
         for family in families
         if not ops.isdisjoint(family.about)
         for rule in family.load()
-        if rule.name not in unwanted
+        if rule.name not in unwanted and rule.requires <= ops
     ]
 
 

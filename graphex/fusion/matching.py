@@ -86,8 +86,7 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
     for refusal in (_escapes(nodes, outputs), _streams(nodes)):
         if refusal is not None:
             return refusal
-    refusal = _checked(rule, found)
-    if refusal is not None:
+    if (refusal := _checked(rule, found)) is not None:
         return refusal
     return _planned(rule, nodes, outputs, bound, site, mode)
 

@@ -54,7 +54,14 @@ ARITHMETIC = frozenset(
     {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.div.Tensor}
 )
 _MOVES = frozenset(
-    {*SOFT, PERMUTE, torch.ops.aten.unsqueeze.default, torch.ops.aten.slice.Tensor, torch.ops.aten.clone.default}
+    {
+        *SOFT,
+        PERMUTE,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.cat.default,
+    }
 )
 
 
@@ -234,6 +241,8 @@ class OpPattern(CallFunction):
                     if user not in searched and self._match_fns(user):
                         searched.add(user)
                         yield user
+                if self.soft:
+                    yield other  # this op is absent, and its argument stands for it
 
 
 @dataclass
@@ -310,9 +319,7 @@ class Pattern:
     def _match_further(self, attempt: Attempt, output: PatternExpr) -> Match | FailedMatch:
         before = dict(attempt.pattern_to_node)
         result: Match | FailedMatch | None = None
-        for node in output.find_anchor_nodes(attempt, OrderedSet()):
-            if node is None:
-                continue
+        for node in self._candidates(attempt, output):
             result = attempt.match(output, node)
             if result:
                 return result
@@ -321,6 +328,15 @@ class Pattern:
             attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
             return Match(attempt, output)
         return result or attempt.stop(None, lambda: f"no {_title_of(output)} uses what was matched so far")
+
+    def _candidates(self, attempt: Attempt, output: PatternExpr) -> list[Node]:
+        """Where a further output can be: nearest to the anchor first, and never where another output is."""
+        taken = {attempt.pattern_to_node.get(other) for other in self.outputs if other is not output}
+        found = [node for node in output.find_anchor_nodes(attempt, OrderedSet()) if node and node not in taken]
+        anchor = attempt.pattern_to_node[self.outputs[self.anchor]]
+        assert anchor is not None
+        before = [node for node in found if node < anchor]
+        return sorted(before, reverse=True) + sorted(node for node in found if not node < anchor)
 
 
 # -- making patterns ---------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def examples_of(make: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]
 
 @dataclass(eq=False)
 class Rule(AnyRule):
-    """One rewrite rule. `origin` is user, default or lift."""
+    """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced."""
 
     name: str
     search: Callable[..., Any]
@@ -50,6 +50,7 @@ class Rule(AnyRule):
     given: PatternExpr | None = None
     scalar_workaround: Mapping[str, float] = field(default_factory=dict)
     origin: str = "user"
+    requires: frozenset[str] = frozenset()
 
     @property
     def joint(self) -> bool:

@@ -39,7 +39,7 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
         site.calls.forget(users)
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
-    return made
+    return _used(made)
 
 
 def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
@@ -149,6 +149,14 @@ def _move_behind(place: Node | None, nodes: list[Node]) -> None:
         if place is not None:
             place.append(node)
         place = node
+
+
+def _used(made: list[Node]) -> list[Node]:
+    """Drop results that nobody asks for: as users of the new op they would stand in the way of the next rule."""
+    unused = [node for node in made if node.target is operator.getitem and not node.users]
+    for node in unused:
+        node.graph.erase_node(node)
+    return [node for node in made if node not in unused]
 
 
 def _erase(plan: Plan) -> None:

@@ -301,7 +301,7 @@ def test_every_family_says_what_its_rules_are_called():
     from graphex.fusion.catalogue import FUSIONS, LIFTS
 
     for family in (*FUSIONS, *LIFTS):
-        assert tuple(rule.name for rule in family.load()) == family.rules
+        assert {rule.name for rule in family.load()} == set(family.rules)
 
 
 def test_the_op_library_is_there():

@@ -1,0 +1,173 @@
+"""RMSNorm as models write it becomes `graphex::rms_norm`.
+
+    x -> [float32] -> pow -> mean -> add eps -> rsqrt -> mul -> [cast] -> mul weight      rms_norm -> y, rstd
+
+What differs between models, and what is generated here:
+
+    how x is squared      x.pow(2), x * x
+    no weight             n.to(dtype)
+    Llama, Qwen           weight * n.to(dtype)
+    T5                    weight * (x * rstd).to(dtype)               x is not cast by itself
+    OLMo, F.rms_norm      (weight * n).to(dtype)
+    Gemma                 ((1 + weight.float()) * n).to(dtype)        and the same without the 1, or cast before
+    F.rms_norm on CUDA    aten._fused_rms_norm
+
+rsqrt is a result of the idiom: in a training graph it is saved for backward, and so is the op's rstd.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.fusion.lifting import example, floating, rule, tensor
+from graphex.fusion.rules import Rule
+from graphex.ops.norms import wide_dtype
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
+
+NAME = "lift_rms_norm"
+
+lifted = torch.ops.graphex.rms_norm
+fused = torch.ops.aten._fused_rms_norm
+
+Both = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a model multiplies by its weight. `cast_before_weight` and the offset are those of the op."""
+
+    cast_before_weight: bool
+    widens_weight: bool = False
+    has_offset: bool = False
+    widens_x: bool = True  # T5 multiplies x as it is by rstd, which promotes it
+
+
+ENDINGS = (
+    Ending(cast_before_weight=True),
+    Ending(cast_before_weight=True, widens_x=False),
+    Ending(cast_before_weight=True, has_offset=True),
+    Ending(cast_before_weight=False),
+    Ending(cast_before_weight=False, widens_weight=True),
+    Ending(cast_before_weight=False, widens_weight=True, has_offset=True),
+)
+
+
+def _powered(x: Tensor) -> Tensor:
+    return x.pow(2)
+
+
+def _multiplied(x: Tensor) -> Tensor:
+    return x * x
+
+
+def _ops_of(squared: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
+    return ("mean", "rsqrt", *(["pow"] if squared is _powered else []))
+
+
+def _normalised(x: Tensor, eps: float, squared: Callable[[Tensor], Tensor], widens_x: bool = True) -> Both:
+    """Both casts of x are written out: two casts of a pattern match one of a graph, but not the other way round."""
+    rstd = torch.rsqrt(squared(x.to(wide_dtype(x))).mean(-1, keepdim=True) + eps)
+    return (x.to(wide_dtype(x)) if widens_x else x) * rstd, rstd
+
+
+def _weighted(squared: Callable[[Tensor], Tensor], ending: Ending) -> Rule:
+    def norm(x: Tensor, weight: Tensor, offset: float | None, eps: float) -> Both:
+        n, rstd = _normalised(x, eps, squared, ending.widens_x)
+        if ending.cast_before_weight:
+            n = n.to(x.dtype)
+        if ending.widens_weight:
+            weight = weight.to(n.dtype)
+        y = n * (weight if offset is None else weight + offset)
+        return (y if ending.cast_before_weight else y.to(x.dtype)), rstd
+
+    search: Callable[..., Any]
+    replace: Callable[..., Any]
+    if ending.has_offset:
+        search = norm
+
+        def replace(x: Tensor, weight: Tensor, offset: float, eps: float) -> Both:
+            y, rstd = lifted(x, weight, eps, offset, ending.cast_before_weight)
+            return y, rstd
+    else:
+
+        def search(x: Tensor, weight: Tensor, eps: float) -> Both:
+            return norm(x, weight, None, eps)
+
+        def replace(x: Tensor, weight: Tensor, eps: float) -> Both:
+            y, rstd = lifted(x, weight, eps, 0.0, ending.cast_before_weight)
+            return y, rstd
+
+    def examples() -> list[Any]:
+        return [example(2, 3, 16), example(16), *([1.0] if ending.has_offset else []), 1e-6]
+
+    check = floating("x", "weight") if ending.cast_before_weight else _narrow
+    return rule(NAME, search, replace, examples, check, requires=_ops_of(squared))
+
+
+def _narrow(match: Match) -> bool | Refusal:
+    """Where the product is made in the wide type, a wider weight would make it wider still."""
+    x, weight = tensor(match, "x"), tensor(match, "weight")
+    if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
+        return Refusal(f"the weight is {weight.dtype}, which is wider than the norm", match.kwargs["weight"])
+    return floating("x", "weight")(match)
+
+
+def _unweighted(squared: Callable[[Tensor], Tensor]) -> Rule:
+    def search(x: Tensor, eps: float) -> Both:
+        n, rstd = _normalised(x, eps, squared)
+        return n.to(x.dtype), rstd
+
+    def replace(x: Tensor, eps: float) -> Both:
+        y, rstd = lifted(x, None, eps)
+        return y, rstd
+
+    return rule(NAME, search, replace, lambda: [example(2, 3, 16), 1e-6], floating("x"), requires=_ops_of(squared))
+
+
+def _fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
+    """torch's own fused op. Without an epsilon it takes that of the type it computes in."""
+    y, rstd = fused(x, [x.shape[-1]], weight, eps)
+    return y, rstd
+
+
+def _named(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
+    y, rstd = lifted(x, weight, float(torch.finfo(wide_dtype(x)).eps) if eps is None else eps, 0.0, False)
+    return y, rstd
+
+
+def _one_dimension(match: Match) -> bool | Refusal:
+    if len(match.kwargs["normalized_shape"]) != 1:
+        return Refusal("it normalises more than the last dimension", match.nodes[0])
+    return True if match.kwargs["weight"] is None else _narrow(match)
+
+
+def _torch_rms_norm() -> Rule:
+    """A trace cannot make this pattern: on other devices than CUDA torch takes the op apart while tracing."""
+    norm = CallFunction(fused.default, *map(KeywordArg, ("x", "normalized_shape", "weight", "eps")))
+    pattern = MultiOutputPattern([CallFunction(operator.getitem, norm, index) for index in (0, 1)])
+    return rule(
+        NAME,
+        _fused,
+        _named,
+        lambda: [example(2, 16), example(16), 1e-6],
+        _one_dimension,
+        requires=("_fused_rms_norm",),
+        given=pattern,
+    )
+
+
+def _variants() -> Iterator[Rule]:
+    for squared in (_powered, _multiplied):
+        yield from (_weighted(squared, ending) for ending in ENDINGS)
+        yield _unweighted(squared)
+    yield _torch_rms_norm()
+
+
+RULES = tuple(_variants())

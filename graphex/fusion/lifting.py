@@ -1,0 +1,101 @@
+"""What the lifts share: a rule of ours from plain functions, and questions about dtypes.
+
+The variants of one idiom are rules of one name: to a user they are one rule, which `disable_rules` switches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import graphex.ops  # noqa: F401  defines the ops that the rules name
+from graphex.fusion.calls import value_of
+from graphex.fusion.patterns import Check
+from graphex.fusion.rules import Rule
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr
+from graphex.torch_private.symbolic import FakeTensorMode, unset_fake_temporarily
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rule(
+    name: str,
+    search: Callable[..., Any],
+    replace: Callable[..., Any],
+    examples: Callable[[], Sequence[Any]],
+    check: Check | None = None,
+    *,
+    requires: Iterable[str] = (),
+    given: PatternExpr | None = None,
+    origin: str = "lift",
+) -> Rule:
+    """A rule whose examples are made when it is first tried. bfloat16 examples bring the casts into the pattern.
+
+    Tracing a rule takes time: a variant names the ATen ops it `requires`, so that only graphs that hold them pay.
+    """
+
+    def make() -> Sequence[Any]:
+        with unset_fake_temporarily(), FakeTensorMode():
+            return examples()
+
+    needed = frozenset(f"aten::{op}" for op in requires)
+    return Rule(name, search, replace, make, check, given=given, origin=origin, requires=needed)
+
+
+def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def tensor(match: Match, name: str) -> Tensor:
+    """The (fake) value of an argument of the rule."""
+    value = value_of(match.kwargs[name])
+    assert isinstance(value, Tensor)
+    return value
+
+
+def floating(*names: str) -> Callable[[Match], bool | Refusal]:
+    """A check that these arguments are floating-point tensors that the ops are defined for."""
+
+    def is_floating_point(match: Match) -> bool | Refusal:
+        for name in names:
+            if (found := tensor(match, name).dtype) not in FLOATING:
+                return Refusal(f"'{name}' is {str(found).removeprefix('torch.')}", match.kwargs[name])
+        return True
+
+    return is_floating_point
+
+
+# -- patterns that are written, not traced: flags and types are variables of theirs too --------------------------------
+
+
+def names_of(op: Any) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def calling(op: Any, *first: PatternExpr) -> PatternExpr:
+    """A call whose first arguments are these, and whose further ones are variables of their own names."""
+    further = op._schema.arguments[len(first) :]
+    keywords: dict[str, Any] = {argument.name: KeywordArg(argument.name) for argument in further if argument.kwarg_only}
+    return CallFunction(op, *first, *(KeywordArg(a.name) for a in further if not a.kwarg_only), **keywords)
+
+
+def pick(call: PatternExpr, index: int | None) -> PatternExpr:
+    """One result of a call; None: its only one."""
+    return call if index is None else CallFunction(operator.getitem, call, index)
+
+
+def taking(names: list[str], op: Any) -> Callable[..., Any]:
+    """A call of an op with positional arguments of these names."""
+
+    def call(*args: Any) -> Any:
+        return op(**dict(zip(names, args, strict=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return call

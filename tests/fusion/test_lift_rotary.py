@@ -1,0 +1,140 @@
+"""Rotary embeddings as transformers writes them, for one tensor and for query and key together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fusion.lifted import Lifted, rand
+from tests.fusion.test_lifts import BF16, cases, ways
+
+ops = torch.ops.graphex
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def half_by_chunk(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1) * sin + cos * x
+
+
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def pairs_made_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    batch, heads, length, width = x.shape
+    return half(
+        x.view(batch, heads, length, width // 2, 2).transpose(4, 3).reshape(batch, heads, length, width), cos, sin
+    )
+
+
+def part_of_the_head(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated, passed = x[..., :4], x[..., 4:]
+    return torch.cat((half(rotated, cos[..., :4], sin[..., :4]), passed), dim=-1)
+
+
+def angles(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    angle = torch.randn(1, 1, 5, 8)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@ways
+@cases(half, half_by_chunk, interleaved, pairs_made_halves, part_of_the_head)
+def test_an_embedding_is_lifted(fn: Callable[..., Tensor], dtype: torch.dtype, dynamic: bool) -> None:
+    lifted = Lifted(fn, rand(2, 3, 5, 8, dtype=dtype), *angles(dtype), dynamic=dynamic)
+    assert lifted.fused == {"lift_rotary": 1}
+    assert lifted.count(ops.rotary) == 1
+
+
+def test_float32_angles_promote_a_bfloat16_query_as_the_model_does() -> None:
+    assert Lifted(half, rand(2, 3, 5, 8, dtype=BF16), *angles()).fused == {"lift_rotary": 1}
+
+
+def not_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (torch.cat((x[..., 4:], x[..., :4]), -1) * sin)
+
+
+def other_half_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (torch.cat((x[..., 4:], -x[..., :4]), -1) * sin)
+
+
+def unequal_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (torch.cat((-x[..., 3:], x[..., :3]), -1) * sin)
+
+
+def another_dimension(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (torch.cat((-x[:, :, 2:4], x[:, :, :3]), -2) * sin)
+
+
+def two_tensors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos) + (rotate_half(x + 1) * sin)
+
+
+def sum_of_the_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat([a * cos[..., :4] + b * sin[..., :4], b * cos[..., :4] + a * sin[..., :4]], dim=-1)
+
+
+def rotation_is_returned(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    turned = rotate_half(x)
+    return (x * cos) + (turned * sin), turned
+
+
+def angles_larger_than_the_query(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return half(x[:1], cos.expand(2, 1, 5, 8), sin.expand(2, 1, 5, 8))
+
+
+@cases(
+    not_negated,
+    other_half_negated,
+    unequal_parts,
+    another_dimension,
+    two_tensors,
+    sum_of_the_pairs,
+    rotation_is_returned,
+    angles_larger_than_the_query,
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_only_looks_like_an_embedding_is_left_alone(fn: Callable[..., Tensor], dynamic: bool) -> None:
+    lifted = Lifted(fn, rand(2, 3, 5, 8), *angles(), dynamic=dynamic)
+    assert lifted.fused == {}
+
+
+@ways
+@cases(half, interleaved)
+def test_query_and_key_share_one_op_in_every_layer(
+    fn: Callable[..., Tensor], dtype: torch.dtype, dynamic: bool
+) -> None:
+    """The angles are the same in all layers: a query must not be paired with the key of another layer."""
+
+    def model(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for _ in range(3):
+            turned_query, turned_key = fn(query, cos, sin), fn(key, cos, sin)
+            query, key = query + turned_key, key * turned_query.sum(1, keepdim=True)
+        return query
+
+    query, key = rand(2, 3, 5, 8, dtype=dtype), rand(2, 1, 5, 8, dtype=dtype)
+    lifted = Lifted(model, query, key, *angles(dtype), dynamic=dynamic)
+    assert lifted.fused == {"lift_rotary": 6 - 1, "rotary_qk": 2} or lifted.fused == {"lift_rotary": 6, "rotary_qk": 3}
+    assert lifted.count(ops.rotary) <= 1
+
+
+def test_an_embedding_alone_and_two_with_other_angles_stay_apart() -> None:
+    def model(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return half(query, cos, sin), half(key, sin, cos)
+
+    assert Lifted(model, rand(2, 3, 5, 8), rand(2, 1, 5, 8), *angles()).fused == {"lift_rotary": 2}
+    assert Lifted(half, rand(2, 3, 5, 8), *angles()).fused == {"lift_rotary": 1}

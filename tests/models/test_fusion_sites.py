@@ -1,0 +1,88 @@
+"""Every RMSNorm, SwiGLU and rotary embedding of models of `transformers` is fused: n of n, counted from the modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import graphex
+from tests.models.test_transformers import ARCHITECTURES, HIDDEN, LATENT_ATTENTION, Architecture
+from tests.passes.support import Observer
+
+pytest.importorskip("transformers")
+
+LONGCAT = {
+    "num_layers": 2,
+    "head_dim": LATENT_ATTENTION["qk_rope_head_dim"],
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+    "max_position_embeddings": 64,
+}
+LONGCAT_FLASH = Architecture("LongcatFlashForCausalLM", "LongcatFlashConfig", HIDDEN | LATENT_ATTENTION | LONGCAT)
+MODELS = {name: ARCHITECTURES[name] for name in ("llama", "qwen3", "deepseek_v3")} | {"longcat_flash": LONGCAT_FLASH}
+
+# The experts of LongCat loop over data, which no graph can hold.
+WITHOUT_EXPERTS = {"longcat_flash"}
+
+
+def sites(model: torch.nn.Module, name: str) -> dict[str, int]:
+    """How often each idiom occurs in a model, by the names that transformers gives to modules."""
+    kinds = Counter(kind for module in model.modules() for kind in kinds_of(type(module).__name__))
+    swiglus = kinds["MLP"] + (0 if name in WITHOUT_EXPERTS else kinds["Experts"])
+    return {"lift_rms_norm": kinds["RMSNorm"], "lift_silu_mul": swiglus, "lift_rotary": 2 * kinds["Attention"]}
+
+
+def kinds_of(module: str) -> list[str]:
+    endings = {"RMSNorm": "RMSNorm", "MLP": "MLP", "Experts": "Experts", "Attention": "Attention", "MLA": "Attention"}
+    return [kind for ending, kind in endings.items() if module.endswith(ending)]
+
+
+def compiled_model(name: str, device: str, dtype: torch.dtype) -> tuple[graphex.Journal, list[Any], dict[str, int]]:
+    """(journal, ops of the optimised graphs, sites of the model), after a run that equals eager's."""
+    model = MODELS[name].build(device).to(dtype)
+    for module in model.modules() if name in WITHOUT_EXPERTS else ():
+        if "Experts" in kinds_of(type(module).__name__):
+            module.forward = torch.compiler.disable(module.forward)
+    left: list[Any] = []
+
+    class Seen(Observer):
+        def __call__(self, gm: Any, example_inputs: Any, config: Any) -> None:
+            left.extend(node.target for node in gm.graph.nodes)
+
+    options = {"lift_idioms": "auto" if device == "cuda" else "always", "post_grad_custom_post_pass": Seen()}
+    compiled = torch.compile(model, backend="graphex", fullgraph=name not in WITHOUT_EXPERTS, options=options)
+    given = MODELS[name].given(device)
+    with torch.no_grad():
+        found, expected = (call(**given, use_cache=False).logits for call in (compiled, model))
+    near = 0.0 if device == "cpu" else {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+    return graphex.journal(compiled), left, sites(model, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=pytest.mark.full if (name, dtype) == ("longcat_flash", torch.float32) else ())
+        for name in MODELS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
+def test_every_site_is_fused(name: str, dtype: torch.dtype, device: str) -> None:
+    journal, left, wanted = compiled_model(name, device, dtype)
+    fused = Counter[str]()
+    for tried in journal.rules:
+        fused[tried.rule] += tried.matches
+    assert min(wanted.values()) > 0
+    assert {rule: fused[rule] for rule in wanted} == wanted
+    assert fused["rotary_qk"] * 2 == wanted["lift_rotary"]
+    assert fused["add_rms_norm"] > 0
+    assert [refusal for refusal in journal.refusals if refusal.pass_name in ("lift_idioms", "fuse_patterns")] == []
+    assert torch.ops.aten.rsqrt.default not in left
+    assert torch.ops.aten.silu.default not in left
+    assert torch.ops.graphex.rotary.default not in left
