@@ -291,7 +291,7 @@ def test_many_fusions_in_one_model():
         y, _, x = npu.npu_add_rms_norm(x1, x2, gamma)
         return *outputs, y.to(torch.float32), x
 
-    fused = Fused(model, *tensors((2, 32), (2, 32), 32))
+    fused = Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32))
     assert sorted(fused.fired()) == ["add_rms_norm_cast"] + ["add_rms_norm_dynamic_quant"] * 3
     counts = {rule.rule: (rule.matches, rule.candidates) for rule in fused.journal.rules}
     assert counts["add_rms_norm_dynamic_quant"] == (3, 3)
