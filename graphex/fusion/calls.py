@@ -3,6 +3,7 @@
     view(x, [-1, 8])  reshape(x, [4, 8])  _unsafe_view(x, [4, 8])    ->  reshape(x, shape=(4, 8))
     _to_copy(x, dtype=float32)  _npu_dtype_cast(x, float32)          ->  cast(x, dtype=float32)
     transpose(x, -1, 0)  transpose(x, 0, 2)  permute(x, [2, 1, 0])   ->  permute(x, dims=(2, 1, 0))
+    slice(x, -1, 0, 4)   split(x, 4, -1)[0]                          ->  slice(x, dim=2, start=0, end=4, step=1)
     mean(x, [-1], True)  mean(x, [2], True)                          ->  mean(x, dim=(2,), keepdim=True, dtype=None)
     npu_rms_norm(x, g)   npu_rms_norm(x, g, epsilon=1e-6)            ->  npu_rms_norm(x, g, epsilon=1e-6)
 
@@ -36,6 +37,8 @@ COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor, aten.maximum.default,
 
 _WITH_NUMBER = (aten.add, aten.sub, aten.mul, aten.div)
 """`add.Scalar(x, 1)` is `add.Tensor(x, 1)`: torch's own decompositions write the one, Python's operators the other."""
+
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
 _END = 2**63 - 1
 
@@ -79,7 +82,11 @@ class Calls:
 
 def op_of(node: Node) -> Any:
     """The op under its one name. Cheap: this is asked of every node a pattern looks at."""
-    return one_name(node.target) if node.op == "call_function" else node.op
+    if node.op != "call_function":
+        return node.op
+    if node.target is operator.getitem and isinstance(whole := node.args[0], Node) and whole.target in SPLITS:
+        return aten.slice.Tensor
+    return one_name(node.target)
 
 
 def targets_of(op: Any) -> tuple[Any, ...]:
@@ -168,6 +175,8 @@ def _unsqueeze(node: Node, args: Args) -> Args:
 
 
 def _slice(node: Node, args: Args) -> Args:
+    if node.target is operator.getitem:
+        return _part_of_split(node)
     whole = value_of(args["self"])
     dim = canonical_dim(args["dim"], whole.dim())
     size = whole.shape[dim]
@@ -179,6 +188,21 @@ def _slice(node: Node, args: Args) -> Args:
     if isinstance(end, int):
         end = end + size if end < 0 else (min(end, size) if isinstance(size, int) else end)
     return {"self": args["self"], "dim": dim, "start": start, "end": end, "step": args["step"]}
+
+
+def _part_of_split(node: Node) -> Args:
+    """Part number i of a split is a slice that begins where the parts before it end."""
+    split, index = node.args
+    assert isinstance(split, Node)
+    assert isinstance(index, int)
+    args = arguments(split)
+    dim = canonical_dim(args["dim"], value_of(node).dim())
+    parts = split.meta["val"]
+    start: Any = 0
+    for part in parts[: index % len(parts)]:
+        start = start + part.shape[dim]
+    end = start + value_of(node).shape[dim]
+    return {"self": args["self"], "dim": dim, "start": start, "end": end, "step": 1}
 
 
 def _dims(dims: Any, rank: int) -> Any:

@@ -131,6 +131,10 @@ class OpPattern(CallFunction):
         self._firm = [
             (name, part) for name, part in self.arguments.items() if isinstance(part, OpPattern) and not part.soft
         ]
+        self.ops = 1 + sum(map(_ops_in, arguments.values()))
+        if op_name in COMMUTATIVE:
+            # The operand that says most binds variables first: a bare variable would take either operand.
+            self.arguments = dict(sorted(self.arguments.items(), key=lambda item: -_ops_in(item[1])))
 
     def __repr__(self) -> str:
         return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
@@ -166,7 +170,9 @@ class OpPattern(CallFunction):
                 return ctx.match(next(iter(self.arguments.values())), node)
             return ctx.stop(node, partial(self._mismatch, node), partial(_advice_about, node))
         found = ctx.calls[node].args
-        if self.op_name in COMMUTATIVE and self.arguments.get("alpha", 1) == 1 and found.get("alpha", 1) == 1:
+        alpha = self.arguments.get("alpha", 1)
+        unscaled = (alpha == 1 or isinstance(alpha, Ignored)) and found.get("alpha", 1) == 1
+        if self.op_name in COMMUTATIVE and unscaled:
             swapped = {**found, "self": found["other"], "other": found["self"]}
             return self._either(node, (found, swapped), ctx)
         return self._with(node, found, ctx)
@@ -482,6 +488,13 @@ def _operations(outputs: list[PatternExpr]) -> Iterator[OpPattern]:
             seen.add(part)
             yield part
             pending.extend(part.arguments.values())
+
+
+def _ops_in(part: Any) -> int:
+    """How many ops a part of a pattern has, those that it shares counted each time."""
+    if isinstance(part, (list, tuple)):
+        return sum(map(_ops_in, part))
+    return part.ops if isinstance(part, OpPattern) else 0
 
 
 def _users_through(node: Node) -> Iterator[Node]:

@@ -15,14 +15,22 @@ from tests.passes.support import Observer
 
 
 class Lifted:
-    """A function compiled with `lift_idioms="always"`, run once on copies of the inputs: its results are eager's."""
+    """A function compiled with `lift_idioms="always"`, run once on copies of the inputs: its results are eager's.
+
+    `dynamic`: all sizes but the last of every tensor are symbolic, as batch and length are in a model.
+    """
 
     def __init__(self, fn: Callable[..., Any], *inputs: Any, dynamic: bool = False, **options: Any) -> None:
         torch._dynamo.reset()
         self.seen = Observer()
         options = {"lift_idioms": "always", "post_grad_custom_post_pass": self.seen} | options
-        compiled = torch.compile(fn, backend="graphex", fullgraph=True, dynamic=dynamic, options=options)
-        found, expected = (pytree.tree_leaves(call(*map(_copy, inputs))) for call in (compiled, fn))
+        compiled = torch.compile(fn, backend="graphex", fullgraph=True, options=options)
+        given = [[_copy(value) for value in inputs] for _ in range(2)]
+        if dynamic:
+            _mark_dynamic(given[0])
+        found, expected = (
+            pytree.tree_leaves(call(*copies)) for call, copies in zip((compiled, fn), given, strict=True)
+        )
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
             torch.testing.assert_close(_bits(ours), _bits(theirs), rtol=0, atol=0, equal_nan=True)
@@ -49,6 +57,13 @@ class Lifted:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _mark_dynamic(values: list[Any]) -> None:
+    for value in values:
+        for dim, size in enumerate(value.shape[:-1]):
+            if size > 1:
+                torch._dynamo.maybe_mark_dynamic(value, dim)
 
 
 def _bits(value: Tensor) -> Tensor:

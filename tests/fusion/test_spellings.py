@@ -48,6 +48,21 @@ def test_a_cast_between_two_results_may_be_absent() -> None:
     assert matches(search, rule, torch.rand(4)) == 1
 
 
+def test_operands_change_places_inside_of_each_other() -> None:
+    def search(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y) + (torch.neg(x) * 2.0)
+
+    def replace(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y) - (x * 2.0)
+
+    rule = graphex.replacement(search, replace, [torch.empty(4), torch.empty(4)])
+    given = torch.randn(4), torch.randn(4)
+    assert matches(search, rule, *given) == 1
+    assert matches(lambda x, y: (2.0 * torch.neg(x)) + (y * x), rule, *given) == 1
+    assert matches(lambda x, y: (y * x) + (torch.neg(x) * 2.0), rule, *given) == 1
+    assert matches(lambda x, y: (y * y) + (torch.neg(x) * 2.0), rule, *given) == 0
+
+
 def twice(x: Tensor) -> Tensor:
     return torch.relu(torch.neg(x))
 
