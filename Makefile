@@ -51,6 +51,7 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
+	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,6 +1,6 @@
 """Every kernel against eager, Inductor and the copy bandwidth. Needs a GPU.
 
-    PYTHONPATH=. python benchmarks/kernels.py [--only norm] [--seconds 140]
+    PYTHONPATH=. python benchmarks/kernels.py [--only norm] [--seconds 100]
 
 `eager`, `inductor` and `ours` are microseconds of device time per call, from a CUDA graph of many calls, as graphex
 runs them. `of best` is ours over the better of the other two; `host` is the time until one of our calls returns,
@@ -275,7 +275,7 @@ def line(name: str, size: str, found: dict[str, float], host: dict[str, float] |
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kernels whose name contains this")
-    parser.add_argument("--seconds", type=float, default=130.0, help="when to stop measuring Inductor")
+    parser.add_argument("--seconds", type=float, default=100.0, help="when to stop measuring Inductor")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device")

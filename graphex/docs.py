@@ -19,6 +19,7 @@ from pathlib import Path
 from graphex import records
 from graphex.config import CustomPass, Option, options_of
 from graphex.frontend import decompositions
+from graphex.ops import SPECS
 from graphex.passes.noop import NOOPS
 from graphex.pipeline import LAST, OURS
 
@@ -109,11 +110,23 @@ def decompositions_section() -> str:
     return table(("op", "becomes"), rows)
 
 
+def ops_section() -> str:
+    """Every op with its schema and formula."""
+    parts = []
+    for spec in sorted(SPECS.values(), key=lambda spec: spec.name):
+        has = [word for word, there in (("derivative", spec.gradient), ("CUDA kernel", spec.kernel)) if there]
+        beside = f"With a {' and a '.join(has)}.\n" if has else ""
+        schema = spec.schema.partition("::")[2]
+        parts.append(f"### {spec.name}\n\n```text\n{schema}\n\n{spec.doc}\n```\n{beside}")
+    return "\n".join(parts)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
     "records": records_section,
     "decompositions": decompositions_section,
+    "ops": ops_section,
 }
 
 

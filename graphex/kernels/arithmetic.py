@@ -21,9 +21,11 @@ def rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def row_start(row, inner, outer_stride, inner_stride):
-    """Where a row starts: `graphex/kernels/layout.py`."""
-    row = row.to(tl.int64)
-    return (row // inner) * outer_stride + (row % inner) * inner_stride
+    """Where a row starts: `graphex/kernels/layout.py`. Rows are counted in 32 bits, elements in 64."""
+    if inner is None:
+        return row.to(tl.int64) * inner_stride
+    else:
+        return (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
 
 
 @triton.jit
@@ -98,36 +100,33 @@ def smoothed(value, smooth, column, column_ok, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def of_columns(values, column, column_ok, ONE: tl.constexpr, other: tl.constexpr):
+    """A parameter that is one number, or one for each column."""
+    if ONE:
+        return tl.load(values).to(tl.float32)
+    else:
+        return tl.load(values + column, mask=column_ok, other=other).to(tl.float32)
+
+
+@triton.jit
 def static_quantised(
     value,
     scale,
     zero_point,
-    column,
-    column_ok,
     quant_min,
     quant_max,
     MODE: tl.constexpr,
     SCALE: tl.constexpr,
     RESULT: tl.constexpr,
     SUM: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    ONE_ZERO_POINT: tl.constexpr,
     ZERO_POINT_FIRST: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Quantised with a scale and a zero point that are one number or one for each column."""
-    if ONE_SCALE:
-        s = tl.load(scale).to(tl.float32)
-    else:
-        s = tl.load(scale + column, mask=column_ok, other=1.0).to(tl.float32)
-    value = scaled(value, s, MODE, SCALE, RESULT)
+    """Quantised with a known scale and zero point."""
+    value = scaled(value, scale, MODE, SCALE, RESULT)
     if zero_point is not None:
         if not ZERO_POINT_FIRST and dtype.is_int():
             near = tl.minimum(tl.maximum(value, -2097152.0), 2097152.0)
             value = tl.where(value == value, half_to_even(near), value)
-        if ONE_ZERO_POINT:
-            z = tl.load(zero_point).to(tl.float32)
-        else:
-            z = tl.load(zero_point + column, mask=column_ok, other=0).to(tl.float32)
-        value = rounded(value + rounded(z, SUM), SUM)
+        value = rounded(value + rounded(zero_point, SUM), SUM)
     return quantised(value, quant_min, quant_max, dtype)

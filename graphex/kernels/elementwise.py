@@ -26,11 +26,11 @@ class Plan:
 
     order: tuple[int, ...] | None
     grid: tuple[int]
-    integers: tuple[int, ...]
+    integers: tuple[int | None, ...]
     constants: dict[str, Any]
 
 
-def steps(rows: Rows) -> tuple[int, int, int]:
+def steps(rows: Rows) -> tuple[int | None, int, int]:
     return rows.inner, rows.outer_stride, rows.inner_stride
 
 

@@ -20,7 +20,7 @@ def _plan(gate: Tensor, up: Tensor, round_silu: bool) -> Plan | Declined:
         return inputs
     rows, up_rows = inputs.rows, inputs.up_rows
     if gate.is_contiguous() and up.is_contiguous() and rows.count:  # adjacent rows are one long row
-        rows = up_rows = Rows(1, gate.numel(), 1, 0, gate.numel())
+        rows = up_rows = Rows(1, gate.numel(), None, 0, gate.numel())
     tile = flat_tile(rows.count, rows.columns)
     blocks = blocks_of(rows.columns, tile.columns)
     integers = rows.count, rows.columns, blocks, *steps(rows), *steps(up_rows)

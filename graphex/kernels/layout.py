@@ -2,7 +2,7 @@
 
 A kernel sees a tensor as `count` rows of adjacent elements. Row r starts at
 
-    (r // inner) * outer_stride + (r % inner) * inner_stride
+    (r // inner) * outer_stride + (r % inner) * inner_stride           r * inner_stride where inner is None
 
 which covers contiguous tensors, slices of wider rows, and slices along a second dimension (the query heads in a merged
 QKV projection). Leading dimensions may stand in any order in memory: rows are numbered in the order of memory, and
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 MOST_PLANS = 4096
+MOST_ROWS = 2**31 - 2**16
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
@@ -26,7 +27,7 @@ FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 class Rows:
     count: int
     columns: int
-    inner: int
+    inner: int | None
     outer_stride: int
     inner_stride: int
 
@@ -55,10 +56,12 @@ def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
     """x as rows, in a given order of its leading dimensions, or why it is none."""
     columns = x.shape[-1]
     count = x.numel() // columns if columns else 0
-    if order is None and x.is_contiguous():
-        return Rows(count, columns, max(count, 1), 0, columns)
+    if order is None and x.is_contiguous() and count <= MOST_ROWS:
+        return Rows(count, columns, None, 0, columns)
     if columns > 1 and x.stride(-1) != 1:
         return "the elements of a row are not adjacent"
+    if count > MOST_ROWS:
+        return "more rows than 32 bits count"
     collapsed: list[tuple[int, int]] = []
     for d in order if order is not None else range(x.dim() - 1):
         size, stride = x.shape[d], x.stride(d)
@@ -71,7 +74,9 @@ def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
     if len(collapsed) > 2:
         return "rows are spaced in more than two steps"
     inner, inner_stride = collapsed[-1] if collapsed else (1, columns)
-    return Rows(count, columns, inner, collapsed[0][1] if len(collapsed) == 2 else 0, inner_stride)
+    if len(collapsed) < 2:
+        return Rows(count, columns, None, 0, inner_stride)
+    return Rows(count, columns, inner, collapsed[0][1], inner_stride)
 
 
 def order_of(x: Tensor) -> tuple[int, ...] | str | None:
@@ -90,7 +95,7 @@ def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Te
 def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | str:
     """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
     if order is None:
-        return Rows(0, 1, max(x.numel(), 1), 0, 1)
+        return Rows(0, 1, None, 0, 1)
     return rows_of(torch.empty((*x.shape[:-1], 1), device="meta"), order)
 
 

@@ -70,7 +70,7 @@ class Plan:
     order: tuple[int, ...] | None
     y_dtype: torch.dtype
     grid: tuple[int]
-    integers: tuple[int, ...]
+    integers: tuple[int | None, ...]
     numbers: tuple[float, ...]
     constants: dict[str, Any]
 
@@ -101,7 +101,7 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
     if isinstance(order, str):
         return Declined(order)
     parts = rows_of(x1, order), rows_of(x1 if norm.x2 is None else norm.x2, order), rows_of_ones(x1, order)
-    steps: list[int] = []
+    steps: list[int | None] = []
     for rows in parts:
         if isinstance(rows, str):
             return Declined(rows)

@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import quantised, rounded, row_scale, row_start, scaled, smoothed, static_quantised
+from graphex.kernels.arithmetic import (
+    of_columns,
+    quantised,
+    rounded,
+    row_scale,
+    row_start,
+    scaled,
+    smoothed,
+    static_quantised,
+)
 
 
 @triton.jit
@@ -118,7 +127,7 @@ def norm_kernel(
         ok = row_ok & (column < columns)
         value = _summed(x1, x2, total, start1 + column, start2 + column, start + column, ok, X)
         squares += value * value
-    rstd = tl.rsqrt(tl.div_rn(tl.sum(squares, 1, keep_dims=True), columns.to(tl.float32)) + eps)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(squares, 1, keep_dims=True), columns * 1.0) + eps)
     if rstd_out is not None:
         tl.store(rstd_out + one, rstd, mask=row_ok)
 
@@ -154,20 +163,20 @@ def norm_kernel(
             v = scaled(smoothed(y, extra, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
             tl.store(q_out + at, quantised(v, quant_min, quant_max, q_out.dtype.element_ty), mask=ok)
         if QUANT == "static":
+            known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
+            zero_point = None
+            if extra is not None:
+                zero_point = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
             q = static_quantised(
                 rounded(y, COMPUTE),
-                q_scale,
-                extra,
-                column,
-                column_ok,
+                known,
+                zero_point,
                 quant_min,
                 quant_max,
                 MODE,
                 SCALE,
                 RESULT,
                 SUM,
-                ONE_SCALE,
-                ONE_ZERO_POINT,
                 ZERO_POINT_FIRST,
                 q_out.dtype.element_ty,
             )

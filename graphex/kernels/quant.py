@@ -25,6 +25,8 @@ from graphex.ops.definition import Declined
 from graphex.ops.npu_quant import QUANTISED, dynamic_range
 
 WIDEST = 8192
+MANY_ROWS = 8  # that one program quantises with the same scales, where
+MANY_PROGRAMS = 1024  # programs are left to fill a device
 
 _PLANS: dict[Any, Plan | Declined] = {}
 
@@ -99,9 +101,15 @@ def _plan_static(
     rows = inputs.rows
     tile = flat_tile(rows.count, rows.columns)
     blocks = blocks_of(rows.columns, tile.columns)
-    constants = options.types | {"ROWS": tile.rows, "BLOCK": tile.columns, "num_warps": tile.warps}
+    repeats = MANY_ROWS if blocks * rows.count > MANY_ROWS * MANY_PROGRAMS * tile.rows else 1
+    constants = options.types | {
+        "STEPS": repeats,
+        "ROWS": tile.rows,
+        "BLOCK": tile.columns,
+        "num_warps": tile.warps,
+    }
     integers = rows.count, rows.columns, blocks, *steps(rows), *steps(inputs.up_rows)
-    return Plan(inputs.order, (blocks_of(rows.count, tile.rows) * blocks,), integers, constants)
+    return Plan(inputs.order, (blocks_of(rows.count, tile.rows * repeats) * blocks,), integers, constants)
 
 
 def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, **quant: Any) -> Any:

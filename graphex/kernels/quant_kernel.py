@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import (
+    of_columns,
     quantised,
     rounded,
     row_scale,
@@ -121,33 +122,35 @@ def static_quant_kernel(
     ONE_SCALE: tl.constexpr,
     ONE_ZERO_POINT: tl.constexpr,
     ZERO_POINT_FIRST: tl.constexpr,
+    STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Elementwise: a program quantises a tile of some rows and some columns."""
+    """Elementwise: a program quantises some columns of some rows, step by step, and divides 1 by their scales once."""
     program = tl.program_id(0)
-    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    row0 = (program // column_blocks) * (ROWS * STEPS) + tl.arange(0, ROWS)[:, None]
     column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     column_ok = column < columns
-    ok = (row < rows) & column_ok
-    start = row_start(row, inner, outer_stride, inner_stride)
-    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
-    z = rounded(source(x, up, start + column, start_up + column, ok), COMPUTE)
-    q = static_quantised(
-        z,
-        scale,
-        zero_point,
-        column,
-        column_ok,
-        quant_min,
-        quant_max,
-        MODE,
-        SCALE,
-        RESULT,
-        SUM,
-        ONE_SCALE,
-        ONE_ZERO_POINT,
-        ZERO_POINT_FIRST,
-        q_out.dtype.element_ty,
-    )
-    tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=ok)
+    known = of_columns(scale, column, column_ok, ONE_SCALE, 1.0)
+    known_zero_point = None
+    if zero_point is not None:
+        known_zero_point = of_columns(zero_point, column, column_ok, ONE_ZERO_POINT, 0)
+    for step in range(STEPS):
+        row = row0 + step * ROWS
+        ok = (row < rows) & column_ok
+        start = row_start(row, inner, outer_stride, inner_stride)
+        start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+        q = static_quantised(
+            rounded(source(x, up, start + column, start_up + column, ok), COMPUTE),
+            known,
+            known_zero_point,
+            quant_min,
+            quant_max,
+            MODE,
+            SCALE,
+            RESULT,
+            SUM,
+            ZERO_POINT_FIRST,
+            q_out.dtype.element_ty,
+        )
+        tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=ok)

@@ -13,18 +13,28 @@ from graphex.kernels.arithmetic import rounded
 
 
 @triton.jit
-def _angles(table, at, pair, half, pair_ok, MODE: tl.constexpr):
-    """The cos or sin of the first and of the second element of each pair."""
+def _pairs(values, at, ok, half, MODE: tl.constexpr, PAIRS: tl.constexpr):
+    """The first and second elements of the pairs in some rows: the halves of a row, or its neighbours."""
     if MODE == "half":
-        first = tl.load(table + at + pair, mask=pair_ok, other=0.0).to(tl.float32)
-        second = tl.load(table + at + half + pair, mask=pair_ok, other=0.0).to(tl.float32)
-    elif MODE == "deinterleave":
-        first = tl.load(table + at + pair, mask=pair_ok, other=0.0).to(tl.float32)
-        second = first
+        pair = tl.arange(0, PAIRS)[None, :]
+        first = tl.load(values + at + pair, mask=ok & (pair < half), other=0.0)
+        second = tl.load(values + at + half + pair, mask=ok & (pair < half), other=0.0)
     else:
-        first = tl.load(table + at + 2 * pair, mask=pair_ok, other=0.0).to(tl.float32)
-        second = tl.load(table + at + 2 * pair + 1, mask=pair_ok, other=0.0).to(tl.float32)
-    return first, second
+        whole = tl.arange(0, 2 * PAIRS)[None, :]
+        both = tl.load(values + at + whole, mask=ok & (whole < 2 * half), other=0.0)
+        first, second = tl.split(tl.reshape(both, (both.shape[0], PAIRS, 2)))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _angles(table, at, ok, half, MODE: tl.constexpr, PAIRS: tl.constexpr):
+    """The cos or sin for the first and for the second elements."""
+    if MODE == "deinterleave":
+        pair = tl.arange(0, PAIRS)[None, :]
+        angle = tl.load(table + at + pair, mask=ok & (pair < half), other=0.0).to(tl.float32)
+        return angle, angle
+    else:
+        return _pairs(table, at, ok, half, MODE, PAIRS)
 
 
 @triton.jit
@@ -44,17 +54,9 @@ def _rotate(
     PAIRS: tl.constexpr,
 ):
     """Rotate the rows of a tile: all products rounded to T, as the reference rounds them."""
-    pair = tl.arange(0, PAIRS)[None, :]
-    ok = in_ok & (pair < half)
-    if MODE == "half":
-        a = tl.load(x + x_at + pair, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(x + x_at + half + pair, mask=ok, other=0.0).to(tl.float32)
-    else:
-        whole = tl.arange(0, 2 * PAIRS)[None, :]
-        both = tl.load(x + x_at + whole, mask=in_ok & (whole < 2 * half), other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(both, (both.shape[0], PAIRS, 2)))
-    cos_a, cos_b = _angles(cos, angle_at, pair, half, ok, MODE)
-    sin_a, sin_b = _angles(sin, angle_at, pair, half, ok, MODE)
+    a, b = _pairs(x, x_at, in_ok, half, MODE, PAIRS)
+    cos_a, cos_b = _angles(cos, angle_at, in_ok, half, MODE, PAIRS)
+    sin_a, sin_b = _angles(sin, angle_at, in_ok, half, MODE, PAIRS)
     first = (rounded(a * cos_a, T) - rounded(b * sin_a, T)).to(T)
     second = (rounded(b * cos_b, T) + rounded(a * sin_b, T)).to(T)
     if MODE == "interleave":
@@ -62,6 +64,7 @@ def _rotate(
         joined = tl.reshape(tl.join(first, second), (first.shape[0], 2 * PAIRS))
         tl.store(out + out_at + whole, joined, mask=out_ok & (whole < 2 * half))
     else:
+        pair = tl.arange(0, PAIRS)[None, :]
         tl.store(out + out_at + pair, first, mask=out_ok & (pair < half))
         tl.store(out + out_at + half + pair, second, mask=out_ok & (pair < half))
 

@@ -92,7 +92,7 @@ def dynamic_quant(
 
     Every step rounds to its own type, as the same lines in PyTorch do; round is half to even, and is left out where
     `dtype` is a floating-point type (float8). `keepdim=False` returns the scale without its last dimension. A row of
-    zeros has scale 0 and, unless a minimum is given, quantises NaN: 0 as an integer.
+    zeros has scale 0 and, unless a minimum is given, quantises to NaN: 0 as an integer.
     """
     check_mode(mode, ("divide", "reciprocal"))
     check_smooth(x, smooth)

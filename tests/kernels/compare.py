@@ -55,8 +55,9 @@ def assert_close_to_reference(found: Tensor, wanted: Tensor, exact: Tensor | Non
         assert (apart > 1).float().mean() < 1e-3
         assert (apart > 0).float().mean() < 0.02 or wanted.numel() < 200
     elif wanted.dtype.is_floating_point and wanted.dtype.itemsize == 4:
-        if exact is None:
-            torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+        if exact is None:  # computed from 16-bit values, of which a few may have been rounded the other way
+            torch.testing.assert_close(found, wanted, rtol=0.008, atol=1e-5)
+            assert ((found - wanted).abs() > 2e-6 * wanted.abs() + 2e-6).float().mean() < 0.01
         else:
             allowed = 2 * (wanted - exact).abs().max() + 2e-7 * exact.abs().max()
             assert (found - exact).abs().max() <= allowed

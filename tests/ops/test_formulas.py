@@ -366,3 +366,17 @@ print(sorted(heavy), hasattr(torch.ops.npu, "npu_rms_norm"), hasattr(torch.ops.g
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{program}"], capture_output=True, text=True
     )
     assert result.stdout.strip() == "[] False True", result.stderr
+
+
+def test_without_triton_the_references_run():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, graphex.ops
+y, _ = torch.ops.graphex.rms_norm(torch.ones(2, 4), None, 0.0)
+print(y.sum().item(), graphex.ops.has_kernel("graphex::rms_norm", "cuda"))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"], capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "8.0 False", result.stderr

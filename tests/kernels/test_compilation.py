@@ -1,0 +1,123 @@
+"""The kernels compile for a Hopper GPU where there is none: bfloat16 and float8, which the interpreter gets wrong."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from graphex.ops.definition import SPECS, Declined
+from tests.kernels.compare import launcher
+from tests.ops.samples import EPS, Maker, Sample
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+MODULES = {
+    "norm": ("norm", "norm_kernel"),
+    "norm_quant": ("norm", "norm_kernel"),
+    "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
+    "gated": ("gated", "silu_mul_kernel"),
+    "rotary": ("rotary", "rotary_kernel"),
+}
+
+
+class Compiler:
+    """Stands in for a kernel: compiles it for the arguments of a launch instead of launching it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.code: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.compile
+
+    def compile(self, *args: object, num_warps: int, **constants: object) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
+        types: dict[str, str] = {}
+        fixed: dict[tuple[int, ...], object] = {}
+        aligned: dict[tuple[int, ...], object] = {}
+        for at, name in enumerate(self.kernel.arg_names):
+            value = given[name]
+            specialised = not self.kernel.params[at].do_not_specialize
+            if name in constants or value is None or (specialised and isinstance(value, int) and value == 1):
+                types[name], fixed[at,] = "constexpr", value  # as Triton does with 1
+                continue
+            types[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+            if isinstance(value, float):
+                types[name] = "fp32"
+            elif isinstance(value, torch.Tensor) or (specialised and value % 16 == 0):
+                aligned[at,] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, types, fixed, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        self.code.append(compiled.asm["ptx"])
+
+
+def cases() -> dict[str, Sample]:
+    make = Maker(torch.bfloat16)
+    x, up, weight, scale = make(8, 1024), make(8, 1024), make(1024), make.positive(1024)
+    q, k, cos = make(1, 4, 2, 128), make(1, 2, 2, 128), make(1, 1, 2, 128)
+    cache = make(1, 2, 16, 128)
+    float8 = {"dtype": torch.float8_e4m3fn, "divisor": 448.0, "quant_min": -448.0, "quant_max": 448.0}
+    return {
+        "graphex::add_rms_norm": Sample((x, up, weight, EPS)),
+        "graphex::add_rms_norm_dynamic_quant": Sample((x, up, weight, None, EPS), float8),
+        "graphex::rms_norm_static_quant": Sample((x, weight, scale, None, EPS)),
+        "graphex::dynamic_quant": Sample((make(2, 10240), make(10240))),
+        "graphex::silu_mul_static_quant": Sample((x, up, scale)),
+        "graphex::silu_mul": Sample((x, up)),
+        "graphex::rotary_qk": Sample((q, k, cos, cos), {"interleaved": True}),
+        "npu::npu_rotary_mul": Sample((q, cos, cos, "interleave")),
+        "graphex::rotary_qkv_write_": Sample((q, k, k, cos, cos, cache, cache.clone(), make.index(3, 4))),
+    }
+
+
+def compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The code of the kernel that an op would launch."""
+    kernel = SPECS[name].kernel
+    assert kernel is not None
+    module, *kernels = MODULES[kernel.partition(".")[0]]
+    home = importlib.import_module(f"graphex.kernels.{module}")
+    compilers = {kernel: Compiler(getattr(home, kernel)) for kernel in kernels}
+    for kernel_name, compiler in compilers.items():
+        monkeypatch.setattr(home, kernel_name, compiler)
+    assert not isinstance(launcher(name)(*sample.args, **sample.options), Declined)
+    (code,) = (text for compiler in compilers.values() for text in compiler.code)
+    return code
+
+
+@pytest.mark.parametrize("name", cases())
+def test_compiles_to_wide_accesses(name, monkeypatch):
+    code = compiled(name, cases()[name], monkeypatch)
+    assert "ld.global.v4.b32" in code  # 16 bytes at a time
+    assert "st.global.v4.b32" in code or "st.global.v2.b32" in code
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("graphex::rms_norm", ((3, 1), (1,))),
+        ("graphex::dynamic_quant", ((3, 1), (1,))),
+        ("graphex::silu_mul", ((1, 1), (1, 1))),
+        ("graphex::rotary", ((1, 2), (1, 2), (1, 2))),
+    ],
+)
+def test_compiles_for_a_single_column(name, shapes, monkeypatch):
+    make = Maker(torch.bfloat16)
+    numbers = (EPS,) if name == "graphex::rms_norm" else ()
+    assert compiled(name, Sample((*(make(*shape) for shape in shapes), *numbers)), monkeypatch)
