@@ -145,8 +145,10 @@ class Capturing:
     def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> Entry | None:
         self._must_copy.update(moved.intersection(self._plan.plain))
         self._moves += 1
-        if self._moves > MOVES_IN_A_ROW:
-            self._say_once(f"{self._plan.named(moved)} moved in {MOVES_IN_A_ROW} calls in a row; pass the same tensors")
+        # Other parameters are another model with the same code, and there may be as many of these as there is room for.
+        patience = MOVES_IN_A_ROW if moved.isdisjoint(self._plan.static) else max(MOVES_IN_A_ROW, self._limit)
+        if self._moves > patience:
+            self._say_once(f"{self._plan.named(moved)} moved in {patience} calls in a row; pass the same tensors")
             return None
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
