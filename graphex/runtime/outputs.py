@@ -10,7 +10,7 @@ A result that lives in an input of the graph is given as that part of the input 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,9 +103,7 @@ class OutputPlan:
                 place = int(value.storage_offset())
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
         self._copies = Copies(self._sources)
-        self._empties = [
-            partial(torch.empty_strided, s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources
-        ]
+        self._empties = [empty_for(source, source.size(), source.stride()) for source in self._sources]
         self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
 
@@ -137,6 +135,19 @@ class OutputPlan:
     def _source(self, tensor: Tensor) -> int:
         self._sources.append(borrowed(tensor))
         return len(self._sources) - 1
+
+
+def empty_for(source: Tensor, size: Sequence[int], stride: Sequence[int]) -> Callable[[], Tensor]:
+    """What makes room for a copy of `source`, or of a part of it with this size.
+
+    The copy begins as far into its memory as the source does: AOTAutograd looks there to find out which part of an
+    input a result stands for.
+    """
+    offset, dtype, device = int(source.storage_offset()), source.dtype, source.device
+    if not offset:
+        return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    room = offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    return lambda: torch.empty(room, dtype=dtype, device=device).as_strided(size, stride, offset)
 
 
 def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
