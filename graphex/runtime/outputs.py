@@ -146,7 +146,7 @@ def empty_for(source: Tensor, size: Sequence[int], stride: Sequence[int]) -> Cal
     offset, dtype, device = int(source.storage_offset()), source.dtype, source.device
     if not offset:
         return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
-    room = offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    room = offset + max(0, 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
     return lambda: torch.empty(room, dtype=dtype, device=device).as_strided(size, stride, offset)
 
 
