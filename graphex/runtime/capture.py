@@ -40,7 +40,6 @@ REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
 MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
 
-
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -63,11 +62,8 @@ class Capturing:
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
         config = compilation.config
-        self._limit, self._force, self._error_mode = (
-            config.capture_limit,
-            config.force_recapture,
-            config.capture_error_mode,
-        )
+        self._limit, self._force = config.capture_limit, config.force_recapture
+        self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._plan = Plan.of(gm, device, static_inputs, config, in_place)
         self._key = KeyReader(gm, device)
@@ -166,6 +162,7 @@ class Capturing:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
         pool = self._pool if self._shares_pool else self._new_pool()
         stays = self._stays - self._must_copy
+        self._pool.take_turn()  # buffers of other graphs are written to
         try:
             entry = make_entry(self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode)
         except Exception as error:
@@ -231,7 +228,7 @@ class Capturing:
 
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
         plan = self._plan
-        if entry.warns and (held := entry.outputs.still_held()):
+        if entry.outputs.may_be_held and (held := entry.outputs.still_held()):
             self._warn_about_held(held)
         self._pool.take_turn()
         entry.fill(args)
@@ -254,9 +251,7 @@ class Capturing:
                 continue
             self._said.add(name)
             what = f"output {place} ('{name}') of an earlier call is still in use and was overwritten"
-            reason = (
-                "clone_output=False hands out the device graph's own memory; drop it before the next call, or copy it"
-            )
+            reason = "clone_output=False hands out the device graph's own memory; copy what you keep"
             self._compilation.fall_back(self._graph_name, what, reason, node=name)
 
 

@@ -3,6 +3,7 @@
     "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
     "separate"   the same, but no two results share memory
     "in place"   the results are the graph's own memory, which the next replay writes again
+    "lent"       the same, for somebody who is known to be done with them by then
 
 A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way.
 """
@@ -71,7 +72,8 @@ class InPlace:
     """The graph's own tensor. `owners` is how many hold its memory when the user holds none of it."""
 
     value: Tensor
-    owners: int
+    lent: bool
+    owners: int = 0
 
 
 class OutputPlan:
@@ -92,8 +94,8 @@ class OutputPlan:
                 self._plan.append(Constant(value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
-            elif way == "in place":
-                self._plan.append(InPlace(value, 0))
+            elif way in ("in place", "lent"):
+                self._plan.append(InPlace(value, way == "lent"))
             elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
                 self._plan.append(Copied(self._source(value)))
             else:
@@ -110,16 +112,17 @@ class OutputPlan:
     def settle(self) -> None:
         """Called when nobody but this plan and the graph holds the outputs any more."""
         self._plan = [
-            InPlace(step.value, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            InPlace(step.value, step.lent, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
+        self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
 
     def still_held(self) -> list[int]:
         """The outputs in place that somebody still holds from the call before."""
         return [
             place
             for place, step in enumerate(self._plan)
-            if isinstance(step, InPlace) and storage_owners(step.value) > step.owners
+            if isinstance(step, InPlace) and not step.lent and storage_owners(step.value) > step.owners
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
