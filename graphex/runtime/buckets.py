@@ -25,6 +25,7 @@ from graphex.runtime import session
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.host_values import host_outputs
+from graphex.runtime.outputs import empty_for
 from graphex.runtime.pools import Pool
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
@@ -155,12 +156,10 @@ class Padding:
                 continue
             rows = self._layout.outputs.get(place)
             if rows is None:
-                target = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-                source = value
+                target, source = empty_for(value, value.size(), value.stride())(), value
             else:
-                shape, stride = self._layout.shape(place, size)
-                target = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
                 source = value.narrow(rows.dim, 0, size * rows.block)
+                target = empty_for(source, *self._layout.shape(place, size))()
             cut[place] = target
             targets.append(target)
             sources.append(source)

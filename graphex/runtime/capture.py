@@ -40,7 +40,6 @@ REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
 MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
 
-
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -63,11 +62,8 @@ class Capturing:
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
         config = compilation.config
-        self._limit, self._force, self._error_mode = (
-            config.capture_limit,
-            config.force_recapture,
-            config.capture_error_mode,
-        )
+        self._limit, self._force = config.capture_limit, config.force_recapture
+        self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._plan = Plan.of(gm, device, static_inputs, config, in_place)
         self._key = KeyReader(gm, device)
@@ -145,8 +141,10 @@ class Capturing:
     def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> Entry | None:
         self._must_copy.update(moved.intersection(self._plan.plain))
         self._moves += 1
-        if self._moves > MOVES_IN_A_ROW:
-            self._say_once(f"{self._plan.named(moved)} moved in {MOVES_IN_A_ROW} calls in a row; pass the same tensors")
+        # Other parameters are another model with the same code, and there may be as many of these as there is room for.
+        patience = MOVES_IN_A_ROW if moved.isdisjoint(self._plan.static) else max(MOVES_IN_A_ROW, self._limit)
+        if self._moves > patience:
+            self._say_once(f"{self._plan.named(moved)} moved in {patience} calls in a row; pass the same tensors")
             return None
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
@@ -164,6 +162,7 @@ class Capturing:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
         pool = self._pool if self._shares_pool else self._new_pool()
         stays = self._stays - self._must_copy
+        self._pool.take_turn()  # buffers of other graphs are written to
         try:
             entry = make_entry(self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode)
         except Exception as error:
@@ -229,7 +228,7 @@ class Capturing:
 
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
         plan = self._plan
-        if entry.warns and (held := entry.outputs.still_held()):
+        if entry.outputs.may_be_held and (held := entry.outputs.still_held()):
             self._warn_about_held(held)
         self._pool.take_turn()
         entry.fill(args)
@@ -252,9 +251,7 @@ class Capturing:
                 continue
             self._said.add(name)
             what = f"output {place} ('{name}') of an earlier call is still in use and was overwritten"
-            reason = (
-                "clone_output=False hands out the device graph's own memory; drop it before the next call, or copy it"
-            )
+            reason = "clone_output=False hands out the device graph's own memory; copy what you keep"
             self._compilation.fall_back(self._graph_name, what, reason, node=name)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphex.torch_private.memory import copier, is_dense
+from graphex.torch_private.memory import copier, has_memory, is_dense
 
 _UNITS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _WIDEST = _UNITS[0][0]
@@ -57,8 +57,11 @@ def _common_unit(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 def _is_plain_bits(tensors: Sequence[Tensor]) -> bool:
     """Whether bits are all there is to these tensors, and they begin where an integer may begin."""
-    return not any(
-        tensor.is_neg() or tensor.data_ptr() % _WIDEST or tensor.storage_offset() * tensor.element_size() % _WIDEST
+    return all(
+        has_memory(tensor)
+        and not tensor.is_neg()
+        and tensor.data_ptr() % _WIDEST == 0
+        and tensor.storage_offset() * tensor.element_size() % _WIDEST == 0
         for tensor in tensors
     )
 

@@ -40,7 +40,6 @@ class Plan:
     unchecked: list[int]
     clone_input: bool | str
     returns_one: bool
-    warns: bool
 
     @staticmethod
     def of(
@@ -62,7 +61,7 @@ class Plan:
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
-            ways=["in place" if place in in_place else _WAYS[config.clone_output] for place in range(len(outputs))],
+            ways=["lent" if place in in_place else _WAYS[config.clone_output] for place in range(len(outputs))],
             static=sorted(static.difference(hosts)),
             by_address=by_address,
             plain=[index for index in tensors if index not in fixed and index not in hosts],
@@ -70,13 +69,13 @@ class Plan:
             written=written,
             unchecked=[index for index in by_address if index in unchecked],
             clone_input=config.clone_input,
-            warns=config.clone_output is False and not in_place,
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
     def addresses(self, args: list[Any]) -> tuple[int, ...]:
-        """Where the inputs are that are captured by address and looked at."""
-        return tuple(args[index].data_ptr() for index in self.by_address if index not in self.unchecked)
+        """Where the inputs are that are captured by address; of those that are not looked at, which they are."""
+        looked_at = [args[index].data_ptr() for index in self.by_address if index not in self.unchecked]
+        return (*looked_at, *(id(args[index]) for index in self.unchecked))
 
     def named(self, indices: Iterable[int]) -> str:
         """The inputs by name, at most three of them."""
@@ -111,8 +110,9 @@ class Entry:
     stays: frozenset[int]
     copied: list[int]
     buffers: list[InputBuffer]
+    frozen: list[int]
+    identities: list[int]
     held: list[Tensor]
-    warns: bool
     takes_over: bool
     owner: int | None = None
     _copies: Copies = field(init=False)
@@ -121,10 +121,13 @@ class Entry:
         self._copies = Copies([buffer.target for buffer in self.buffers])
         self._checked = _picker(self.checked)
         self._copied = _picker(self.copied)
+        self._frozen = _picker(self.frozen)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
 
     def moved(self, args: list[Any]) -> frozenset[int]:
-        """The inputs that are not where they were captured."""
+        """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
+        if self.frozen and list(map(id, self._frozen(args))) != self.identities:
+            return frozenset(self.frozen)
         if not self.checked:
             return _NOTHING
         now = list(map(Tensor.data_ptr, self._checked(args)))
@@ -196,7 +199,21 @@ def make_entry(
         checked = [index for index in (*plan.by_address, *sorted(stays)) if index not in plan.unchecked]
         addresses = [args[index].data_ptr() for index in checked]
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
-        entry = Entry(replay, pool, outputs, checked, addresses, stays, copied, buffers, held, plan.warns, takes_over)
+        identities = [id(args[index]) for index in plan.unchecked]
+        entry = Entry(
+            replay,
+            pool,
+            outputs,
+            checked,
+            addresses,
+            stays,
+            copied,
+            buffers,
+            plan.unchecked,
+            identities,
+            held,
+            takes_over,
+        )
     except BaseException:
         replay.free()
         raise

@@ -21,7 +21,7 @@ from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.runtime.entries import output_leaves
-from graphex.runtime.pieces import Division, divide
+from graphex.runtime.pieces import Division, divide, is_kernel
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
 from graphex.torch_private.kernels import BelowAutograd
@@ -40,8 +40,10 @@ def build_executable(
     device = device_of(devices_of(gm))
     if not device.captures:
         return run
-    if any(isinstance(leaf, (list, tuple, dict)) for leaf in output_leaves(gm)):
-        compilation.fall_back(graph_name, "the graph runs without capture", "it returns lists inside of its result")
+    if not any(map(is_kernel, gm.graph.nodes)):
+        return run  # nothing to replay
+    if reason := _why_not_at_all(gm):
+        compilation.fall_back(graph_name, "the graph runs without capture", reason)
         return run
     division = divide(gm, device)
     if not division.obstacles:
@@ -59,6 +61,17 @@ def build_executable(
         )
         return run
     return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs)
+
+
+def _why_not_at_all(gm: GraphModule) -> str:
+    """What no piece of a graph could be captured with; empty if there is no such thing."""
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in output_leaves(gm)):
+        return "it returns lists inside of its result"
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            return f"'{node.name}' has the layout {value.layout}"
+    return ""
 
 
 def _layout(compilation: Compilation, graph_name: str, gm: GraphModule) -> Layout | None:

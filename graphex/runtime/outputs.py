@@ -3,6 +3,7 @@
     "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
     "separate"   the same, but no two results share memory
     "in place"   the results are the graph's own memory, which the next replay writes again
+    "lent"       the same, for somebody who is known to be done with them by then
 
 A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way.
 """
@@ -10,7 +11,7 @@ A result that lives in an input of the graph is given as that part of the input 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,7 +72,8 @@ class InPlace:
     """The graph's own tensor. `owners` is how many hold its memory when the user holds none of it."""
 
     value: Tensor
-    owners: int
+    lent: bool
+    owners: int = 0
 
 
 class OutputPlan:
@@ -92,8 +94,8 @@ class OutputPlan:
                 self._plan.append(Constant(value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
-            elif way == "in place":
-                self._plan.append(InPlace(value, 0))
+            elif way in ("in place", "lent"):
+                self._plan.append(InPlace(value, way == "lent"))
             elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
                 self._plan.append(Copied(self._source(value)))
             else:
@@ -103,25 +105,24 @@ class OutputPlan:
                 place = int(value.storage_offset())
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
         self._copies = Copies(self._sources)
-        self._empties = [
-            partial(torch.empty_strided, s.size(), s.stride(), dtype=s.dtype, device=s.device) for s in self._sources
-        ]
+        self._empties = [empty_for(source, source.size(), source.stride()) for source in self._sources]
         self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
 
     def settle(self) -> None:
         """Called when nobody but this plan and the graph holds the outputs any more."""
         self._plan = [
-            InPlace(step.value, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            InPlace(step.value, step.lent, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
+        self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
 
     def still_held(self) -> list[int]:
         """The outputs in place that somebody still holds from the call before."""
         return [
             place
             for place, step in enumerate(self._plan)
-            if isinstance(step, InPlace) and storage_owners(step.value) > step.owners
+            if isinstance(step, InPlace) and not step.lent and storage_owners(step.value) > step.owners
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -137,6 +138,19 @@ class OutputPlan:
     def _source(self, tensor: Tensor) -> int:
         self._sources.append(borrowed(tensor))
         return len(self._sources) - 1
+
+
+def empty_for(source: Tensor, size: Sequence[int], stride: Sequence[int]) -> Callable[[], Tensor]:
+    """What makes room for a copy of `source`, or of a part of it with this size.
+
+    The copy begins as far into its memory as the source does: AOTAutograd looks there to find out which part of an
+    input a result stands for.
+    """
+    offset, dtype, device = int(source.storage_offset()), source.dtype, source.device
+    if not offset:
+        return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    room = offset + max(0, 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
+    return lambda: torch.empty(room, dtype=dtype, device=device).as_strided(size, stride, offset)
 
 
 def _result(step: Any, copies: list[Tensor], given: Any) -> Any:

@@ -132,11 +132,14 @@ def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
     for node, level in levels.items():
         if node not in free and level % 2:
             pieces.setdefault(level, []).append(node)
-    small = [nodes for nodes in pieces.values() if sum(map(_is_kernel, nodes)) < WORTH_CAPTURING]
+    small = [nodes for nodes in pieces.values() if sum(map(is_kernel, nodes)) < WORTH_CAPTURING]
     return {node for nodes in small for node in nodes}
 
 
-def _is_kernel(node: Node) -> bool:
+def is_kernel(node: Node) -> bool:
+    """Whether a node launches something: views, numbers and parts of tuples do not."""
+    if node.op in ("placeholder", "get_attr", "output") or is_number(node):
+        return False
     op = operator_of(node)
     if op is None:
         return node.target is not operator.getitem

@@ -77,13 +77,14 @@ class Piecewise:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.lock:
-            self._calls += 1
+            self._calls += not self._device.is_capturing()
+            timed = self._calls == TIMED_CALL and not self._device.is_capturing()
             for step in self._steps:
                 given = [values[slot] for slot in step.reads]
                 for slot in step.frees:
                     values[slot] = None
                 run = step.run
-                results = run(given) if step.captured or self._calls != TIMED_CALL else self._timed(run, given)
+                results = self._timed(run, given) if timed and not step.captured else run(given)
                 for slot, result in zip(step.writes, results, strict=True):
                     values[slot] = result
         results = tuple(get(values) for get in self._returned)

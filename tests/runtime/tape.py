@@ -32,10 +32,7 @@ class Tape(TorchDispatchMode, Replay):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.device.step("op")
-        if func._schema.is_mutable:
-            self.undo += [
-                (leaf, leaf.clone()) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-            ]
+        self.undo += [(leaf, leaf.clone()) for leaf in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
         self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)))
         return result
@@ -60,6 +57,15 @@ class Tape(TorchDispatchMode, Replay):
         assert not self.freed, "a graph was freed twice"
         self.freed = True
         self.calls.clear()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
 def _at_their_place(args: Any) -> Any:

@@ -171,6 +171,29 @@ def test_frozen_parameters_are_not_looked_at(where):
 
 
 @torch.no_grad()
+def test_frozen_parameters_of_two_models_are_not_mistaken_for_each_other(where):
+    models = [nn.Linear(4, 4).to(where) for _ in range(2)]
+    compiled = [compile_it(model, frozen_parameter=True) for model in models]
+    for _ in range(4):
+        for model, fast in zip(models, compiled, strict=True):
+            x = torch.randn(2, 4, device=where)
+            same(fast(x), model(x))
+
+
+@torch.no_grad()
+def test_a_marked_tensor_is_read_where_it_is(where):
+    table = torch.randn(8, 4, device=where)
+    torch._dynamo.mark_static_address(table)
+    compiled = compile_it(lambda table, x: (table @ x).relu() + 1, clone_input=True)
+    for step in range(4):
+        table.fill_(step)
+        x = torch.randn(4, device=where)
+        same(compiled(table, x), (table @ x).relu() + 1)
+    (record,) = graphex.journal(compiled).captures
+    assert (record.inputs_by_address, record.inputs_copied) == (1, 1)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "make",
     [lambda x: x[:, ::2], lambda x: x[:1].expand(6, 8), lambda x: x.t(), lambda x: x[2:, 3:]],

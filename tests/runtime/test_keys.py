@@ -178,3 +178,23 @@ def test_an_input_without_elements(where):
         assert empty.shape == (0, 4)
         assert y.tolist() == [2, 2]
     assert replays(compiled) == 3
+
+
+@torch.no_grad()
+def test_a_graph_of_views_has_nothing_to_replay(where):
+    compiled = compile_it(lambda x: (x.t(), x[1:]))
+    for _ in range(3):
+        x = torch.randn(3, 4, device=where)
+        same(compiled(x), (x.t(), x[1:]))
+    assert (statuses(compiled), reasons(compiled)) == ([], [])
+
+
+@torch.no_grad()
+def test_a_sparse_input_runs_and_says_why(where):
+    x = torch.eye(3, device=where).to_sparse()
+    with pytest.warns(graphex.GraphexWarning, match="without capture"):
+        compiled = graphex.compile_fx(torch.fx.experimental.proxy_tensor.make_fx(lambda x: x * 2)(x), [x])
+        for _ in range(3):
+            found = compiled(x)
+    same(found.to_dense(), torch.eye(3, device=where) * 2)
+    assert statuses(compiled) == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.runtime.support import compile_it, count, replays, same, statuses
+from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
 
 
 def run_sizes(compiled, sizes=(2, 3, 4), times=3) -> None:
@@ -87,13 +87,14 @@ def test_graphs_for_other_parameters_are_kept_within_the_limit(limit, tape):
 
 @torch.no_grad()
 def test_compiled_layers_of_one_class_each_have_their_graph(tape):
-    layers = [nn.Linear(4, 4) for _ in range(3)]
+    layers = [nn.Linear(4, 4) for _ in range(20)]
     compiled = [compile_it(layer) for layer in layers]
     for _ in range(4):
         for layer, fast in zip(layers, compiled, strict=True):
             x = torch.randn(2, 4)
             same(fast(x), layer(x))
-    assert len(tape.tapes) == 3
+    assert len(tape.tapes) == 20
+    assert all(reasons(fast) == [] for fast in compiled)
 
 
 @torch.no_grad()

@@ -181,3 +181,19 @@ def test_version_counters_count_the_writes_of_a_replay(where):
         before = cache._version
         compiled(cache, torch.ones(3, device=where))
         assert cache._version > before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_output", ["auto", True, False])
+def test_a_result_that_stands_for_a_part_of_a_written_input(clone_output, where):
+    def f(c):
+        c.view(-1).add_(2)
+        return torch.tensor_split(c, 2, 0)[1]
+
+    compiled = compile_it(f, dynamic=True, clone_output=clone_output)
+    for _ in range(4):
+        c = torch.arange(12.0, device=where).view(4, 3)
+        part = compiled(c)
+        assert part.data_ptr() == c[2:].data_ptr()
+        same(part, torch.arange(8.0, 14.0, device=where).view(2, 3))
+        del part
