@@ -286,8 +286,9 @@ class Pattern:
         return len(self.operations)
 
     def needs(self) -> frozenset[Any]:
-        """The ops a graph must hold for this pattern to match anywhere."""
-        return frozenset(op.op_name for op in self.operations if not op.soft)
+        """The ops a graph must hold for this pattern to match anywhere. A slice may be hidden in a split."""
+        hidden = torch.ops.aten.slice.Tensor
+        return frozenset(op.op_name for op in self.operations if not op.soft and op.op_name is not hidden)
 
     def match(self, node: Node, calls: Calls) -> Match | Stop:
         """Match with the anchor at `node`; the furthest stop if it does not."""
