@@ -102,7 +102,7 @@ def static_options(
 ) -> Static | Declined:
     """The keyword arguments of `graphex::static_quant`, given its scale and zero point."""
     for value in (scale, zero_point):
-        if value is not None and not (value.numel() == 1 or (value.dim() == 1 and value.shape[0] == columns)):
+        if value is not None and (value.dim() > 1 or value.numel() not in (1, columns)):
             return Declined("a scale or zero point is neither one number nor one for each column")
     return _static_options(
         scale.dtype,

@@ -236,6 +236,15 @@ def _allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> T
     return x.new_empty(x.shape, dtype=dtype) if order is None else allocate(x, order, dtype)
 
 
+def _shares_memory(job: Job) -> bool:
+    """Whether what is read may be what is written: then the order of reads and writes would matter."""
+    written = [t.untyped_storage().data_ptr() for t in (job.keys, job.values) if t is not None]
+    read = (job.q, job.k, job.v, job.cos, job.sin, job.positions)
+    if any(t is not None and t.untyped_storage().data_ptr() in written for t in read):
+        return True
+    return job.keys is not None and job.values is not None and job.keys.data_ptr() == job.values.data_ptr()
+
+
 def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declined:
     """Run the kernel: the rotated query, and the rotated key where it goes to no cache."""
     q, k, v, cos, sin, keys, values, positions, dim = job
@@ -243,6 +252,8 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(job, mode))
     if isinstance(plan, Declined):
         return plan
+    if keys is not None and _shares_memory(job):
+        return Declined("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)
     if plan.grid[0] and plan.grid[1]:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphex.ops.definition import Gradient, op
+from graphex.torch_private.checks import require
 
 
 def check_gated(gate: Tensor, up: Tensor) -> None:
-    torch._check(
+    require(
         gate.shape == up.shape and gate.dtype == up.dtype,
         lambda: (
             f"gate and up must have one shape and type; they are {gate.dtype} {list(gate.shape)} and "

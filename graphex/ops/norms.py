@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, op
+from graphex.torch_private.checks import require
 
 NORM = "float eps, float weight_offset=0.0, bool cast_before_weight=True"
 
@@ -32,9 +33,9 @@ def norm_dtype(x: Tensor, weight: Tensor | None, cast_before_weight: bool) -> to
 
 
 def check_norm(x: Tensor, weight: Tensor | None) -> None:
-    torch._check(x.dim() > 0, lambda: "an RMSNorm needs at least one dimension; x has none")
+    require(x.dim() > 0, lambda: "an RMSNorm needs at least one dimension; x has none")
     if weight is not None:
-        torch._check(
+        require(
             weight.dim() == 1 and weight.shape[0] == x.shape[-1],
             lambda: (
                 f"the weight must have the shape [{x.shape[-1]}] of x's last dimension; it has {list(weight.shape)}"
@@ -43,7 +44,7 @@ def check_norm(x: Tensor, weight: Tensor | None) -> None:
 
 
 def check_residual(x1: Tensor, x2: Tensor) -> None:
-    torch._check(
+    require(
         x1.shape == x2.shape and x1.dtype == x2.dtype,
         lambda: (
             f"x1 and x2 must have one shape and type; they are {x1.dtype} {list(x1.shape)} and "

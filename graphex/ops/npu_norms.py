@@ -17,10 +17,11 @@ from torch import Tensor
 from graphex.ops.definition import Gradient, op
 from graphex.ops.norms import check_residual, norm_gradients, residual_gradient, wide_dtype
 from graphex.ops.npu_quant import npu_dynamic_quant, npu_quantize
+from graphex.torch_private.checks import require
 
 
 def _check_gamma(x: Tensor, gamma: Tensor) -> None:
-    torch._check(
+    require(
         0 < gamma.dim() <= x.dim() and gamma.shape == x.shape[x.dim() - gamma.dim() :],
         lambda: f"gamma must have the trailing shape of x, {list(x.shape)}; it has {list(gamma.shape)}",
     )

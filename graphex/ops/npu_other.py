@@ -11,12 +11,13 @@ from torch.nn import functional
 
 from graphex.ops.definition import Gradient, op
 from graphex.ops.rotary import rotate_half
+from graphex.torch_private.checks import require, require_implemented
 
 
 def _permuted_sizes(
     input: Tensor, weight: Tensor, perms: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    torch._check(
+    require(
         input.dim() == 3 and weight.dim() == 3,
         lambda: f"npu_transpose_batchmatmul wants 3-D tensors; found {input.dim()}-D and {weight.dim()}-D",
     )
@@ -37,7 +38,7 @@ def _fake_npu_transpose_batchmatmul(
     batch_split_factor: int | None = 1,
 ) -> Tensor:
     a, b, order = _permuted_sizes(input, weight, (perm_x1, perm_x2, perm_y))
-    torch._check(
+    require(
         a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1],
         lambda: f"cannot multiply batches of {list(a.shape)} by {list(b.shape)}",
     )
@@ -73,7 +74,7 @@ def npu_transpose_batchmatmul(
     With a batch_split_factor F > 1, y of shape [M, B, N] becomes [F, M, B * N / F]: the batch is split into F parts.
     bias and scale are reserved by torch_npu and refused here.
     """
-    torch._check_not_implemented(
+    require_implemented(
         bias is None and scale is None,
         lambda: "npu_transpose_batchmatmul does not support bias and scale here: add or multiply the result instead",
     )
@@ -85,7 +86,7 @@ def npu_transpose_batchmatmul(
     if batch_split_factor in (None, 1):
         return out
     rows, batch, columns = out.shape
-    torch._check(
+    require(
         batch % batch_split_factor == 0,
         lambda: f"batch_split_factor {batch_split_factor} must divide the batch of {batch}",
     )
@@ -95,7 +96,7 @@ def npu_transpose_batchmatmul(
 
 def _fake_npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     size = self.shape[dim]
-    torch._check(size % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {size}")
+    require(size % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {size}")
     return torch.empty_like(self.narrow(dim, 0, size // 2))
 
 
@@ -127,7 +128,7 @@ def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 )
 def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     """The halves a, b of `self` along `dim`: (silu(a) * b) in float32, rounded once to the type of `self`."""
-    torch._check(
+    require(
         self.shape[dim] % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {self.shape[dim]}"
     )
     gate, up = _wide_halves(self, dim)
@@ -141,7 +142,7 @@ def _rotated(x: Tensor, rotary_mode: str) -> Tensor:
 
 
 def _check_rotary_mode(rotary_mode: str) -> None:
-    torch._check(
+    require(
         rotary_mode in ("half", "interleave"),
         lambda: f"rotary_mode must be 'half' or 'interleave'; it is '{rotary_mode}'",
     )

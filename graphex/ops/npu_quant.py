@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphex.ops.definition import op
 from graphex.ops.quant import ranged
+from graphex.torch_private.checks import require, require_implemented
 
 # Codes of torch.dtype as torch_npu's schemas carry them -> (the type of the result, its range).
 QUANTISED = {
@@ -21,7 +22,7 @@ FLOAT8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def quantised(dtype: int) -> tuple[torch.dtype, float, float]:
-    torch._check_not_implemented(
+    require_implemented(
         dtype in QUANTISED,
         lambda: f"npu_quantize has no reference for the type code {dtype}: use int8 (1), uint8 (0) or int32 (3)",
     )
@@ -32,7 +33,7 @@ def dynamic_range(dst_type: torch.dtype | None) -> tuple[torch.dtype, float, flo
     """(type, divisor, smallest, largest) of npu_dynamic_quant's result."""
     if dst_type in (None, torch.int8, torch.qint8):
         return torch.int8, 127.0, -128.0, 127.0
-    torch._check_not_implemented(
+    require_implemented(
         dst_type in FLOAT8,
         lambda: f"npu_dynamic_quant has no reference for dst_type {dst_type}: use int8, float8_e4m3fn or float8_e5m2",
     )
@@ -100,7 +101,7 @@ def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
     values = values.to(torch.float32)
     if values.numel() == 1:
         return values.reshape(())
-    torch._check(
+    require(
         values.dim() == 1 and values.shape[0] == x.shape[axis],
         lambda: (
             f"scales and zero_points must be one number or have the shape [{x.shape[axis]}] of dimension {axis}; "

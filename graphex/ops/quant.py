@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import op
+from graphex.torch_private.checks import require
 
 RANGE = "float quant_min=-128.0, float quant_max=127.0, ScalarType? dtype=None, ScalarType? compute_dtype=None"
 DYNAMIC = (
@@ -22,7 +23,7 @@ STATIC = f'str mode="divide", bool zero_point_before_round=False, {RANGE}'
 
 
 def check_mode(mode: str, allowed: tuple[str, ...]) -> None:
-    torch._check(mode in allowed, lambda: f"mode must be one of {', '.join(allowed)}; it is '{mode}'")
+    require(mode in allowed, lambda: f"mode must be one of {', '.join(allowed)}; it is '{mode}'")
 
 
 def ranged(v: Tensor, quant_min: float, quant_max: float, dtype: torch.dtype) -> Tensor:
@@ -34,7 +35,7 @@ def ranged(v: Tensor, quant_min: float, quant_max: float, dtype: torch.dtype) ->
 
 def check_smooth(x: Tensor, smooth: Tensor | None) -> None:
     if smooth is not None:
-        torch._check(
+        require(
             smooth.dim() == 1 and smooth.shape[0] == x.shape[-1],
             lambda: f"smooth must have the shape [{x.shape[-1]}] of x's last dimension; it has {list(smooth.shape)}",
         )
@@ -115,7 +116,7 @@ def check_static(x: Tensor, scale: Tensor, zero_point: Tensor | None, mode: str)
     check_mode(mode, ("divide", "reciprocal", "multiply"))
     for name, value in (("scale", scale), ("zero_point", zero_point)):
         if value is not None:
-            torch._check(
+            require(
                 value.dim() == 0 or (value.dim() == 1 and value.shape[0] in (1, x.shape[-1])),
                 lambda name=name, value=value: (
                     f"{name} must be one number or have the shape [{x.shape[-1]}] of x's last dimension; "

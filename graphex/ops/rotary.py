@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, op
+from graphex.torch_private.checks import require
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    torch._check(
+    require(
         cos.dtype == sin.dtype and cos.shape == sin.shape,
         lambda: (
             f"cos and sin must have one shape and type; they are {cos.dtype} {list(cos.shape)} and "
             f"{sin.dtype} {list(sin.shape)}"
         ),
     )
-    torch._check(
+    require(
         x.dim() >= cos.dim() > 0,
         lambda: f"cos with {cos.dim()} dimensions cannot broadcast to x with {x.dim()}",
     )
     width, half = x.shape[-1], x.shape[-1] // 2
-    torch._check(width == 2 * half, lambda: f"the last dimension of x must be even; it is {width}")
-    torch._check(
+    require(width == 2 * half, lambda: f"the last dimension of x must be even; it is {width}")
+    require(
         cos.shape[-1] == width or (interleaved and cos.shape[-1] == half),
         lambda: f"the last dimension of cos must be that of x, {width}; it is {cos.shape[-1]}",
     )
@@ -49,7 +50,7 @@ def fake_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) 
     check_rotary(x, cos, sin, interleaved)
     if not interleaved:
         product = x * cos
-        torch._check(product.shape == x.shape, lambda: "cos and sin must not be larger than x")
+        require(product.shape == x.shape, lambda: "cos and sin must not be larger than x")
         return product
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype))
 
@@ -152,20 +153,20 @@ def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool 
 
 
 def check_cache(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor, dim: int, name: str) -> None:
-    torch._check(
+    require(
         positions.dim() == 1 and positions.dtype in (torch.int64, torch.int32),
         lambda: (
             f"positions must be one-dimensional, of int64 or int32; it is {positions.dtype} {list(positions.shape)}"
         ),
     )
-    torch._check(
+    require(
         cache.dtype == dtype, lambda: f"{name} has the type {cache.dtype}; what is written has {dtype}. Cast it first"
     )
-    torch._check(x.dim() == cache.dim(), lambda: f"{name} has {cache.dim()} dimensions; what is written has {x.dim()}")
+    require(x.dim() == cache.dim(), lambda: f"{name} has {cache.dim()} dimensions; what is written has {x.dim()}")
     dim %= x.dim()
     for at, (size, room) in enumerate(zip(x.shape, cache.shape, strict=True)):
         wanted = positions.shape[0] if at == dim else room
-        torch._check(
+        require(
             size == wanted,
             lambda at=at, size=size, wanted=wanted: (
                 f"dimension {at} of what is written to {name} must be {wanted}; it is {size}"

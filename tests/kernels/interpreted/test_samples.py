@@ -13,8 +13,6 @@ WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
 # The interpreter's own conversion to float8 does not round to nearest: those are tested on a GPU.
 NOT_INTERPRETED = (torch.float8_e4m3fn,)
 DECLINED = {
-    "npu::npu_add_rms_norm_quant": {"two quantised results"},
-    "npu::npu_add_rms_norm_dynamic_quant": {"two quantised results"},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
     "npu::npu_quantize": {"scales along a dimension other than the last"},
 }

@@ -119,9 +119,17 @@ def test_positions_outside_the_cache_are_not_written():
     assert not memory[1][:, [0, 1, 3, 4]].any()
 
 
+CACHE = torch.randn(1, 2, 6, 4)
+
+
 @pytest.mark.parametrize(
     ("name", "args", "reason"),
     [
+        (
+            "graphex::rotary_write_",
+            (CACHE[:, :, :2], torch.ones(4), torch.ones(4), CACHE, torch.tensor([1, 2])),
+            "shares its memory",
+        ),
         ("graphex::rms_norm", (torch.randn(2, 4).double(), None, 1e-5), "float64"),
         ("graphex::rms_norm", (torch.randn(4, 2).t(), None, 1e-5), "not adjacent"),
         ("graphex::silu_mul", (torch.randn(1, 4).expand(3, 4), torch.randn(3, 4)), "overlap or repeat"),
