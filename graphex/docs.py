@@ -14,11 +14,13 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 
 from graphex import records
 from graphex.config import CustomPass, Option, options_of
 from graphex.frontend import decompositions
+from graphex.fusion.catalogue import FUSIONS, LIFTS, Family
 from graphex.ops import SPECS
 from graphex.passes.noop import NOOPS
 from graphex.pipeline import LAST, OURS
@@ -121,12 +123,24 @@ def ops_section() -> str:
     return "\n".join(parts)
 
 
+def families_section(families: Iterable[Family]) -> str:
+    """Families of fusion rules: what they are called, and what their modules say about them."""
+    parts = []
+    for family in families:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(family.rules))
+        said = inspect.cleandoc(import_module(f"graphex.fusion.{family.module}").__doc__ or "")
+        parts.append(f"{names}\n\n```text\n{said}\n```\n")
+    return "\n".join(parts)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
     "records": records_section,
     "decompositions": decompositions_section,
     "ops": ops_section,
+    "fusions": lambda: families_section(FUSIONS),
+    "lifts": lambda: families_section(LIFTS),
 }
 
 

@@ -113,7 +113,7 @@ class Runner:
             if work.changes:
                 check_graph(work.gm.graph, self._arity, f"pass '{graph_pass.name}'")
                 self._check_order(graph_pass, work.gm, f"pass '{graph_pass.name}'")
-            return work.changes > 0, ""
+            return work.changes > 0, work.remark
         self.gm.recompile()  # a user's pass may look at the code or run the module
         signature = _signature(self.gm.graph)
         with Watch(self.gm) as watch:

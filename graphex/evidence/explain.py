@@ -19,17 +19,17 @@ import torch
 from graphex.backend import get_backend
 from graphex.errors import InputError
 from graphex.evidence.tensors import clone_together
-from graphex.records import Journal, Refused, Rewrote
+from graphex.records import Journal, NearMiss, Refused, Rewrote
 from graphex.torch_private.trees import pytree
 
 
 @dataclass(frozen=True)
 class RuleSummary:
-    """How one rewrite rule did: where it was applied and where it was refused."""
+    """How one rewrite rule did: where it was applied, and where it was refused or did not match to the end."""
 
     name: str
     rewrites: tuple[Rewrote, ...]
-    near_misses: tuple[Refused, ...]
+    near_misses: tuple[Refused | NearMiss, ...]
 
     @property
     def matched(self) -> int:
@@ -50,7 +50,8 @@ class Report:
         """The record of one rule; a rule that found nothing has empty ones."""
         rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(record for record in self.journal.refusals if record.rule == name)
-        return RuleSummary(name, rewrites, refusals)
+        misses = tuple(record for record in self.journal.near_misses if record.rule == name)
+        return RuleSummary(name, rewrites, refusals + misses)
 
     @property
     def worst_difference(self) -> float:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from graphex.records import Journal, Refused
+from graphex.records import Journal, NearMiss, Refused
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -33,6 +33,10 @@ def _tables(journal: Journal) -> Iterator[Any]:
     yield _passes(journal)
     if journal.rewrites:
         yield _rules(journal)
+    if journal.rules:
+        yield _fusions(journal)
+    if journal.near_misses:
+        yield _near_misses(journal)
     if journal.refusals:
         yield _refusals(journal)
     yield _memory(journal)
@@ -91,6 +95,29 @@ def _rules(journal: Journal) -> Any:
         example = first[rule]
         where = example.line or ", ".join(example.nodes)
         table.add_row(rule, str(count), str(refused[rule]), where, example.because)
+    return table
+
+
+def _fusions(journal: Journal) -> Any:
+    table = _table("fusion rules", "graph", "rule", "fused", "remark")
+    for record in journal.rules:
+        table.add_row(record.graph, record.rule, f"{record.matches} of {record.candidates}", record.remark)
+    return table
+
+
+def _near_misses(journal: Journal) -> Any:
+    """The closest first; the same reason at the same line is one row."""
+    table = _table("not fused", "rule", "times", "matched", "because", "line", "what would help")
+    groups: dict[tuple[str, str, str], list[NearMiss]] = {}
+    for record in journal.near_misses:
+        groups.setdefault((record.rule, record.reason, record.line), []).append(record)
+    ranked = sorted(groups.values(), key=lambda group: -group[0].matched / group[0].ops)
+    for group in ranked[:SHOWN]:
+        first = group[0]
+        matched = f"{first.matched} of {first.ops} ops"
+        table.add_row(first.rule, str(len(group)), matched, first.reason, first.line, first.edit)
+    if len(ranked) > SHOWN:
+        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "", "")
     return table
 
 

@@ -49,6 +49,7 @@ class Work:
         self.example_inputs = example_inputs
         self.config = config
         self.changes = 0
+        self.remark = ""  # what there is to say about the run as a whole
         self.phase = phase  # inference, forward, backward or joint
         self.table = table  # the decompositions the graph was traced with, beyond ours
         self._graph_name = graph_name

@@ -65,6 +65,8 @@ class LiftIdioms(GraphPass):
     def apply(self, work: Work) -> None:
         if work.config.lift_idioms == "always" or _has_kernels(work.graph):
             _apply(work, load_for(work.graph, LIFTS, work.config.disable_rules))
+        else:
+            work.remark = "no kernels faster than the idioms on this device"
 
 
 def _apply(work: Work, rules: list[Any]) -> None:
