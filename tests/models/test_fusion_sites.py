@@ -39,7 +39,8 @@ def sites(model: torch.nn.Module, name: str) -> dict[str, int]:
 
 
 def kinds_of(module: str) -> list[str]:
-    endings = {"RMSNorm": "RMSNorm", "MLP": "MLP", "Experts": "Experts", "Attention": "Attention", "MLA": "Attention"}
+    endings = {kind: kind for kind in ("RMSNorm", "MLP", "Experts", "Attention")}
+    endings |= {"MLA": "Attention", "NaiveMoe": "Experts"}
     return [kind for ending, kind in endings.items() if module.endswith(ending)]
 
 
