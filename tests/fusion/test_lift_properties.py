@@ -179,13 +179,13 @@ def check(program: Program, *, dynamic: bool) -> set[str]:
 
 
 @given(program=programs)
-@effort(120)
+@effort(60)
 def test_a_disturbed_idiom_computes_what_it_computed(program: Program) -> None:
     check(program, dynamic=False)
 
 
 @given(program=programs)
-@effort(25)
+@effort(8)
 def test_a_disturbed_idiom_with_symbolic_sizes_computes_what_it_computed(program: Program) -> None:
     check(program, dynamic=True)
 

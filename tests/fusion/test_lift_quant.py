@@ -125,8 +125,11 @@ def to_known_float8(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
-@ways
-@pytest.mark.parametrize("columns", [(), (16,)], ids=["one scale", "a scale for each column"])
+@pytest.mark.parametrize(
+    ("columns", "dtype", "dynamic"),
+    [((), BF16, False), ((16,), torch.float32, False), ((16,), BF16, True)],
+    ids=["one scale", "a scale for each column", "dynamic"],
+)
 @cases(symmetric, by_reciprocal, by_product, with_zero_point, with_zero_point_before, to_known_float8)
 def test_a_quantisation_with_a_known_scale_is_lifted(
     fn: Callable[..., Tensor], columns: tuple[int, ...], dtype: torch.dtype, dynamic: bool

@@ -117,22 +117,19 @@ def test_what_only_looks_like_an_embedding_is_left_alone(fn: Callable[..., Tenso
     assert lifted.fused == {}
 
 
-@ways
-@cases(half, interleaved)
-def test_query_and_key_share_one_op_in_every_layer(
-    fn: Callable[..., Tensor], dtype: torch.dtype, dynamic: bool
-) -> None:
+@pytest.mark.parametrize(("fn", "dynamic"), [(half, True), (interleaved, False)], ids=["half", "interleaved"])
+def test_query_and_key_share_one_op_in_every_layer(fn: Callable[..., Tensor], dynamic: bool) -> None:
     """The angles are the same in all layers: a query must not be paired with the key of another layer."""
 
     def model(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        for _ in range(3):
+        for _ in range(2):
             turned_query, turned_key = fn(query, cos, sin), fn(key, cos, sin)
             query, key = query + turned_key, key * turned_query.sum(1, keepdim=True)
         return query + key
 
-    query, key = rand(2, 3, 5, 8, dtype=dtype), rand(2, 1, 5, 8, dtype=dtype)
-    lifted = Lifted(model, query, key, *angles(dtype), dynamic=dynamic)
-    assert lifted.fused == {"lift_rotary": 6, "rotary_qk": 3}
+    query, key = rand(2, 3, 5, 8, dtype=BF16), rand(2, 1, 5, 8, dtype=BF16)
+    lifted = Lifted(model, query, key, *angles(BF16), dynamic=dynamic)
+    assert lifted.fused == {"lift_rotary": 4, "rotary_qk": 2}
     assert lifted.count(ops.rotary) == 0
 
 

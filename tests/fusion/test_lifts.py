@@ -132,7 +132,7 @@ def variance_of_another_tensor(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (x.float() * torch.rsqrt((x.float() + 1).pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-@ways
+@pytest.mark.parametrize(("dtype", "dynamic"), [(F32, False), (BF16, False), (F32, True)])
 @cases(
     variance_is_returned,
     other_dimension,
