@@ -17,9 +17,10 @@ from torch.fx import Node
 from graphex.analysis import node_line
 from graphex.fusion.calls import targets_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.patterns import Stop, op_title
+from graphex.fusion.patterns import Stop
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
+from graphex.fusion.words import op_title
 from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import fake_mode_of
 from graphex.records import NearMiss, RuleTried

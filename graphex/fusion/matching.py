@@ -19,7 +19,8 @@ from graphex.analysis import is_effectful, known_equal, known_true, node_line, p
 from graphex.analysis.aliasing import Aliases
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, source_of, value_of
-from graphex.fusion.patterns import OpPattern, Pattern, Stop, pattern_of
+from graphex.fusion.making import pattern_of
+from graphex.fusion.patterns import OpPattern, Pattern, Stop
 from graphex.fusion.rules import Rule
 from graphex.fusion.tracing import fresh, key_of, without_guards
 from graphex.passes.base import Refusal

@@ -1,14 +1,7 @@
 """Patterns: torch's pattern language, with arguments normalised and every failure located.
 
-A pattern is made from a traced function (or converted from what a user wrote in torch's own classes):
-
-    def search(x1, x2, gamma):                    OpPattern(getitem, OpPattern(npu_rms_norm,
-        s = x1 + x2                        ->         self=OpPattern(add, self=x1, other=x2), gamma=gamma,
-        y, _ = npu_rms_norm(s, gamma)                 epsilon=1e-6), 0)
-        return y, s                               and the add, which is an output too
-
-*Loose* patterns ignore constants, since a size may be burnt into them, and let casts and reshapes be absent; they find
-the arguments. The function is then traced again on what was found, and that *exact* pattern has the last word.
+An `OpPattern` matches a call of one op, a `Pattern` all the outputs of a rule's search function. A try that fails says
+where, after how many ops, and why: the `Stop` that came furthest is what a near miss reports. `making` makes patterns.
 """
 
 from __future__ import annotations
@@ -20,28 +13,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from graphex.fusion.calls import (
     COMMUTATIVE,
     PERMUTE,
     SOFT,
     Calls,
-    call_of,
     is_nothing,
-    one_name,
     op_of,
-    parameters_of,
     targets_of,
     value_of,
 )
+from graphex.fusion.words import advice_about, describe, op_title, show
 from graphex.torch_private.patterns import (
-    Arg,
     CallFunction,
-    ExclusiveKeywordArg,
     FailedMatch,
     Ignored,
-    KeywordArg,
     Match,
     MatchContext,
     MultiOutputPattern,
@@ -64,6 +52,9 @@ _MOVES = frozenset(
     }
 )
 
+
+Check = Callable[[Match], Any]
+"""What a rule asks about a match: True, False, or a `Refusal` with a reason."""
 
 Words = Callable[[], str]
 """A sentence that is put together when somebody asks for it: most failed matches are never told."""
@@ -155,10 +146,10 @@ class OpPattern(CallFunction):
     def stop_at(self, node: Any) -> Stop:
         """Another op stands where this one should."""
         where = node if isinstance(node, Node) else None
-        return Stop(1, where, partial(self._mismatch, node), partial(_advice_about, node))
+        return Stop(1, where, partial(self._mismatch, node), partial(advice_about, node))
 
     def _mismatch(self, node: Any) -> str:
-        return f"{_describe(node)} stands where the rule has {op_title(self.op_name)}"
+        return f"{describe(node)} stands where the rule has {op_title(self.op_name)}"
 
     def _match_fns(self, node: Any) -> bool:
         return isinstance(node, Node) and op_of(node) == self.op_name
@@ -168,7 +159,7 @@ class OpPattern(CallFunction):
         if not self._match_fns(node):
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            return ctx.stop(node, partial(self._mismatch, node), partial(_advice_about, node))
+            return ctx.stop(node, partial(self._mismatch, node), partial(advice_about, node))
         found = ctx.calls[node].args
         alpha = self.arguments.get("alpha", 1)
         unscaled = (alpha == 1 or isinstance(alpha, Ignored)) and found.get("alpha", 1) == 1
@@ -212,14 +203,14 @@ class OpPattern(CallFunction):
         return match
 
     def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
-        return ctx.stop(node, lambda: f"'{name}' of {_describe(node)} is not the value that stands for it elsewhere")
+        return ctx.stop(node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere")
 
     def _argument(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch:
         if isinstance(wanted, PatternExpr):
             return ctx.match(wanted, found)
         if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
             if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-                return ctx.stop(node, lambda: f"'{name}' of {_describe(node)} has another length than in the rule")
+                return ctx.stop(node, lambda: f"'{name}' of {describe(node)} has another length than in the rule")
             match = Match(ctx, self)
             for one_wanted, one_found in zip(wanted, found, strict=True):
                 part = self._argument(node, name, one_wanted, one_found, ctx)
@@ -231,8 +222,8 @@ class OpPattern(CallFunction):
             return Match(ctx, self)
         return ctx.stop(
             node,
-            lambda: f"'{name}' of {_describe(node)} is {_show(found)}, and {_show(wanted)} in the rule",
-            lambda: f"use {name}={_show(wanted)}, or make it a scalar argument of the rule",
+            lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
+            lambda: f"use {name}={show(wanted)}, or make it a scalar argument of the rule",
         )
 
     def find_anchor_nodes(self, ctx: MatchContext, searched: Any) -> Generator[Node | None, None, None]:
@@ -346,84 +337,6 @@ class Pattern:
         return sorted(before, reverse=True) + sorted(node for node in found if not node < anchor)
 
 
-# -- making patterns ---------------------------------------------------------------------------------------------------
-
-
-def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], *, exact: bool) -> Pattern:
-    """The pattern of a traced function. `scalars` are the values that stand for its scalar arguments."""
-    made: dict[Node, Any] = {}
-    arguments = iter(names)
-    marks = {value: name for name, value in scalars.items()}
-    outputs: list[PatternExpr] = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            made[node] = KeywordArg(next(arguments, node.name))
-        elif node.op == "output":
-            outputs = [made[leaf] for leaf in _flat(node.args[0]) if isinstance(leaf, Node)]
-        elif not isinstance(value_of(node), torch.Tensor) and op_of(node) is not operator.getitem and _is_size(node):
-            made[node] = value_of(node)
-        elif exact and node.op == "call_function" and is_nothing(node):
-            made[node] = made[node.all_input_nodes[0]]
-        else:
-            made[node] = _op_pattern(node, made, marks, exact=exact)
-    return Pattern(outputs)
-
-
-def _op_pattern(node: Node, made: Mapping[Node, Any], marks: Mapping[Any, str], *, exact: bool) -> OpPattern:
-    call = call_of(node)
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Node):
-            known = made[value]
-            return known if isinstance(known, PatternExpr) or exact else Ignored()
-        if isinstance(value, (list, tuple)):
-            parts = [convert(part) for part in value]
-            return Ignored() if parts and all(isinstance(part, Ignored) for part in parts) else tuple(parts)
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value in marks:
-            return KeywordArg(marks[value])
-        keep = exact or value is None or isinstance(value, (bool, str)) or call.op is operator.getitem
-        return value if keep else Ignored()
-
-    arguments = {name: convert(value) for name, value in call.args.items()}
-    return OpPattern(call.op, arguments, soft=not exact and call.op in SOFT)
-
-
-def converted(pattern: PatternExpr) -> Pattern:
-    """A pattern that a user wrote in torch's classes, in ours: normalised arguments, located failures."""
-    made: dict[PatternExpr, Any] = {}
-
-    def convert(part: Any) -> Any:
-        if isinstance(part, (list, tuple)):
-            return tuple(convert(one) for one in part)
-        if not isinstance(part, CallFunction) or isinstance(part, OpPattern):
-            return part
-        if part not in made:
-            op, arguments = _normalised(part)
-            made[part] = OpPattern(op, {name: convert(value) for name, value in arguments.items()})
-        return made[part]
-
-    outputs = pattern.outputs if isinstance(pattern, MultiOutputPattern) else [pattern]
-    return Pattern([convert(output) for output in outputs if output is not None])
-
-
-def _normalised(part: CallFunction) -> tuple[Any, dict[str, Any]]:
-    """An op and its arguments by name: a positional one left out has its default, a keyword is ignored."""
-    target: Any = part.fns[0]
-    op = one_name(target)
-    parameters = parameters_of(target)
-    if parameters is None:
-        return op, {**{str(index): value for index, value in enumerate(part.args)}, **part.kwargs}
-    names = [name for name, _ in parameters]
-    arguments = dict(zip(names, part.args, strict=False)) | part.kwargs
-    if op in SOFT:
-        return op, {"self": next(iter(arguments.values()))}
-    keywords = {a.name for a in target._schema.arguments if a.kwarg_only}
-    return op, {**{n: d for n, d in parameters if n not in keywords and n not in arguments}, **arguments}
-
-
-# -- words and weights -------------------------------------------------------------------------------------------------
-
-
 def same_constant(wanted: Any, found: Any) -> bool:
     """Whether an argument certainly has the value it has in the rule. Symbolic sizes are compared as expressions."""
     wanted, found = (_plain(value) for value in (wanted, found))
@@ -439,28 +352,6 @@ def same_constant(wanted: Any, found: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value_of(value) if isinstance(value, Node) else value
-
-
-def op_title(op: Any) -> str:
-    """``npu.npu_rms_norm``, ``add``: an op as a user would say it."""
-    if isinstance(op, torch._ops.OpOverload):
-        name = op._schema.name.split("::")
-        return name[1] if name[0] == "aten" else ".".join(name)
-    return str(getattr(op, "__name__", op))
-
-
-def _describe(node: Any) -> str:
-    if isinstance(node, Node):
-        return f"'{node.name}' ({op_title(op_of(node))})" if node.op == "call_function" else f"the input '{node.name}'"
-    return f"the constant {_show(node)}"
-
-
-def _advice_about(node: Any) -> str:
-    return f"do not {op_title(op_of(node))} the value here" if isinstance(node, Node) and op_of(node) in SOFT else ""
-
-
-def _show(value: Any) -> str:
-    return f"'{value.name}'" if isinstance(value, Node) else repr(value)
 
 
 def _title_of(output: PatternExpr) -> str:
@@ -504,15 +395,3 @@ def _users_through(node: Node) -> Iterator[Node]:
         yield user
         if user.op == "call_function" and is_nothing(user):
             yield from _users_through(user)
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]
-
-
-Check = Callable[[Match], Any]
-VARIABLES = (Arg, ExclusiveKeywordArg, KeywordArg)

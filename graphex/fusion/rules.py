@@ -18,7 +18,8 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.errors import RuleError
-from graphex.fusion.patterns import Check, Pattern, converted, pattern_of
+from graphex.fusion.making import converted, pattern_of
+from graphex.fusion.patterns import Check, Pattern
 from graphex.fusion.registry import AnyRule
 from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
 from graphex.torch_private.patterns import PatternExpr, fwd_only, joint_fwd_bwd
