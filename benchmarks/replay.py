@@ -76,25 +76,15 @@ def main() -> int:
     print(f"decode step of Llama-3-8B geometry, bfloat16. {machine()}")
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n")
-    columns = (
-        "layers",
-        "batch",
-        "variant",
-        "pipelined ms",
-        "x hand-made graph",
-        "x floor",
-        "host us",
-        "first 3 calls s",
-    )
-    print(f"| {' | '.join((*columns, 'peak GiB'))} |\n|{'---|' * (len(columns) + 1)}")
     with torch.no_grad():
         settings = [each for layers in options.layers for each in settings_of(layers, options.batch, bandwidth)]
+        print(f"{memory_of_sizes(settings[0].model)}\n", flush=True)
+        columns = ("layers", "batch", "variant", "pipelined ms", "x hand-made", "x floor", "host us", "first 3 calls s")
+        print(f"| {' | '.join((*columns, 'peak GiB'))} |\n|{'---|' * (len(columns) + 1)}")
         for setting in settings:
             ours(setting)
-        memory = memory_of_sizes(settings[0].model)
         for setting in settings:
             inductor(setting, end, max_autotune=options.max_autotune)
-    print(f"\n{memory}")
     return 0
 
 
