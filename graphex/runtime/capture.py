@@ -230,7 +230,8 @@ class Capturing:
 
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
         plan = self._plan
-        last, self._last = self._last, entry.outputs
+        # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
+        last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
         if last is not None and last.may_be_held and (held := last.still_held()):
             self._warn_about_held(held)
         self._pool.take_turn()

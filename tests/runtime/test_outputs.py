@@ -112,6 +112,7 @@ def test_without_clone_output_and_with_pools_of_their_own_each_size_keeps_its_me
             compiled(torch.ones(rows, 4, device=where))
     results = [compiled(torch.full((rows, 4), float(rows), device=where)) for rows in (2, 3, 5)]
     assert [out[0, 0].item() for out in results] == [5, 7, 11]
+    assert reasons(compiled) == []
 
 
 @torch.no_grad()
