@@ -76,25 +76,15 @@ def main() -> int:
     print(f"decode step of Llama-3-8B geometry, bfloat16. {machine()}")
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n")
-    columns = (
-        "layers",
-        "batch",
-        "variant",
-        "pipelined ms",
-        "x hand-made graph",
-        "x floor",
-        "host us",
-        "first 3 calls s",
-    )
-    print(f"| {' | '.join((*columns, 'peak GiB'))} |\n|{'---|' * (len(columns) + 1)}")
     with torch.no_grad():
         settings = [each for layers in options.layers for each in settings_of(layers, options.batch, bandwidth)]
+        print(f"{memory_of_sizes(settings[0].model)}\n", flush=True)
+        columns = ("layers", "batch", "variant", "pipelined ms", "x hand-made", "x floor", "host us", "first 3 calls s")
+        print(f"| {' | '.join((*columns, 'peak GiB'))} |\n|{'---|' * (len(columns) + 1)}")
         for setting in settings:
             ours(setting)
-        memory = memory_of_sizes(settings[0].model)
         for setting in settings:
             inductor(setting, end, max_autotune=options.max_autotune)
-    print(f"\n{memory}")
     return 0
 
 
@@ -173,15 +163,15 @@ def memory_of_sizes(model: TinyLlama) -> str:
     caches = model.new_caches(SIZES[-1])
     largest, _ = reserved_by(model, caches, SIZES[-1:])
     together, each = reserved_by(model, caches, SIZES)
-    sizes = ", ".join(f"{size} ({grown / 2**20:.0f})" for size, grown in each)
+    sizes = ", ".join(f"{key} {grown / 2**20:.0f}" for key, grown in each)
     return (
         f"memory reserved by captures, above weights and caches ({model.shape.layers} layers): the largest batch alone "
         f"{largest / 2**20:.1f} MiB, sixteen sizes {together / 2**20:.1f} MiB, ratio {together / max(1, largest):.3f}\n"
-        f"batch (MiB that its capture reserved), in the order captured: {sizes}"
+        f"{len(each)} captures, key and MiB reserved for it, in this order: {sizes}"
     )
 
 
-def reserved_by(model: TinyLlama, caches: Any, sizes: Any) -> tuple[int, list[tuple[int, int]]]:
+def reserved_by(model: TinyLlama, caches: Any, sizes: Any) -> tuple[int, list[tuple[str, int]]]:
     fresh_start()
     run = torch.compile(model, backend="graphex", fullgraph=True, dynamic=True)
     token, position = torch.zeros((SIZES[-1], 1), dtype=torch.int64, device="cuda"), torch.tensor([7], device="cuda")
@@ -189,13 +179,10 @@ def reserved_by(model: TinyLlama, caches: Any, sizes: Any) -> tuple[int, list[tu
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
     records = graphex.warm_up(run, calls, progress=False)
-    if len(records) != len(calls):
-        raise RuntimeError(f"{len(records)} of {len(calls)} sizes were captured: {graphex.journal(run).fallbacks}")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     after = torch.cuda.memory_reserved()
-    each = [(size, record.reserved_bytes) for size, record in zip(sorted(sizes, reverse=True), records, strict=True)]
-    return after - before, each
+    return after - before, [(record.key, record.reserved_bytes) for record in records]
 
 
 def fresh_start() -> None:

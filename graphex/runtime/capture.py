@@ -31,6 +31,7 @@ from graphex.runtime.entries import Entry, Plan, make_entry
 from graphex.runtime.host_values import host_outputs
 from graphex.runtime.inputs import Arena
 from graphex.runtime.keys import Key, KeyReader
+from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool, pool_for
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
@@ -56,16 +57,16 @@ class Capturing:
         static_inputs: Sequence[int],
         *,
         pool: Pool | None = None,
-        in_place: Sequence[int] = (),
+        ways: dict[int, str] | None = None,
     ) -> None:
-        """`in_place` are outputs that are read before the next call and by nobody who could keep them."""
+        """`ways` are the outputs that get out in another way than the options say (see `outputs`)."""
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
         config = compilation.config
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
-        self._plan = Plan.of(gm, device, static_inputs, config, in_place)
+        self._plan = Plan.of(gm, device, static_inputs, config, ways or {})
         self._key = KeyReader(gm, device)
         self._numbers = host_outputs(gm)
         self._pool = pool or pool_for(device, config.use_graph_pool)
@@ -77,6 +78,7 @@ class Capturing:
         self._must_copy: set[int] = set()
         self._said: set[str] = set()
         self._owners: set[int] = set()
+        self._last: OutputPlan | None = None
         self._moves = 0
         self._gave_up = False
         self._is_running = False
@@ -228,7 +230,9 @@ class Capturing:
 
     def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
         plan = self._plan
-        if entry.outputs.may_be_held and (held := entry.outputs.still_held()):
+        # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
+        last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
+        if last is not None and last.may_be_held and (held := last.still_held()):
             self._warn_about_held(held)
         self._pool.take_turn()
         entry.fill(args)
@@ -250,7 +254,7 @@ class Capturing:
             if name in self._said:
                 continue
             self._said.add(name)
-            what = f"output {place} ('{name}') of an earlier call is still in use and was overwritten"
+            what = f"output {place} ('{name}') of the call before is still in use and may be overwritten"
             reason = "clone_output=False hands out the device graph's own memory; copy what you keep"
             self._compilation.fall_back(self._graph_name, what, reason, node=name)
 

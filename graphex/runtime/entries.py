@@ -43,7 +43,7 @@ class Plan:
 
     @staticmethod
     def of(
-        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, in_place: Sequence[int]
+        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, ways: dict[int, str]
     ) -> Plan:
         aliases = Aliases(gm.graph)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -61,7 +61,7 @@ class Plan:
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
-            ways=["lent" if place in in_place else _WAYS[config.clone_output] for place in range(len(outputs))],
+            ways=[ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))],
             static=sorted(static.difference(hosts)),
             by_address=by_address,
             plain=[index for index in tensors if index not in fixed and index not in hosts],

@@ -99,8 +99,8 @@ def _padded(
     """Device graphs for a few sizes, whose results are copied out after cutting."""
     pool = pool_for(device, compilation.config.use_graph_pool)
     static = [index for index in static_inputs if index not in layout.inputs]
-    lent = range(len(layout.leaves))
-    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, in_place=lent)
+    ways = dict.fromkeys(range(len(layout.leaves)), "lent")
+    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, ways=ways)
     counter = compilation.journal.counter(graph_name)
     return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter)
 
@@ -131,8 +131,9 @@ def _in_pieces(
         run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
-            stable.update(piece.outputs[place] for place in piece.in_place)
-            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, in_place=piece.in_place)
+            stable.update(piece.outputs[place] for place in piece.handed_on)
+            ways = dict.fromkeys(piece.handed_on, "handed on")
+            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
 

@@ -2,8 +2,9 @@
 
     "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
     "separate"   the same, but no two results share memory
-    "in place"   the results are the graph's own memory, which the next replay writes again
-    "lent"       the same, for somebody who is known to be done with them by then
+    "handed on"  copied to a place that is the same in every call, for another piece of the same call
+    "in place"   the results are the graph's own memory, which any replay of its pool may write to again
+    "lent"       the same, for somebody who copies them before that
 
 A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import bytes_of
 from graphex.torch_private.memory import borrowed, has_memory, is_dense, on_storage_of, storage_owners, whole_storage
+
+_COPIED = ("copied", "handed on")
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,9 @@ class OutputPlan:
 
     def __init__(self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor]) -> None:
         self._sources: list[Tensor] = []
+        self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
-        copied = [value for value, way in zip(outputs, ways, strict=True) if way == "copied" and _lives(value)]
+        copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
         sharing = Counter(_memory(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
         self._plan: list[Any] = []
@@ -97,15 +101,14 @@ class OutputPlan:
             elif way in ("in place", "lent"):
                 self._plan.append(InPlace(value, way == "lent"))
             elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
-                self._plan.append(Copied(self._source(value)))
+                self._plan.append(Copied(self._source(value, way)))
             else:
                 whole = None if way == "separate" else storages.get(_memory(value))
                 if whole is None:
-                    whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype))
+                    whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype), way)
                 place = int(value.storage_offset())
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
         self._copies = Copies(self._sources)
-        self._empties = [empty_for(source, source.size(), source.stride()) for source in self._sources]
         self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
 
@@ -135,8 +138,10 @@ class OutputPlan:
         given = iter(inputs)
         return tuple(_result(step, copies, given) for step in self._plan)
 
-    def _source(self, tensor: Tensor) -> int:
+    def _source(self, tensor: Tensor, way: str) -> int:
         self._sources.append(borrowed(tensor))
+        empty = empty_for(tensor, tensor.size(), tensor.stride())
+        self._empties.append(empty if way != "handed on" else empty().detach)
         return len(self._sources) - 1
 
 

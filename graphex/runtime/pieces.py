@@ -34,7 +34,7 @@ class Piece:
     captured: bool
     inputs: list[Node]
     outputs: list[Node]
-    in_place: list[int]
+    handed_on: list[int]
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,18 @@ def divide(gm: GraphModule, device: Device) -> Division:
             break
         outside |= small
     pieces = _pieces(gm, levels, free, aliases)
-    return Division([] if _hand_over_tuples(pieces) else pieces, obstacles)
+    return Division([] if _cannot_hand_over(pieces, aliases) else pieces, obstacles)
 
 
-def _hand_over_tuples(pieces: list[Piece]) -> bool:
-    """Whether a value with several parts would have to cross from one piece to another, which is not supported."""
-    crossing = [node for piece in pieces if piece.captured for node in (*piece.inputs, *piece.outputs)]
-    return any(isinstance(node.meta.get("val"), (list, tuple)) for node in crossing)
+def _cannot_hand_over(pieces: list[Piece], aliases: Aliases) -> bool:
+    """Whether something would cross from one piece to another that is more than a tensor: a value with several parts,
+    or one that is addressed from the start of a memory of which only a part is handed over.
+    """
+    crossing = {node for piece in pieces if piece.captured for node in (*piece.inputs, *piece.outputs)}
+    return any(
+        isinstance(node.meta.get("val"), (list, tuple)) or (node.op != "placeholder" and aliases.is_absolute(node))
+        for node in crossing
+    )
 
 
 def _what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
@@ -190,8 +195,8 @@ def _piece(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if node in needed] + numbers
     graph.output(tuple(copies[node] for node in outputs))
-    in_place = [place for place, node in enumerate(outputs) if captured and not _may_be_kept(node, inside, aliases)]
-    return Piece(GraphModule(gm, graph), captured, inputs, outputs, in_place)
+    handed_on = [place for place, node in enumerate(outputs) if captured and not _may_be_kept(node, inside, aliases)]
+    return Piece(GraphModule(gm, graph), captured, inputs, outputs, handed_on)
 
 
 def _with_numbers(nodes: Iterable[Node], inside: set[Node], free: set[Node]) -> list[Node]:

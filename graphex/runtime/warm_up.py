@@ -24,9 +24,9 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     """Capture the device graphs of some example calls, and return the records of these captures.
 
     A call is a tuple of arguments or a dictionary of keyword arguments. Make it in the mode of the calls to come (under
-    `torch.no_grad()`, for example) and with the caches that will be used. What a call writes to its inputs is undone,
-    and the random generators are left as they were. The largest call goes first: smaller ones then fit into its memory.
-    The bar is shown on a terminal; `progress` decides otherwise.
+    `torch.no_grad()`, for example) and with the caches that will be used. What a call writes to its inputs is undone
+    (from a copy, for which there has to be room), and the random generators are left as they were. The largest call
+    goes first: smaller ones then fit into its memory. The bar is shown on a terminal; `progress` decides otherwise.
     """
     arguments = [_arguments(call) for call in _checked(calls)]
     arguments.sort(key=_size, reverse=True)

@@ -1,12 +1,15 @@
 """A device that captures without a GPU: it records what is dispatched and plays it again on the same memory.
 
 Its memory is the CPU's, except that tensors of float64 stand for the host's. A capture computes nothing, as on a real
-device: what it wrote and the random numbers it drew are taken back.
+device: what it wrote and the random numbers it drew are taken back. And graphs of one pool use the same bytes, as far
+as an allocator may let them: a replay spoils all memory of the other graphs of its pool, but for what somebody held on
+to when it was captured.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +30,7 @@ class Tape(TorchDispatchMode, Replay):
         self.device, self.pool, self.error_mode = device, pool, error_mode
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
+        self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
         self.freed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -53,10 +57,42 @@ class Tape(TorchDispatchMode, Replay):
                 if isinstance(old, Tensor) and _memory(old) not in given:  # else it was written, or is a view
                     old.copy_(new)
 
+    def own(self) -> dict[int, Tensor]:
+        """The memory that was allocated while it was recorded, by address."""
+        given: set[int] = set()
+        found: dict[int, Tensor] = {}
+        for _, args, kwargs, result in self.calls:
+            given |= {_memory(leaf) for leaf in _tensors((args, kwargs))} - found.keys()
+            found |= {_memory(leaf): leaf for leaf in _tensors(result) if _memory(leaf) not in given}
+        return found
+
+    def held_by_others(self) -> set[int]:
+        mine = Counter(_memory(leaf) for _, *rest in self.calls for leaf in _tensors(rest))
+        own = self.own()
+        return {memory for memory, leaf in own.items() if _owners(leaf) - _owners_of_nobody() > mine[memory]}
+
     def free(self) -> None:
         assert not self.freed, "a graph was freed twice"
         self.freed = True
         self.calls.clear()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _owners(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _owners_of_nobody() -> int:
+    """What looking at it adds: a tensor that one name holds has this many owners more."""
+    return _owners(torch.empty(1)) - 1
+
+
+def _spoil(tensor: Tensor) -> None:
+    memory = tensor.untyped_storage()
+    torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),), (1,)).fill_(0x7F)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -129,6 +165,11 @@ class TapeDevice(Device):
 
     def running(self, tape: Tape) -> None:
         self.replayed.append(tape)
+        for other in self.alive:
+            if other is not tape and other.pool == tape.pool:
+                for memory, leaf in other.own().items():
+                    if memory not in tape.spared:
+                        _spoil(leaf)
 
     def stream(self) -> int:
         return self.current_stream

@@ -28,6 +28,23 @@ def test_all_sizes_of_a_graph_share_a_pool(tape):
 
 
 @torch.no_grad()
+def test_graphs_of_one_pool_use_the_same_bytes_unless_they_are_held(tape):
+    """What the recording device is like; without it the tests of pools would show nothing."""
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False)
+    for rows in (2, 2, 3, 3):
+        compiled(torch.ones(rows, 5))
+    with pytest.warns(graphex.GraphexWarning):
+        later = compiled(torch.ones(3, 5))
+        compiled(torch.ones(2, 5))  # was captured first: its scratch memory may be where the other's result is
+        assert not later.eq(3).all()
+        del later
+        early = compiled(torch.ones(2, 5))
+        for _ in range(2):
+            compiled(torch.ones(4, 5))  # is captured while the result is held
+        assert early.eq(3).all()
+
+
+@torch.no_grad()
 def test_or_each_has_its_own(tape):
     run_sizes(compile_it(lambda x: x * 2 + 1, dynamic=True, reuse_graph_pool_in_same_fx=False))
     assert len({each.pool for each in tape.tapes}) == 3

@@ -105,13 +105,26 @@ def test_without_clone_output_an_old_output_that_is_alive_is_named(hold, where):
 
 
 @torch.no_grad()
-def test_without_clone_output_each_size_keeps_its_own_memory(where):
-    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False)
+def test_without_clone_output_and_with_pools_of_their_own_each_size_keeps_its_memory(where):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False, reuse_graph_pool_in_same_fx=False)
     for _ in range(2):
         for rows in (2, 3, 5):
             compiled(torch.ones(rows, 4, device=where))
     results = [compiled(torch.full((rows, 4), float(rows), device=where)) for rows in (2, 3, 5)]
     assert [out[0, 0].item() for out in results] == [5, 7, 11]
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_without_clone_output_a_call_of_another_size_is_warned_about_too(where):
+    compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False)
+    for _ in range(2):
+        for rows in (2, 3):
+            compiled(torch.ones(rows, 4, device=where))
+    held = compiled(torch.ones(2, 4, device=where))
+    with pytest.warns(graphex.GraphexWarning, match="output 0"):
+        compiled(torch.ones(3, 4, device=where))
+    del held
 
 
 @torch.no_grad()
