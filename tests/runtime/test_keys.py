@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -192,9 +194,12 @@ def test_a_graph_of_views_has_nothing_to_replay(where):
 @torch.no_grad()
 def test_a_sparse_input_runs_and_says_why(where):
     x = torch.eye(3, device=where).to_sparse()
-    with pytest.warns(graphex.GraphexWarning, match="without capture"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         compiled = graphex.compile_fx(torch.fx.experimental.proxy_tensor.make_fx(lambda x: x * 2)(x), [x])
         for _ in range(3):
             found = compiled(x)
+    if where != "cuda":  # torch 2.11 traces no value for a sparse tensor there, and then nobody asks for a capture
+        assert any("without capture" in str(warning.message) for warning in told)
     same(found.to_dense(), torch.eye(3, device=where) * 2)
     assert statuses(compiled) == []
