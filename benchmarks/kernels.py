@@ -24,7 +24,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import graphex.ops  # noqa: F401  (defines the ops)
-from benchmarks.measure import interleaved, machine
+from benchmarks.measure import copy_bandwidth, interleaved, machine
 
 Call = Callable[[], object]
 GX, NPU = torch.ops.graphex, torch.ops.npu
@@ -233,14 +233,6 @@ def host_seconds(variants: dict[str, Call]) -> dict[str, float]:
     """Until a call returns; a round is short enough for the device's queue to take it."""
     torch.cuda.synchronize()
     return interleaved(variants, rounds=7, calls=50, warm_up=5)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second by a large device-to-device copy."""
-    source = torch.randn(2**28, device="cuda")
-    target = torch.empty_like(source)
-    seconds = device_seconds({"copy": lambda: target.copy_(source)}, 3)["copy"]
-    return 2 * source.numel() * source.element_size() / seconds
 
 
 def measure(

@@ -41,6 +41,25 @@ def peak_bytes(call: Call) -> int:
     return peak
 
 
+def copy_bandwidth() -> float:
+    """Bytes read plus bytes written per second by a large copy on the GPU, as PyTorch makes it.
+
+    Not from a CUDA graph: the copy node of a graph is a third slower, and no yardstick.
+    """
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    samples, copies = [], 10
+    for _ in range(7):
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        for _ in range(copies):
+            target.copy_(source)
+        ended.record()
+        ended.synchronize()
+        samples.append(started.elapsed_time(ended) / 1e3 / copies)
+    return 2 * source.numel() * source.element_size() / statistics.median(samples)
+
+
 def machine() -> str:
     """One line on where and when the numbers were taken."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()

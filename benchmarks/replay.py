@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import graphex
-from benchmarks.measure import machine
+from benchmarks.measure import copy_bandwidth, machine
 from examples.tiny_llama import Shape, TinyLlama
 
 Call = Callable[[], object]
@@ -212,14 +212,6 @@ def timed(call: Call, *, rounds: int = 7, calls: int = 30) -> tuple[float, float
             call()
             host.append(time.perf_counter() - started)
     return statistics.median(pipelined), statistics.median(host)
-
-
-def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second by a large device-to-device copy."""
-    source = torch.randn(2**29, device="cuda")
-    target = torch.empty_like(source)
-    seconds, _ = timed(lambda: target.copy_(source), rounds=5, calls=10)
-    return 2 * source.numel() * source.element_size() / seconds
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,12 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
 }
+
+# A compiler that contracts a product and a sum leaves out the rounding of the product, which the reference makes.
+AS_WRITTEN = {"enable_fp_fusion": False}
+
+# Whether NVIDIA's instructions can be named: not under the interpreter, nor on AMD's GPUs.
+PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 
 
 @triton.jit
@@ -29,14 +37,34 @@ def row_start(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
+def rows_of_block(ROWS: tl.constexpr, STEPS: tl.constexpr):
+    """The first of the rows of this program, which takes them in steps. Its grid is a `layout.grid_of`."""
+    block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    return block * (ROWS * STEPS) + tl.arange(0, ROWS)[:, None]
+
+
+@triton.jit
 def silu(x, PRECISE: tl.constexpr):
-    """x / (1 + exp(-x)). PRECISE for float32: the hardware's exp2 of a rounded product loses bits for large x."""
-    if not PRECISE:
+    """x / (1 + exp(-x)). PRECISE for float32: the hardware's exp2 of a rounded product loses bits for large x.
+
+    Otherwise the hardware's exp2 and reciprocal do, once 1 + exp(-x) is scaled: the reciprocal of what exceeds 2 ** 126
+    would be flushed to zero.
+    """
+    if PRECISE:
+        whole = half_to_even(tl.minimum(tl.maximum(-x * 1.4426950408889634, -126.0), 126.0))
+        fraction = tl.fma(-x, 1.4426950216293335, -whole)
+        fraction = tl.fma(-x, 1.9259629911266175e-8, fraction)
+        return tl.div_rn(x, 1.0 + tl.exp2(fraction) * tl.exp2(whole))
+    elif PTX:
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [tl.fma(power, 0.0625, 0.0625)], tl.float32, is_pure=True, pack=1
+        )
+        return (x * 0.0625) * inverse
+    else:
         return x / (1.0 + tl.exp(-x))
-    whole = half_to_even(tl.minimum(tl.maximum(-x * 1.4426950408889634, -126.0), 126.0))
-    fraction = tl.fma(-x, 1.4426950216293335, -whole)
-    fraction = tl.fma(-x, 1.9259629911266175e-8, fraction)
-    return tl.div_rn(x, 1.0 + tl.exp2(fraction) * tl.exp2(whole))
 
 
 @triton.jit
@@ -49,14 +77,16 @@ def half_to_even(value):
 def divided(value, by):
     """value / by, correctly rounded in nearly every case, for one reciprocal of `by` and many values.
 
-    The product with the reciprocal is corrected by its remainder. A tiny divisor is scaled, since its reciprocal
-    overflows; where there is no remainder (infinities), the product stands.
+    The product with an approximate reciprocal is corrected by its remainder. Divisors whose reciprocal would overflow
+    or vanish are scaled; where there is no remainder (infinities), the product stands.
     """
-    scale = tl.where(by < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)
+    size = tl.abs(by)
+    scale = tl.where(size < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)
+    scale = tl.where(size > 1.2676506002282294e30, 5.421010862427522e-20, scale)
     value, by = value * scale, by * scale
-    inverse = tl.div_rn(1.0, by)
+    inverse, opposite = 1.0 / by, -by
     quotient = value * inverse
-    corrected = tl.fma(tl.fma(-quotient, by, value), inverse, quotient)
+    corrected = tl.fma(tl.fma(quotient, opposite, value), inverse, quotient)
     return tl.where(corrected == corrected, corrected, quotient)
 
 
@@ -80,32 +110,69 @@ def row_scale(amax, divisor, min_amax, min_scale, COMPUTE: tl.constexpr, SCALE: 
 
 
 @triton.jit
-def quantised(value, quant_min, quant_max, dtype: tl.constexpr):
-    """Clamped, rounded and converted. The bounds of an integer type are integers, so it may be clamped first."""
-    clamped = tl.minimum(tl.maximum(value, quant_min), quant_max)
-    if dtype.is_int():
-        return half_to_even(tl.where(value == value, clamped, 0.0)).to(dtype)
-    else:
-        return tl.where(value == value, clamped, value).to(dtype)
+def between(value, smallest, largest):
+    """Clamped; NaN stays NaN."""
+    value = tl.maximum(value, smallest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(value, largest, propagate_nan=tl.PropagateNan.ALL)
+
+
+_FOUR_NEAREST = """
+{
+    .reg .s32 first, second, third, fourth, half;
+    cvt.rni.s32.f32 first, $1;
+    cvt.rni.s32.f32 second, $2;
+    cvt.rni.s32.f32 third, $3;
+    cvt.rni.s32.f32 fourth, $4;
+    cvt.pack.sat.%(type)s.s32.b32 half, fourth, third, 0;
+    cvt.pack.sat.%(type)s.s32.b32 $0, second, first, half;
+}
+"""
+NEAREST_INT8 = tl.constexpr(_FOUR_NEAREST % {"type": "s8"})
+NEAREST_UINT8 = tl.constexpr(_FOUR_NEAREST % {"type": "u8"})
 
 
 @triton.jit
-def smoothed(value, smooth, column, column_ok, COMPUTE: tl.constexpr):
+def nearest(value, dtype: tl.constexpr):
+    """The nearest int8 or uint8, ties to even; NaN becomes 0. Four at a time: a conversion each, two to pack them."""
+    if not PTX:
+        return half_to_even(tl.where(value == value, value, 0.0)).to(dtype)
+    elif dtype == tl.int8:
+        return tl.inline_asm_elementwise(NEAREST_INT8, "=r,f,f,f,f", [value], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(NEAREST_UINT8, "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def quantised(value, quant_min, quant_max, FULL_RANGE: tl.constexpr, dtype: tl.constexpr):
+    """Clamped, rounded and converted. The bounds of an integer type are integers, so it may be clamped first.
+
+    FULL_RANGE: the bounds are those of the type, to which a conversion in hardware clamps by itself.
+    """
+    if not (PTX and FULL_RANGE):
+        value = between(value, quant_min, quant_max)
+    if dtype.is_int():
+        return nearest(value, dtype)
+    else:
+        return value.to(dtype)
+
+
+@triton.jit  # noqa: RET503 (Triton has no value for None)
+def of_columns(values, column, column_ok, ONE: tl.constexpr, other: tl.constexpr):
+    """A parameter that is one number, or one for each column, or absent."""
+    if values is not None:
+        if ONE:
+            return tl.load(values).to(tl.float32)
+        else:
+            return tl.load(values + column, mask=column_ok, other=other).to(tl.float32)
+
+
+@triton.jit
+def smoothed(value, factor, COMPUTE: tl.constexpr):
     """What dynamic quantisation quantises: the value, times the smooth scales of its columns."""
     value = rounded(value, COMPUTE)
-    if smooth is not None:
-        factor = rounded(tl.load(smooth + column, mask=column_ok, other=0.0).to(tl.float32), COMPUTE)
-        value = rounded(value * factor, COMPUTE)
+    if factor is not None:
+        value = rounded(value * rounded(factor, COMPUTE), COMPUTE)
     return value
-
-
-@triton.jit
-def of_columns(values, column, column_ok, ONE: tl.constexpr, other: tl.constexpr):
-    """A parameter that is one number, or one for each column."""
-    if ONE:
-        return tl.load(values).to(tl.float32)
-    else:
-        return tl.load(values + column, mask=column_ok, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -120,13 +187,13 @@ def static_quantised(
     RESULT: tl.constexpr,
     SUM: tl.constexpr,
     ZERO_POINT_FIRST: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Quantised with a known scale and zero point."""
     value = scaled(value, scale, MODE, SCALE, RESULT)
     if zero_point is not None:
         if not ZERO_POINT_FIRST and dtype.is_int():
-            near = tl.minimum(tl.maximum(value, -2097152.0), 2097152.0)
-            value = tl.where(value == value, half_to_even(near), value)
+            value = half_to_even(between(value, -2097152.0, 2097152.0))
         value = rounded(value + rounded(zero_point, SUM), SUM)
-    return quantised(value, quant_min, quant_max, dtype)
+    return quantised(value, quant_min, quant_max, FULL_RANGE, dtype)

@@ -25,7 +25,7 @@ class Plan:
     """A launch, but for its tensors."""
 
     order: tuple[int, ...] | None
-    grid: tuple[int]
+    grid: tuple[int, ...]
     integers: tuple[int | None, ...]
     constants: dict[str, Any]
 

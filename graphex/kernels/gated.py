@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from graphex.kernels.arithmetic import AS_WRITTEN
 from graphex.kernels.elementwise import Plan, inputs_of, steps
 from graphex.kernels.gated_kernel import silu_mul_kernel
-from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, on_device_of, remember, signature
+from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, grid_of, on_device_of, remember, signature
 from graphex.ops.definition import Declined
 
 _PLANS: dict[Any, Plan | Declined] = {}
@@ -22,10 +23,11 @@ def _plan(gate: Tensor, up: Tensor, round_silu: bool) -> Plan | Declined:
     if gate.is_contiguous() and up.is_contiguous() and rows.count:  # adjacent rows are one long row
         rows = up_rows = Rows(1, gate.numel(), None, 0, gate.numel())
     tile = flat_tile(rows.count, rows.columns)
-    blocks = blocks_of(rows.columns, tile.columns)
-    integers = rows.count, rows.columns, blocks, *steps(rows), *steps(up_rows)
+    integers = rows.count, rows.columns, *steps(rows), *steps(up_rows)
     constants = {"ROUND_SILU": round_silu, "ROWS": tile.rows, "BLOCK": tile.columns, "num_warps": tile.warps}
-    return Plan(inputs.order, (blocks_of(rows.count, tile.rows) * blocks,), integers, constants)
+    constants |= AS_WRITTEN
+    grid = grid_of(blocks_of(rows.columns, tile.columns), blocks_of(rows.count, tile.rows))
+    return Plan(inputs.order, grid, integers, constants)
 
 
 def _launch(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
@@ -34,7 +36,7 @@ def _launch(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
     if isinstance(plan, Declined):
         return plan
     out = allocate(gate, plan.order, gate.dtype)
-    if plan.grid[0]:
+    if all(plan.grid):
         with on_device_of(gate):
             silu_mul_kernel[plan.grid](gate, up, out, *plan.integers, **plan.constants)
     return out

@@ -5,17 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import rounded, row_start, silu
+from graphex.kernels.arithmetic import rounded, row_start, rows_of_block, silu
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "inner", "up_inner"])
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner"])
 def silu_mul_kernel(
     gate,
     up,
     out,
     rows,
     columns,
-    column_blocks,
     inner,
     outer_stride,
     inner_stride,
@@ -27,9 +26,8 @@ def silu_mul_kernel(
     BLOCK: tl.constexpr,
 ):
     X: tl.constexpr = gate.dtype.element_ty
-    program = tl.program_id(0)
-    row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row = rows_of_block(ROWS, 1)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     ok = (row < rows) & (column < columns)
     start = row_start(row, inner, outer_stride, inner_stride)
     start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 MOST_PLANS = 4096
 MOST_ROWS = 2**31 - 2**16
+FEW_ROWS = 512
+FEW_ELEMENTS = 2**20
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 
@@ -37,6 +39,7 @@ class Tile:
     rows: int
     columns: int
     warps: int
+    steps: int = 1
 
 
 def memory_order(x: Tensor) -> tuple[int, ...] | str:
@@ -112,21 +115,38 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def row_tile(rows: int, columns: int, widest: int) -> Tile:
-    """One program a row where rows are wide; several where they are short and there are many. 16 elements a thread.
+def block_of(columns: int) -> int:
+    """A row as one block: a power of two, and no less than the four elements that are quantised together."""
+    return max(4, next_power_of_2(columns))
 
-    `widest` is how much of a row a program keeps in registers with two programs on a multiprocessor.
+
+def row_tile(rows: int, columns: int, widest: int) -> Tile:
+    """One program a row where rows are wide; several where they are short and there are many.
+
+    16 elements a thread; 8 where there are so few rows that their latency is all that counts. `widest` is how much of
+    a row a program keeps in registers with two programs on a multiprocessor.
     """
-    block = min(next_power_of_2(columns), widest)
-    together = 1 if rows <= 512 else max(1, 2048 // block)
+    block = min(block_of(columns), widest)
+    if rows <= FEW_ROWS:
+        return Tile(1, block, max(1, min(32, block // 256)))
+    together = max(1, 2048 // block)
     return Tile(together, block, max(1, min(16, block * together // 512)))
 
 
-def flat_tile(rows: int, columns: int) -> Tile:
-    """For elementwise work, where a row may be cut anywhere."""
-    size = 2048 if rows * columns > 2**20 else 1024
-    block = min(next_power_of_2(columns), size)
-    return Tile(min(size // block, next_power_of_2(rows)), block, size // 512)
+def flat_tile(rows: int, columns: int, sharing: bool = False) -> Tile:
+    """For elementwise work, where a row may be cut anywhere. `sharing`: several rows share a column's parameters."""
+    few = rows * columns <= FEW_ELEMENTS
+    size = 512 if few else 1024 if sharing else 2048
+    block = min(block_of(columns), size)
+    return Tile(min(size // block, next_power_of_2(rows)), block, 4, 4 if sharing and not few else 1)
+
+
+MOST_BLOCKS = 2**16 - 1  # along the second and third axis of a grid
+
+
+def grid_of(column_blocks: int, row_blocks: int) -> tuple[int, int, int]:
+    """A grid over blocks of columns, then of rows: no program divides its number to find its place."""
+    return column_blocks, min(row_blocks, MOST_BLOCKS), blocks_of(row_blocks, MOST_BLOCKS)
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:

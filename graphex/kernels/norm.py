@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphex.kernels.arithmetic import TRITON_TYPES
+from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
 from graphex.kernels.layout import (
     FLOATS,
     allocate,
@@ -123,6 +123,7 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
         "ROWS": tile.rows,
         "BLOCK": tile.columns,
         "num_warps": tile.warps,
+        **AS_WRITTEN,
     }
     return Plan(order, y_dtype, (blocks_of(count, tile.rows),), (count, columns, *steps), numbers, constants)
 

@@ -39,25 +39,24 @@ def _weighted(
     weight,
     beta,
     offset,
-    column,
-    column_ok,
     X: tl.constexpr,
+    W: tl.constexpr,
     Y: tl.constexpr,
     CAST_FIRST: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
 ):
-    """The norm of a tile, rounded where the reference rounds."""
+    """The norm of a tile, rounded where the reference rounds. W is the type of the weight."""
     y = value * rstd
     if weight is not None:
-        w = tl.load(weight + column, mask=column_ok, other=0.0).to(tl.float32)
+        w = weight
         if HAS_OFFSET:
             w = w + offset
         if CAST_FIRST:
-            y = rounded(w, weight.dtype.element_ty) * rounded(y, X)
+            y = rounded(w, W) * rounded(y, X)
         else:
             y = y * w
     if beta is not None:
-        y = y + tl.load(beta + column, mask=column_ok, other=0.0).to(tl.float32)
+        y = y + beta
     return rounded(y, Y)
 
 
@@ -105,11 +104,14 @@ def norm_kernel(
     ONE_ZERO_POINT: tl.constexpr,
     ZERO_POINT_FIRST: tl.constexpr,
     ZERO_IS_ZERO: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     X: tl.constexpr = x1.dtype.element_ty
+    W: tl.constexpr = X if weight is None else weight.dtype.element_ty
+    Q: tl.constexpr = tl.int8 if q_out is None else q_out.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     row_ok = row < rows
     start1 = row_start(row, inner1, outer_stride1, inner_stride1)
@@ -121,6 +123,13 @@ def norm_kernel(
     ok0 = row_ok & column0_ok
 
     value0 = _summed(x1, x2, total, start1 + column0, start2 + column0, start + column0, ok0, X)
+    # The parameters of the first tile are read before the reduction, which their latency would follow.
+    weight0 = of_columns(weight, column0, column0_ok, False, 0.0)
+    beta0 = of_columns(beta, column0, column0_ok, False, 0.0)
+    extra0 = of_columns(extra, column0, column0_ok, ONE_ZERO_POINT, 0)
+    scale0 = None
+    if QUANT == "static":
+        scale0 = of_columns(q_scale, column0, column0_ok, ONE_SCALE, 1.0)
     squares = value0 * value0
     for tile in range(1, TILES):
         column = tile * BLOCK + column0
@@ -131,16 +140,19 @@ def norm_kernel(
     if rstd_out is not None:
         tl.store(rstd_out + one, rstd, mask=row_ok)
 
-    y0 = _weighted(value0, rstd, weight, beta, offset, column0, column0_ok, X, Y, CAST_FIRST, HAS_OFFSET)
+    y0 = _weighted(value0, rstd, weight0, beta0, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
     s = rstd
     if QUANT == "dynamic":
-        largest = tl.abs(smoothed(y0, extra, column0, column0_ok, COMPUTE))
+        largest = tl.abs(smoothed(y0, extra0, COMPUTE))
         for tile in range(1, TILES):
             column = tile * BLOCK + column0
             column_ok = column < columns
             value = _summed(x1, x2, None, start1 + column, start2 + column, start, row_ok & column_ok, X)
-            y = _weighted(value, rstd, weight, beta, offset, column, column_ok, X, Y, CAST_FIRST, HAS_OFFSET)
-            largest = tl.maximum(largest, tl.abs(smoothed(y, extra, column, column_ok, COMPUTE)))
+            w = of_columns(weight, column, column_ok, False, 0.0)
+            b = of_columns(beta, column, column_ok, False, 0.0)
+            y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
+            factor = of_columns(extra, column, column_ok, False, 0.0)
+            largest = tl.maximum(largest, tl.abs(smoothed(y, factor, COMPUTE)))
         s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
         tl.store(q_scale + one, s.to(SCALE), mask=row_ok)
         if ZERO_IS_ZERO:
@@ -152,25 +164,28 @@ def norm_kernel(
         ok = row_ok & column_ok
         at = start + column
         y = y0
+        more = extra0
+        known = scale0
         if TILES > 1:
             value = _summed(x1, x2, None, start1 + column, start2 + column, start, ok, X)
-            y = _weighted(value, rstd, weight, beta, offset, column, column_ok, X, Y, CAST_FIRST, HAS_OFFSET)
+            w = of_columns(weight, column, column_ok, False, 0.0)
+            b = of_columns(beta, column, column_ok, False, 0.0)
+            y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
+            more = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
+            if QUANT == "static":
+                known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
         if y_out is not None:
             tl.store(y_out + at, y.to(Y), mask=ok)
         if y32_out is not None:
             tl.store(y32_out + at, y, mask=ok)
         if QUANT == "dynamic":
-            v = scaled(smoothed(y, extra, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
-            tl.store(q_out + at, quantised(v, quant_min, quant_max, q_out.dtype.element_ty), mask=ok)
+            v = scaled(smoothed(y, more, COMPUTE), s, MODE, SCALE, RESULT)
+            tl.store(q_out + at, quantised(v, quant_min, quant_max, FULL_RANGE, Q), mask=ok)
         if QUANT == "static":
-            known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
-            zero_point = None
-            if extra is not None:
-                zero_point = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
             q = static_quantised(
                 rounded(y, COMPUTE),
                 known,
-                zero_point,
+                more,
                 quant_min,
                 quant_max,
                 MODE,
@@ -178,6 +193,7 @@ def norm_kernel(
                 RESULT,
                 SUM,
                 ZERO_POINT_FIRST,
-                q_out.dtype.element_ty,
+                FULL_RANGE,
+                Q,
             )
             tl.store(q_out + at, q, mask=ok)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.kernels.arithmetic import AS_WRITTEN
 from graphex.kernels.elementwise import Plan, inputs_of, steps
 from graphex.kernels.layout import (
     allocate,
     allocate_ones,
     blocks_of,
     flat_tile,
+    grid_of,
     on_device_of,
     remember,
     row_tile,
@@ -25,8 +27,6 @@ from graphex.ops.definition import Declined
 from graphex.ops.npu_quant import QUANTISED, dynamic_range
 
 WIDEST = 8192
-MANY_ROWS = 8  # that one program quantises with the same scales, where
-MANY_PROGRAMS = 1024  # programs are left to fill a device
 
 _PLANS: dict[Any, Plan | Declined] = {}
 
@@ -47,6 +47,7 @@ def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: 
         "ROWS": tile.rows,
         "BLOCK": tile.columns,
         "num_warps": tile.warps,
+        **AS_WRITTEN,
     }
     integers = rows.count, rows.columns, *steps(rows), *steps(inputs.up_rows), *steps(ones)
     return Plan(inputs.order, (blocks_of(rows.count, tile.rows),), integers, constants)
@@ -60,7 +61,7 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     if isinstance(plan, Declined):
         return plan
     q, scale = allocate(x, plan.order, options.dtype), allocate_ones(x, options.scale_dtype)
-    if plan.grid[0]:
+    if all(plan.grid):
         with on_device_of(x):
             dynamic_quant_kernel[plan.grid](x, up, smooth, q, scale, *plan.integers, *options.numbers, **plan.constants)
     return q, scale if options.keepdim else scale.squeeze(-1)
@@ -99,17 +100,17 @@ def _plan_static(
     if refusal := quant_refusal(x, options, scale=scale, zero_point=zero_point):
         return refusal
     rows = inputs.rows
-    tile = flat_tile(rows.count, rows.columns)
-    blocks = blocks_of(rows.columns, tile.columns)
-    repeats = MANY_ROWS if blocks * rows.count > MANY_ROWS * MANY_PROGRAMS * tile.rows else 1
+    tile = flat_tile(rows.count, rows.columns, sharing=True)
     constants = options.types | {
-        "STEPS": repeats,
+        "STEPS": tile.steps,
         "ROWS": tile.rows,
         "BLOCK": tile.columns,
         "num_warps": tile.warps,
+        **AS_WRITTEN,
     }
-    integers = rows.count, rows.columns, blocks, *steps(rows), *steps(inputs.up_rows)
-    return Plan(inputs.order, (blocks_of(rows.count, tile.rows * repeats) * blocks,), integers, constants)
+    integers = rows.count, rows.columns, *steps(rows), *steps(inputs.up_rows)
+    grid = grid_of(blocks_of(rows.columns, tile.columns), blocks_of(rows.count, tile.rows * tile.steps))
+    return Plan(inputs.order, grid, integers, constants)
 
 
 def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, **quant: Any) -> Any:
@@ -121,7 +122,7 @@ def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | No
     if isinstance(plan, Declined):
         return plan
     q = allocate(x, plan.order, options.dtype)
-    if plan.grid[0]:
+    if all(plan.grid):
         with on_device_of(x):
             static_quant_kernel[plan.grid](
                 x, up, scale, zero_point, q, *plan.integers, *options.numbers, **plan.constants

@@ -11,6 +11,7 @@ from graphex.kernels.arithmetic import (
     rounded,
     row_scale,
     row_start,
+    rows_of_block,
     scaled,
     silu,
     smoothed,
@@ -57,6 +58,7 @@ def dynamic_quant_kernel(
     SCALE: tl.constexpr,
     RESULT: tl.constexpr,
     ZERO_IS_ZERO: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,14 +71,16 @@ def dynamic_quant_kernel(
     column0 = tl.arange(0, BLOCK)[None, :]
     column0_ok = column0 < columns
 
+    factor0 = of_columns(smooth, column0, column0_ok, False, 0.0)
     value0 = source(x, up, start + column0, start_up + column0, row_ok & column0_ok)
     kept = value0.to(x.dtype.element_ty)  # no loss: it is rounded; half the registers of float32
-    largest = tl.abs(smoothed(value0, smooth, column0, column0_ok, COMPUTE))
+    largest = tl.abs(smoothed(value0, factor0, COMPUTE))
     for tile in range(1, TILES):
         column = tile * BLOCK + column0
         column_ok = column < columns
+        factor = of_columns(smooth, column, column_ok, False, 0.0)
         value = source(x, up, start + column, start_up + column, row_ok & column_ok)
-        largest = tl.maximum(largest, tl.abs(smoothed(value, smooth, column, column_ok, COMPUTE)))
+        largest = tl.maximum(largest, tl.abs(smoothed(value, factor, COMPUTE)))
     s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
     one = row_start(row, one_inner, one_outer_stride, one_inner_stride)
     tl.store(scale_out + one, s.to(SCALE), mask=row_ok)
@@ -84,19 +88,20 @@ def dynamic_quant_kernel(
         s = tl.where(s == 0.0, 1.0, s)
 
     start_out = row.to(tl.int64) * columns
-    v = scaled(smoothed(kept.to(tl.float32), smooth, column0, column0_ok, COMPUTE), s, MODE, SCALE, RESULT)
-    q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+    v = scaled(smoothed(kept.to(tl.float32), factor0, COMPUTE), s, MODE, SCALE, RESULT)
+    q = quantised(v, quant_min, quant_max, FULL_RANGE, q_out.dtype.element_ty)
     tl.store(q_out + start_out + column0, q, mask=row_ok & column0_ok)
     for tile in range(1, TILES):
         column = tile * BLOCK + column0
         column_ok = column < columns
+        factor = of_columns(smooth, column, column_ok, False, 0.0)
         value = source(x, up, start + column, start_up + column, row_ok & column_ok)
-        v = scaled(smoothed(value, smooth, column, column_ok, COMPUTE), s, MODE, SCALE, RESULT)
-        q = quantised(v, quant_min, quant_max, q_out.dtype.element_ty)
+        v = scaled(smoothed(value, factor, COMPUTE), s, MODE, SCALE, RESULT)
+        q = quantised(v, quant_min, quant_max, FULL_RANGE, q_out.dtype.element_ty)
         tl.store(q_out + start_out + column, q, mask=row_ok & column_ok)
 
 
-@triton.jit(do_not_specialize=["rows", "column_blocks", "inner", "up_inner"])
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner"])
 def static_quant_kernel(
     x,
     up,
@@ -105,7 +110,6 @@ def static_quant_kernel(
     q_out,
     rows,
     columns,
-    column_blocks,
     inner,
     outer_stride,
     inner_stride,
@@ -122,26 +126,30 @@ def static_quant_kernel(
     ONE_SCALE: tl.constexpr,
     ONE_ZERO_POINT: tl.constexpr,
     ZERO_POINT_FIRST: tl.constexpr,
+    FULL_RANGE: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Elementwise: a program quantises some columns of some rows, step by step, and divides 1 by their scales once."""
-    program = tl.program_id(0)
-    row0 = (program // column_blocks) * (ROWS * STEPS) + tl.arange(0, ROWS)[:, None]
-    column = (program % column_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    """Elementwise: a program quantises some columns, step by step, and takes the reciprocals of their scales once.
+
+    All rows are read before the first is written, since a write would hold up the reads that follow it.
+    """
+    row0 = rows_of_block(ROWS, STEPS)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     column_ok = column < columns
     known = of_columns(scale, column, column_ok, ONE_SCALE, 1.0)
-    known_zero_point = None
-    if zero_point is not None:
-        known_zero_point = of_columns(zero_point, column, column_ok, ONE_ZERO_POINT, 0)
-    for step in range(STEPS):
+    known_zero_point = of_columns(zero_point, column, column_ok, ONE_ZERO_POINT, 0)
+    values = ()
+    for step in tl.static_range(STEPS):
         row = row0 + step * ROWS
-        ok = (row < rows) & column_ok
         start = row_start(row, inner, outer_stride, inner_stride)
         start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+        values += (source(x, up, start + column, start_up + column, (row < rows) & column_ok),)
+    for step in tl.static_range(STEPS):
+        row = row0 + step * ROWS
         q = static_quantised(
-            rounded(source(x, up, start + column, start_up + column, ok), COMPUTE),
+            rounded(values[step], COMPUTE),
             known,
             known_zero_point,
             quant_min,
@@ -151,6 +159,7 @@ def static_quant_kernel(
             RESULT,
             SUM,
             ZERO_POINT_FIRST,
+            FULL_RANGE,
             q_out.dtype.element_ty,
         )
-        tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=ok)
+        tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=(row < rows) & column_ok)

@@ -14,7 +14,12 @@ from graphex.ops.definition import Declined
 
 INTEGERS = frozenset((torch.int8, torch.uint8))
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-LARGEST_INTEGER = 2**20  # rounding in float32 registers is exact well beyond it
+RANGES = {
+    torch.int8: (-128.0, 127.0),
+    torch.uint8: (0.0, 255.0),
+    torch.float8_e4m3fn: (-448.0, 448.0),
+    torch.float8_e5m2: (-57344.0, 57344.0),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +45,13 @@ class Static:
 def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Declined | None:
     if not FLOATS.issuperset(floats):
         return Declined("quantisation is computed in a type other than float16, bfloat16 and float32")
-    if dtype not in INTEGERS and dtype not in FLOAT8:
+    if dtype not in RANGES:
         return Declined(f"the kernel does not quantise to {dtype}")
-    bounds = quant_min, quant_max
-    if dtype in INTEGERS and not all(b == int(b) and abs(b) <= LARGEST_INTEGER for b in bounds):
-        return Declined("the bounds of the quantised range are not small integers")
+    smallest, largest = RANGES[dtype]
+    if not smallest <= quant_min <= quant_max <= largest:
+        return Declined(f"the quantised range is not within that of {dtype}")
+    if dtype in INTEGERS and not (quant_min == int(quant_min) and quant_max == int(quant_max)):
+        return Declined("the bounds of the quantised range are not integers")
     return None
 
 
@@ -83,6 +90,7 @@ def dynamic_options(
         "SCALE": TRITON_TYPES[scale],
         "RESULT": TRITON_TYPES[torch.promote_types(compute, scale)],
         "ZERO_IS_ZERO": zero_is_zero,
+        "FULL_RANGE": RANGES[dtype] == (quant_min, quant_max),
     }
     numbers = divisor, _through(min_amax, compute), _through(min_scale, compute), quant_min, quant_max
     return Dynamic(dtype, scale, keepdim, numbers, types)
@@ -156,6 +164,7 @@ def _static_options(
         "ONE_SCALE": one_scale,
         "ONE_ZERO_POINT": one_zero_point,
         "ZERO_POINT_FIRST": zero_point_first,
+        "FULL_RANGE": RANGES[dtype] == (quant_min, quant_max),
     }
     return Static(dtype, (quant_min, quant_max), types)
 
@@ -170,6 +179,7 @@ NO_QUANTISATION: dict[str, object] = {
     "ONE_ZERO_POINT": False,
     "ZERO_POINT_FIRST": False,
     "ZERO_IS_ZERO": False,
+    "FULL_RANGE": False,
 }
 
 

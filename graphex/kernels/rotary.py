@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphex.kernels.arithmetic import TRITON_TYPES
+from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
 from graphex.kernels.layout import (
+    FEW_ELEMENTS,
     FLOATS,
     allocate,
     blocks_of,
@@ -179,6 +180,22 @@ def _plan(job: Job, mode: str) -> Plan | Declined:
     return _tiled(job, dims, angles, dtype, q_order, k_order, mode)
 
 
+class Tile(NamedTuple):
+    groups: int
+    tokens: int
+    heads: int
+    warps: int
+
+
+def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> Tile:
+    """What a program rotates. Several groups of heads where there is much to do and heads share their angles."""
+    together = min(next_power_of_2(heads), 8)
+    groups = max(1, min(4, next_power_of_2(heads) // together)) if many and shared else 1
+    size = 2048 if many else 1024
+    at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
+    return Tile(groups, at_once, together, max(1, min(8, at_once * together * pairs // 256)))
+
+
 def _tiled(
     job: Job,
     dims: Dims,
@@ -196,11 +213,10 @@ def _tiled(
     half = lead.shape[-1] // 2
     width = 1 if v is None else v.shape[-1]
     pairs = next_power_of_2(half)
-    size = 2048 if lead.numel() > 2**20 else 1024
-    together = min(next_power_of_2(heads), 8)
-    at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
+    shared = dims.strides(angles)[2] == 0
+    tile = _tile(tokens, heads, pairs, lead.numel() > FEW_ELEMENTS, shared)
     counts = 0 if q is None else heads, 0 if k is None else k_heads, 0 if v is None else k_heads
-    token_blocks = blocks_of(tokens, at_once)
+    token_blocks = blocks_of(tokens, tile.tokens)
 
     def strides(x: Tensor | None) -> tuple[int, int, int]:
         return NONE if x is None else dims.strides(x)
@@ -222,13 +238,15 @@ def _tiled(
     constants = {
         "T": TRITON_TYPES[dtype],
         "MODE": mode,
-        "TOKENS": at_once,
-        "HEADS": together,
+        "GROUPS": tile.groups,
+        "TOKENS": tile.tokens,
+        "HEADS": tile.heads,
         "PAIRS": pairs,
         "WIDTH": next_power_of_2(width),
-        "num_warps": max(1, min(8, at_once * together * pairs // 256)),
+        "num_warps": tile.warps,
+        **AS_WRITTEN,
     }
-    grid = outer * token_blocks, sum(blocks_of(count, together) for count in counts)
+    grid = outer * token_blocks, sum(blocks_of(count, tile.groups * tile.heads) for count in counts)
     return Plan(dtype, q_order, k_order, grid, integers, constants)
 
 

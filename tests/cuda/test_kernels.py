@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops import SPECS, declined, has_kernel
-from tests.kernels.compare import assert_close_to_reference, copies, exact_results, tensors
+from tests.kernels.compare import assert_close_to_reference, copies, exact_results, tensors, ulps_apart
 from tests.ops.samples import SAMPLES, Maker, Sample, overload
 
 pytestmark = pytest.mark.cuda
@@ -24,6 +24,8 @@ def check(name: str, sample: Sample) -> None:
     exact = exact_results(name, sample)
     for at, (mine, its) in enumerate(zip(tensors(found), tensors(wanted), strict=True)):
         assert_close_to_reference(mine, its, None if exact is None else exact[at])
+        if "rotary" in name:  # no reduction, every step rounded alike
+            assert torch.equal(mine, its)
     for mine, its in zip(found_args, wanted_args, strict=True):
         if isinstance(mine, Tensor) and name.endswith("_"):
             assert_close_to_reference(mine, its)
@@ -120,6 +122,36 @@ def test_quantised_types(dst_type):
     check("npu::npu_dynamic_quant", Sample((x,), {"dst_type": dst_type}))
     q, _ = NPU.npu_dynamic_quant(x, dst_type=dst_type)
     assert not q[3].float().any()
+
+
+@pytest.mark.parametrize("mode", ["divide", "reciprocal", "multiply"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+@torch.no_grad()
+def test_quantised_values_at_the_edges(dtype, mode):
+    """Ties, both bounds, infinities and NaN; scales that overflow when inverted, vanish, or are no number."""
+    edges = [0.0, 0.5, 1.5, 2.5, 126.5, 127.5, 128.5, 254.5, 255.5, 3e38, 1e30, 1e-30, 1e-38, 1e-40, float("inf")]
+    x = torch.tensor([*edges, *(-e for e in edges), float("nan")], device="cuda")
+    scales = [1.0, 0.5, 3.0, 0.1, 0.0, 1e-45, 1e-39, 1e-37, 1e-20, 1e20, 1e37, 3e38, float("inf"), float("nan"), -2.0]
+    full = {"dtype": dtype, "mode": mode, "quant_min": 0.0, "quant_max": 255.0}
+    if dtype == torch.int8:
+        full |= {"quant_min": -128.0, "quant_max": 127.0}
+    narrow = full | {"quant_min": 0.0, "quant_max": 100.0}
+    columns = torch.tensor(scales, device="cuda")
+    wide = x[:, None].expand(-1, len(scales)).contiguous()
+    for options in (full, narrow):
+        wanted = SPECS["graphex::static_quant"].reference(wide, columns, **options)
+        assert torch.equal(GX.static_quant(wide, columns, **options), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@torch.no_grad()
+def test_silu_of_every_number(dtype):
+    """Times one, so that it is rounded once."""
+    gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
+    gate = gate[~gate.isnan()]
+    found, wanted = GX.silu_mul(gate, torch.ones_like(gate)), torch.nn.functional.silu(gate)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert ulps_apart(found, wanted)[~wanted.isnan()].max() <= 1
 
 
 @torch.no_grad()

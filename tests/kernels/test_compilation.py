@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int8: "*i8",
     torch.int64: "*i64",
@@ -43,7 +44,7 @@ class Compiler:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *args: object, num_warps: int, **constants: object) -> None:
+    def compile(self, *args: object, num_warps: int, enable_fp_fusion: bool, **constants: object) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -64,13 +65,14 @@ class Compiler:
             elif isinstance(value, torch.Tensor) or (specialised and value % 16 == 0):
                 aligned[at,] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, types, fixed, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.code.append(compiled.asm["ptx"])
 
 
-def cases() -> dict[str, Sample]:
-    make = Maker(torch.bfloat16)
-    x, up, weight, scale = make(8, 1024), make(8, 1024), make(1024), make.positive(1024)
+def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:
+    make = Maker(dtype)
+    x, up, weight, scale = make(2048, 1024), make(2048, 1024), make(1024), make.positive(1024)
     q, k, cos = make(1, 4, 2, 128), make(1, 2, 2, 128), make(1, 1, 2, 128)
     cache = make(1, 2, 16, 128)
     float8 = {"dtype": torch.float8_e4m3fn, "divisor": 448.0, "quant_min": -448.0, "quant_max": 448.0}
@@ -106,6 +108,14 @@ def test_compiles_to_wide_accesses(name, monkeypatch):
     code = compiled(name, cases()[name], monkeypatch)
     assert "ld.global.v4.b32" in code  # 16 bytes at a time
     assert "st.global.v4.b32" in code or "st.global.v2.b32" in code
+
+
+@pytest.mark.parametrize("name", [name for name in cases() if "rotary" in name])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_a_rotation_are_rounded_before_they_are_added(name, dtype, monkeypatch):
+    code = compiled(name, cases(dtype)[name], monkeypatch)
+    assert "mul" in code
+    assert "fma." not in code
 
 
 @pytest.mark.parametrize(

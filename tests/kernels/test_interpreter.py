@@ -22,4 +22,3 @@ def test_under_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:randomly", str(file)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 import torch
@@ -358,14 +359,18 @@ def test_the_import_is_light_and_leaves_the_real_torch_npu_alone(tmp_path):
     program = """
 import sys, torch
 import graphex.ops
-heavy = {"torch._dynamo", "torch._inductor", "triton", "torch_npu", "sympy"} & set(sys.modules)
-print(sorted(heavy), hasattr(torch.ops.npu, "npu_rms_norm"), hasattr(torch.ops.graphex, "rms_norm"))
+heavy = {"torch._dynamo", "torch._inductor", "triton", "sympy"} & set(sys.modules)
+print(not heavy, "torch_npu" in sys.modules)
+print(hasattr(torch.ops.npu, "npu_rms_norm"), hasattr(torch.ops.graphex, "rms_norm"))
 """
     path = [str(tmp_path), *sys.path]
     result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{program}"], capture_output=True, text=True
     )
-    assert result.stdout.strip() == "[] False True", result.stderr
+    light, *rest = result.stdout.split()
+    assert rest == ["False", "False", "True"], result.stderr
+    # Where graphex is not installed, its import registers the backend, for which it loads Dynamo.
+    assert light == "True" or not entry_points(group="torch_dynamo_backends", name="graphex")
 
 
 def test_without_triton_the_references_run():
