@@ -22,18 +22,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kernels import CASES, DECODE, LARGE, Call, Case, device_seconds
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import gated, norm, quant, rotary
-from graphex.kernels.layout import Tile, next_power_of_2
+from graphex.kernels.layout import Tile, next_power_of_2, warps_for
 
 Candidates = dict[str, object]
 
 
 def row_tiles(rows: int, columns: int) -> Candidates:
+    """Named by rows a program and elements a thread."""
     block = next_power_of_2(columns)
-    return {f"{warps}w": Tile(1, block, warps) for warps in ((4, 8, 16, 32) if rows <= 64 else (4, 8, 16))}
+    settings = ((1, 8), (1, 16), (1, 32)) if rows <= 64 else ((1, 8), (1, 16), (1, 32), (2, 16), (2, 32), (4, 32))
+    return {f"{n}x{size}": Tile(n, block, warps_for(n * block, size)) for n, size in settings}
 
 
 def flat_tiles(rows: int, columns: int) -> Candidates:
-    few = ((256, 2), (256, 4), (512, 2), (512, 4), (1024, 4))
+    few = ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8))
     many = ((1024, 4), (2048, 4), (2048, 8), (4096, 8))
     return {f"{block}/{warps}w": Tile(1, block, warps) for block, warps in (few if rows <= 64 else many)}
 

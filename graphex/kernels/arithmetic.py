@@ -44,6 +44,17 @@ def rows_of_block(ROWS: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x):
+    """About 1 / x, in one instruction: for magnitudes from 2 ** -126 to 2 ** 126, zero, infinities and NaN."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
 def silu(x, PRECISE: tl.constexpr):
     """x / (1 + exp(-x)). PRECISE for float32: the hardware's exp2 of a rounded product loses bits for large x.
 
@@ -59,10 +70,7 @@ def silu(x, PRECISE: tl.constexpr):
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
         )
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [tl.fma(power, 0.0625, 0.0625)], tl.float32, is_pure=True, pack=1
-        )
-        return (x * 0.0625) * inverse
+        return (x * 0.0625) * reciprocal(tl.fma(power, 0.0625, 0.0625))
     else:
         return x / (1.0 + tl.exp(-x))
 
@@ -84,7 +92,7 @@ def divided(value, by):
     scale = tl.where(size < 7.888609052210118e-31, 1.8446744073709552e19, 1.0)
     scale = tl.where(size > 1.2676506002282294e30, 5.421010862427522e-20, scale)
     value, by = value * scale, by * scale
-    inverse, opposite = 1.0 / by, -by
+    inverse, opposite = reciprocal(by), -by
     quotient = value * inverse
     corrected = tl.fma(tl.fma(quotient, opposite, value), inverse, quotient)
     return tl.where(corrected == corrected, corrected, quotient)

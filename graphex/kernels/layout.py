@@ -120,17 +120,21 @@ def block_of(columns: int) -> int:
     return max(4, next_power_of_2(columns))
 
 
-def row_tile(rows: int, columns: int, widest: int) -> Tile:
+def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32, together: int = 1) -> Tile:
     """One program a row where rows are wide; several where they are short and there are many.
 
-    16 elements a thread; 8 where there are so few rows that their latency is all that counts. `widest` is how much of
-    a row a program keeps in registers with two programs on a multiprocessor.
+    `few` and `many` are elements a thread: with so few rows that only their latency counts, and with many, of which a
+    program takes at least `together`. `widest` is how much of a row a program keeps in registers.
     """
     block = min(block_of(columns), widest)
     if rows <= FEW_ROWS:
-        return Tile(1, block, max(1, min(32, block // 256)))
-    together = max(1, 2048 // block)
-    return Tile(together, block, max(1, min(16, block * together // 512)))
+        return Tile(1, block, warps_for(block, few))
+    together = max(together, 2048 // block)
+    return Tile(together, block, warps_for(block * together, many))
+
+
+def warps_for(elements: int, a_thread: int) -> int:
+    return max(1, min(32, elements // (32 * a_thread)))
 
 
 def flat_tile(rows: int, columns: int, sharing: bool = False) -> Tile:

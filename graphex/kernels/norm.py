@@ -28,6 +28,7 @@ from graphex.ops.definition import Declined
 from graphex.ops.norms import norm_dtype
 
 WIDEST = 16384
+STATIC_MANY, STATIC_TOGETHER = 16, 2  # a known scale costs each column a reciprocal, which rows can share
 
 
 class Norm(NamedTuple):
@@ -107,7 +108,10 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
             return Declined(rows)
         steps += rows.inner, rows.outer_stride, rows.inner_stride
     count, columns = x1.numel() // x1.shape[-1], x1.shape[-1]
-    tile = row_tile(count, columns, WIDEST)
+    if quantise.static is not None and columns <= WIDEST:
+        tile = row_tile(count, columns, WIDEST, 8, STATIC_MANY, STATIC_TOGETHER)
+    else:
+        tile = row_tile(count, columns, WIDEST, 16 if quantise.dynamic is None else 8)
     y_dtype = norm_dtype(x1, norm.weight, norm.cast_first)
     numbers, constants = (1.0, 0.0, 0.0, 0.0, 0.0), dict(NO_QUANTISATION)
     if quantise.dynamic is not None:

@@ -19,6 +19,7 @@ from graphex.kernels.layout import (
     order_of,
     remember,
     signature,
+    warps_for,
 )
 from graphex.kernels.rotary_kernel import rotary_kernel
 from graphex.ops.definition import Declined
@@ -191,9 +192,8 @@ def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> Tile
     """What a program rotates. Several groups of heads where there is much to do and heads share their angles."""
     together = min(next_power_of_2(heads), 8)
     groups = max(1, min(4, next_power_of_2(heads) // together)) if many and shared else 1
-    size = 2048 if many else 1024
-    at_once = max(1, min(next_power_of_2(tokens), size // (together * 2 * pairs)))
-    return Tile(groups, at_once, together, max(1, min(8, at_once * together * pairs // 256)))
+    at_once = max(1, min(next_power_of_2(tokens), 1024 // (together * 2 * pairs)))
+    return Tile(groups, at_once, together, warps_for(at_once * together * pairs, 8 if many else 4))
 
 
 def _tiled(
