@@ -132,8 +132,7 @@ def _exact(rule: Rule, bound: dict[str, Any], anchor: Node, site: Site, mode: An
 
 
 def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, table: Any) -> GraphModule | Pattern:
-    with mode:
-        fresh_args = [fresh(arg, requires_grad=rule.joint) for arg in args]
+    fresh_args = [fresh(arg, requires_grad=rule.joint) for arg in args]
     fn = rule.search if what == "search" else rule.replace
     gm = without_guards(lambda: rule.trace(fn, fresh_args, mode, table), mode)
     return pattern_of(gm, rule.parameters, rule.scalars, exact=True) if what == "search" else gm

@@ -64,7 +64,7 @@ def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Nod
     for traced, node in env.items():
         if isinstance(node, Node) and traced.op != "placeholder":
             inherit_all(node, plan.nodes)
-            value = copies.of(traced, node, mode)
+            value = copies.of(traced, node)
             node.meta["val"] = evaluate(gm, node, mode) if value is None else value
     return made, [env[node] for node in results_of(plan.replacement)]
 
@@ -81,7 +81,7 @@ class _Copies:
             for part in _tensors(node.meta.get("val")):
                 self._owners.setdefault(part.untyped_storage()._cdata, node)
 
-    def of(self, traced: Node, node: Node, mode: FakeTensorMode) -> Any:
+    def of(self, traced: Node, node: Node) -> Any:
         """The value for a new node; None if it shares memory with an older one."""
         value = traced.meta.get("val")
         if traced.target is operator.getitem:
@@ -89,10 +89,9 @@ class _Copies:
             return whole.meta["val"][index] if isinstance(whole, Node) else None
         if not all(self._owners[part.untyped_storage()._cdata] is traced for part in _tensors(value)):
             return None
-        with mode:
-            if isinstance(value, (list, tuple)):
-                return type(value)(fresh(part) for part in value)
-            return fresh(value) if isinstance(value, torch.Tensor) else None
+        if isinstance(value, (list, tuple)):
+            return type(value)(fresh(part) for part in value)
+        return fresh(value) if isinstance(value, torch.Tensor) else None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

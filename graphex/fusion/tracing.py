@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.frontend.decompositions import Table, decompositions
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, no_new_guards
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, fake_like, no_new_guards
 from graphex.torch_private.symbolic_tracing import joint_trace, symbolic_trace
 
 TraceFn = Callable[..., GraphModule]
@@ -64,5 +64,5 @@ def fresh(value: Any, *, requires_grad: bool = False) -> Any:
     """A (fake) tensor like this one that shares memory with nothing."""
     if not isinstance(value, FakeTensor):
         return value
-    grad = requires_grad and value.dtype.is_floating_point
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device, requires_grad=grad)
+    made = fake_like(value)
+    return made.requires_grad_() if requires_grad and value.dtype.is_floating_point else made
