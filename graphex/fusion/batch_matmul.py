@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.checks import Answer, all_of, certainly, dtypes, fake, tensor
+from graphex.fusion.checks import Answer, all_of, certainly, dtypes, example, tensor
 from graphex.fusion.rules import Rule, examples_of
 from graphex.torch_private.patterns import Match
 
@@ -48,8 +48,8 @@ def _rule(name: str, *, transposed: bool) -> Rule:
         return certainly(size < _MOST, match, "b", f"{what} is {size}, which is not certainly below {_MOST}")
 
     def examples() -> list[Any]:
-        a = fake(3, 2, 128) if transposed else fake(2, 3, 128)
-        return [a, fake(2, 128, 256)]
+        a = example(3, 2, 128) if transposed else example(2, 3, 128)
+        return [a, example(2, 128, 256)]
 
     kinds = dtypes(("a", "b"), (torch.float16, torch.bfloat16, torch.float32))
     return Rule(name, search, replace, examples_of(examples), all_of(kinds, _aligned, small_enough), origin="default")

@@ -62,6 +62,6 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """An example input. Called under the fake mode that the rule's examples are made in."""
     return torch.empty(shape, dtype=dtype)

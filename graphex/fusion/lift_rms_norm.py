@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.lifting import example, floating, rule, tensor
+from graphex.fusion.checks import example, tensor
+from graphex.fusion.lifting import floating, rule
 from graphex.fusion.rules import Rule
 from graphex.ops.norms import wide_dtype
 from graphex.passes.base import Refusal

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.lifting import example, floating, rule
+from graphex.fusion.checks import example
+from graphex.fusion.lifting import floating, rule
 from graphex.fusion.rules import Rule
 
 Halves = Callable[[Tensor], tuple[Tensor, Tensor]]

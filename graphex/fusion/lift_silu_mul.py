@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.fusion.lifting import example, floating, rule
+from graphex.fusion.checks import example
+from graphex.fusion.lifting import floating, rule
 
 
 def _search(gate: Tensor, up: Tensor) -> Tensor:

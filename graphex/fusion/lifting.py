@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import graphex.ops  # noqa: F401  defines the ops that the rules name
-from graphex.fusion.calls import value_of
+from graphex.fusion.checks import tensor
 from graphex.fusion.patterns import Check
-from graphex.fusion.rules import Rule
+from graphex.fusion.rules import Rule, examples_of
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr
-from graphex.torch_private.symbolic import FakeTensorMode, unset_fake_temporarily
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -40,23 +38,8 @@ def rule(
     Tracing a rule takes time: a variant names the ATen ops it `requires`, so that only graphs that hold them pay.
     """
 
-    def make() -> Sequence[Any]:
-        with unset_fake_temporarily(), FakeTensorMode():
-            return examples()
-
     needed = frozenset(f"aten::{op}" for op in requires)
-    return Rule(name, search, replace, make, check, given=given, origin=origin, requires=needed)
-
-
-def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def tensor(match: Match, name: str) -> Tensor:
-    """The (fake) value of an argument of the rule."""
-    value = value_of(match.kwargs[name])
-    assert isinstance(value, Tensor)
-    return value
+    return Rule(name, search, replace, examples_of(examples), check, given=given, origin=origin, requires=needed)
 
 
 def floating(*names: str) -> Callable[[Match], bool | Refusal]:

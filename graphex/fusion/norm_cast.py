@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.checks import HALF, all_of, dtypes, fake
+from graphex.fusion.checks import HALF, all_of, dtypes, example
 from graphex.fusion.rules import Rule, examples_of
 
 npu = torch.ops.npu
@@ -33,7 +33,7 @@ def _rule(name: str, *, flattened: bool) -> Rule:
         return rows(y32), y, x
 
     def examples() -> list[Any]:
-        return [fake(2, 3, 16), fake(2, 3, 16), fake(16), 1e-6]
+        return [example(2, 3, 16), example(2, 3, 16), example(16), 1e-6]
 
     return Rule(name, search, replace, examples_of(examples), all_of(dtypes(("x1", "x2"), HALF)), origin="default")
 

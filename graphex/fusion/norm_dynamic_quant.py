@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.checks import HALF, all_of, dtypes, fake
+from graphex.fusion.checks import HALF, all_of, dtypes, example
 from graphex.fusion.rules import Rule, examples_of
 
 npu = torch.ops.npu
@@ -51,7 +51,7 @@ def _rule(name: str, *, smoothed: bool, flattened: bool) -> Rule:
             return fused(x1, x2, gamma, None, eps)
 
     def examples() -> list[Any]:
-        x1, x2, gamma, smooth = fake(2, 3, 16), fake(2, 3, 16), fake(16), fake(16)
+        x1, x2, gamma, smooth = example(2, 3, 16), example(2, 3, 16), example(16), example(16)
         return [x1, x2, gamma, smooth, 1e-6] if smoothed else [x1, x2, gamma, 1e-6]
 
     check = all_of(dtypes(("x1", "x2"), HALF))

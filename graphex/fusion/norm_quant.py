@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphex.analysis import known_equal
-from graphex.fusion.checks import HALF, Answer, all_of, certainly, dtypes, fake, tensor
+from graphex.fusion.checks import HALF, Answer, all_of, certainly, dtypes, example, tensor
 from graphex.fusion.rules import Rule, examples_of
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
@@ -75,8 +75,8 @@ def _rule(name: str, *, code: int, shifted: bool) -> Rule:
             return fused(x1, x2, gamma, scales, None, eps)
 
     def examples() -> list[Any]:
-        x1, x2, gamma, scales = fake(2, 3, 16), fake(2, 3, 16), fake(16), fake(16)
-        zero_points = [fake(16, dtype=torch.int32)] if shifted else []
+        x1, x2, gamma, scales = example(2, 3, 16), example(2, 3, 16), example(16), example(16)
+        zero_points = [example(16, dtype=torch.int32)] if shifted else []
         return [x1, x2, gamma, scales, *zero_points, 1e-6]
 
     check = all_of(dtypes(("x1", "x2"), HALF), _aligned, _scales_like_gamma, _wide_zero_points)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.lifting import example, rule
+from graphex.fusion.checks import example
+from graphex.fusion.lifting import rule
 from graphex.fusion.rules import Rule
 
 ops = torch.ops.graphex
