@@ -105,6 +105,7 @@ def norm_kernel(
     ZERO_POINT_FIRST: tl.constexpr,
     ZERO_IS_ZERO: tl.constexpr,
     FULL_RANGE: tl.constexpr,
+    EARLY_SCALE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,12 +124,13 @@ def norm_kernel(
     ok0 = row_ok & column0_ok
 
     value0 = _summed(x1, x2, total, start1 + column0, start2 + column0, start + column0, ok0, X)
-    # The parameters of the first tile are read before the reduction, which their latency would follow.
+    # The parameters of the first tile are read before the reduction, which their latency would follow. Not a known
+    # scale where there are many rows: its registers are better spent on rows in flight.
     weight0 = of_columns(weight, column0, column0_ok, False, 0.0)
     beta0 = of_columns(beta, column0, column0_ok, False, 0.0)
     extra0 = of_columns(extra, column0, column0_ok, ONE_ZERO_POINT, 0)
     scale0 = None
-    if QUANT == "static":
+    if EARLY_SCALE:
         scale0 = of_columns(q_scale, column0, column0_ok, ONE_SCALE, 1.0)
     squares = value0 * value0
     for tile in range(1, TILES):
@@ -172,8 +174,8 @@ def norm_kernel(
             b = of_columns(beta, column, column_ok, False, 0.0)
             y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             more = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
-            if QUANT == "static":
-                known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
+        if QUANT == "static" and (TILES > 1 or not EARLY_SCALE):
+            known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
         if y_out is not None:
             tl.store(y_out + at, y.to(Y), mask=ok)
         if y32_out is not None:
