@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import (
+    larger,
     of_columns,
     quantised,
     rounded,
+    row_max,
     row_scale,
     row_start,
     scaled,
@@ -154,8 +156,8 @@ def norm_kernel(
             b = of_columns(beta, column, column_ok, False, 0.0)
             y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             factor = of_columns(extra, column, column_ok, False, 0.0)
-            largest = tl.maximum(largest, tl.abs(smoothed(y, factor, COMPUTE)))
-        s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
+            largest = larger(largest, tl.abs(smoothed(y, factor, COMPUTE)))
+        s = row_scale(row_max(largest), divisor, min_amax, min_scale, COMPUTE, SCALE)
         tl.store(q_scale + one, s.to(SCALE), mask=row_ok)
         if ZERO_IS_ZERO:
             s = tl.where(s == 0.0, 1.0, s)

@@ -143,6 +143,20 @@ def test_quantised_values_at_the_edges(dtype, mode):
         assert torch.equal(GX.static_quant(wide, columns, **options), wanted)
 
 
+@torch.no_grad()
+def test_rows_with_infinities_and_nan_are_quantised_as_the_reference_does():
+    x = torch.randn(4, 5000, device="cuda", dtype=torch.bfloat16)
+    x[1, 7], x[2, 4999] = float("inf"), float("nan")
+    weight = torch.ones(5000, device="cuda", dtype=torch.bfloat16)
+    for name, args in (
+        ("graphex::dynamic_quant", (x,)),
+        ("graphex::rms_norm_dynamic_quant", (x, weight, None, 1e-5)),
+    ):
+        found, wanted = overload(name)(*args), SPECS[name].reference(*args)
+        assert torch.equal(found[1].isnan(), wanted[1].isnan())
+        assert_close_to_reference(found[0], wanted[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @torch.no_grad()
 def test_silu_of_every_number(dtype):

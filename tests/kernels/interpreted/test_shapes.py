@@ -141,6 +141,14 @@ def test_rows_of_zeros_and_tiny_rows():
     assert scale[0] == 0
 
 
+def test_a_row_with_a_nan_has_no_scale():
+    x = torch.randn(3, 40)
+    x[1, 7] = float("nan")
+    q, scale = launcher("graphex::dynamic_quant")(x)
+    assert scale.isnan().squeeze(-1).tolist() == [False, True, False]
+    assert not q[1].any()
+
+
 def test_positions_outside_the_cache_are_not_written():
     k, cos = torch.randn(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
     memory = torch.zeros(3, 2, 5, 4)
