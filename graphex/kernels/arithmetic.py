@@ -111,16 +111,27 @@ def scaled(value, scale, MODE: tl.constexpr, SCALE: tl.constexpr, RESULT: tl.con
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two numbers; NaN where one is, as in ATen."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_max(values):
+    return tl.reduce(values, 1, larger, keep_dims=True)
+
+
+@triton.jit
 def row_scale(amax, divisor, min_amax, min_scale, COMPUTE: tl.constexpr, SCALE: tl.constexpr):
     """The scale of a row from its largest magnitude. A minimum of 0 changes nothing."""
-    scale = rounded(tl.div_rn(tl.maximum(amax, min_amax), divisor), COMPUTE)
-    return rounded(tl.maximum(scale, min_scale), SCALE)
+    scale = rounded(tl.div_rn(larger(amax, min_amax), divisor), COMPUTE)
+    return rounded(larger(scale, min_scale), SCALE)
 
 
 @triton.jit
 def between(value, smallest, largest):
     """Clamped; NaN stays NaN."""
-    value = tl.maximum(value, smallest, propagate_nan=tl.PropagateNan.ALL)
+    value = larger(value, smallest)
     return tl.minimum(value, largest, propagate_nan=tl.PropagateNan.ALL)
 
 

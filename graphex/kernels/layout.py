@@ -120,17 +120,17 @@ def block_of(columns: int) -> int:
     return max(4, next_power_of_2(columns))
 
 
-def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32, together: int = 1) -> Tile:
+def row_tile(rows: int, columns: int, widest: int, few: int = 16, together: int = 1) -> Tile:
     """One program a row where rows are wide; several where they are short and there are many.
 
-    `few` and `many` are elements a thread: with so few rows that only their latency counts, and with many, of which a
-    program takes at least `together`. `widest` is how much of a row a program keeps in registers.
+    32 elements a thread; `few` where there are so few rows that only their latency counts. Many rows are taken at least
+    `together` by a program that can keep them in registers, as it keeps `widest` elements of a row.
     """
     block = min(block_of(columns), widest)
     if rows <= FEW_ROWS:
         return Tile(1, block, warps_for(block, few))
-    together = max(together, 2048 // block)
-    return Tile(together, block, warps_for(block * together, many))
+    together = max(1, 2048 // block, min(together, 16384 // block))
+    return Tile(together, block, warps_for(block * together, 32))
 
 
 def warps_for(elements: int, a_thread: int) -> int:
@@ -142,7 +142,7 @@ def flat_tile(rows: int, columns: int, sharing: bool = False) -> Tile:
     few = rows * columns <= FEW_ELEMENTS
     size = 512 if few else 1024 if sharing else 2048
     block = min(block_of(columns), size)
-    return Tile(min(size // block, next_power_of_2(rows)), block, 4, 4 if sharing and not few else 1)
+    return Tile(min(size // block, next_power_of_2(rows)), block, 4, 2 if sharing and not few else 1)
 
 
 MOST_BLOCKS = 2**16 - 1  # along the second and third axis of a grid

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
 from graphex.kernels.layout import (
+    FEW_ROWS,
     FLOATS,
     allocate,
     allocate_ones,
@@ -28,7 +29,6 @@ from graphex.ops.definition import Declined
 from graphex.ops.norms import norm_dtype
 
 WIDEST = 16384
-STATIC_MANY, STATIC_TOGETHER = 16, 2  # a known scale costs each column a reciprocal, which rows can share
 
 
 class Norm(NamedTuple):
@@ -108,10 +108,9 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
             return Declined(rows)
         steps += rows.inner, rows.outer_stride, rows.inner_stride
     count, columns = x1.numel() // x1.shape[-1], x1.shape[-1]
-    if quantise.static is not None and columns <= WIDEST:
-        tile = row_tile(count, columns, WIDEST, 8, STATIC_MANY, STATIC_TOGETHER)
-    else:
-        tile = row_tile(count, columns, WIDEST, 16 if quantise.dynamic is None else 8)
+    # A known scale costs each column a read and a reciprocal, which two rows share.
+    few, together = 16 if quantise is NOT else 8, 1 if quantise.static is None else 2
+    tile = row_tile(count, columns, WIDEST, few, together)
     y_dtype = norm_dtype(x1, norm.weight, norm.cast_first)
     numbers, constants = (1.0, 0.0, 0.0, 0.0, 0.0), dict(NO_QUANTISATION)
     if quantise.dynamic is not None:
@@ -123,6 +122,7 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
         "CAST_FIRST": norm.cast_first,
         "HAS_OFFSET": norm.offset != 0,
         "QUANT": "dynamic" if quantise.dynamic else "static" if quantise.static else "",
+        "EARLY_SCALE": quantise.static is not None and count <= FEW_ROWS,
         "TILES": blocks_of(columns, tile.columns),
         "ROWS": tile.rows,
         "BLOCK": tile.columns,

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import (
+    larger,
     of_columns,
     quantised,
     rounded,
+    row_max,
     row_scale,
     row_start,
     scaled,
@@ -105,6 +107,7 @@ def norm_kernel(
     ZERO_POINT_FIRST: tl.constexpr,
     ZERO_IS_ZERO: tl.constexpr,
     FULL_RANGE: tl.constexpr,
+    EARLY_SCALE: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -123,12 +126,13 @@ def norm_kernel(
     ok0 = row_ok & column0_ok
 
     value0 = _summed(x1, x2, total, start1 + column0, start2 + column0, start + column0, ok0, X)
-    # The parameters of the first tile are read before the reduction, which their latency would follow.
+    # The parameters of the first tile are read before the reduction, which their latency would follow. Not a known
+    # scale where there are many rows: its registers are better spent on rows in flight.
     weight0 = of_columns(weight, column0, column0_ok, False, 0.0)
     beta0 = of_columns(beta, column0, column0_ok, False, 0.0)
     extra0 = of_columns(extra, column0, column0_ok, ONE_ZERO_POINT, 0)
     scale0 = None
-    if QUANT == "static":
+    if EARLY_SCALE:
         scale0 = of_columns(q_scale, column0, column0_ok, ONE_SCALE, 1.0)
     squares = value0 * value0
     for tile in range(1, TILES):
@@ -152,8 +156,8 @@ def norm_kernel(
             b = of_columns(beta, column, column_ok, False, 0.0)
             y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             factor = of_columns(extra, column, column_ok, False, 0.0)
-            largest = tl.maximum(largest, tl.abs(smoothed(y, factor, COMPUTE)))
-        s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
+            largest = larger(largest, tl.abs(smoothed(y, factor, COMPUTE)))
+        s = row_scale(row_max(largest), divisor, min_amax, min_scale, COMPUTE, SCALE)
         tl.store(q_scale + one, s.to(SCALE), mask=row_ok)
         if ZERO_IS_ZERO:
             s = tl.where(s == 0.0, 1.0, s)
@@ -172,8 +176,8 @@ def norm_kernel(
             b = of_columns(beta, column, column_ok, False, 0.0)
             y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             more = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
-            if QUANT == "static":
-                known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
+        if QUANT == "static" and (TILES > 1 or not EARLY_SCALE):
+            known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
         if y_out is not None:
             tl.store(y_out + at, y.to(Y), mask=ok)
         if y32_out is not None:

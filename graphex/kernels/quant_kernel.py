@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import (
+    larger,
     of_columns,
     quantised,
     rounded,
+    row_max,
     row_scale,
     row_start,
     rows_of_block,
@@ -80,8 +82,8 @@ def dynamic_quant_kernel(
         column_ok = column < columns
         factor = of_columns(smooth, column, column_ok, False, 0.0)
         value = source(x, up, start + column, start_up + column, row_ok & column_ok)
-        largest = tl.maximum(largest, tl.abs(smoothed(value, factor, COMPUTE)))
-    s = row_scale(tl.max(largest, 1, keep_dims=True), divisor, min_amax, min_scale, COMPUTE, SCALE)
+        largest = larger(largest, tl.abs(smoothed(value, factor, COMPUTE)))
+    s = row_scale(row_max(largest), divisor, min_amax, min_scale, COMPUTE, SCALE)
     one = row_start(row, one_inner, one_outer_stride, one_inner_stride)
     tl.store(scale_out + one, s.to(SCALE), mask=row_ok)
     if ZERO_IS_ZERO:

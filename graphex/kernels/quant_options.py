@@ -201,7 +201,7 @@ def quant_refusal(
     zero_point: Tensor | None = None,
 ) -> Declined | None:
     """Why a kernel cannot quantise x, if so."""
-    if options is not None and (refusal := float8_refusal(options.dtype, x)):
+    if options is not None and (refusal := device_refusal(options.dtype, x)):
         return refusal
     if not is_column_vector(smooth, x):
         return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
@@ -211,8 +211,9 @@ def quant_refusal(
     return None
 
 
-def float8_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:
-    """float8 needs hardware that converts to it."""
-    if dtype in FLOAT8 and x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
-        return Declined("this device does not convert to float8")
+def device_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:
+    """Both kinds of quantised values need hardware that converts to them."""
+    oldest = (8, 9) if dtype in FLOAT8 else (7, 2)
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
+        return Declined(f"this device does not convert to {dtype}")
     return None

@@ -12,8 +12,13 @@ from torch import Tensor
 from graphex.ops.definition import SPECS
 from tests.ops.samples import Sample
 
-# Where a result is rounded more than once on its way, each rounding may fall to the other side: at most this many ulp.
-ROUNDINGS = 2
+
+def roundings(name: str, sample: Sample) -> int:
+    """How many ulp apart 16-bit results may be: each rounding on the way to them may fall to the other side."""
+    rounded_once = name in ("npu::npu_rms_norm", "npu::npu_add_rms_norm", "npu::npu_add_rms_norm_cast")
+    if rounded_once or ("rms_norm" in name and sample.options.get("cast_before_weight") is False):
+        return 1
+    return 2
 
 
 def launcher(name: str) -> Callable[..., Any]:
@@ -43,7 +48,9 @@ def ulps_apart(a: Tensor, b: Tensor) -> Tensor:
     return (ordered(a) - ordered(b)).abs()
 
 
-def assert_close_to_reference(found: Tensor, wanted: Tensor, exact: Tensor | None = None) -> None:
+def assert_close_to_reference(
+    found: Tensor, wanted: Tensor, exact: Tensor | None = None, *, most_ulps: int = 2
+) -> None:
     """`wanted` is the reference's result, `exact` the same in float64 where there is one."""
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert significant_strides(found) == significant_strides(wanted)
@@ -51,7 +58,7 @@ def assert_close_to_reference(found: Tensor, wanted: Tensor, exact: Tensor | Non
         return
     if wanted.dtype in (torch.float16, torch.bfloat16):
         apart = ulps_apart(found, wanted)
-        assert apart.max() <= ROUNDINGS, f"{apart.max()} ulp apart"
+        assert apart.max() <= most_ulps, f"{apart.max()} ulp apart"
         assert (apart > 1).float().mean() < 1e-3
         assert (apart > 0).float().mean() < 0.02 or wanted.numel() < 200
     elif wanted.dtype.is_floating_point and wanted.dtype.itemsize == 4:

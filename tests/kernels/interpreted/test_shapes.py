@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphex.kernels import layout, norm, rotary
 from graphex.ops.definition import SPECS, Declined
 from tests.kernels.compare import assert_close_to_reference, launcher, tensors
 
@@ -98,6 +99,37 @@ def test_rows_wider_than_a_tile(name):
     assert check(name, *args[name])
 
 
+@pytest.fixture
+def nothing_is_few(monkeypatch):
+    """The tiles for many rows and elements, without them: the interpreter is slow."""
+    for module in (layout, norm, rotary):
+        for threshold in ("FEW_ROWS", "FEW_ELEMENTS"):
+            monkeypatch.setattr(module, threshold, 0, raising=False)
+
+
+@pytest.mark.usefixtures("nothing_is_few")
+def test_many_rows_share_programs():
+    x, weight, scale = torch.randn(7, 1030).half(), torch.randn(1030).half(), torch.rand(1030) + 0.1
+    assert check("graphex::rms_norm", x, weight, 1e-5)
+    assert check("graphex::rms_norm_static_quant", x, weight, scale, None, 1e-5)
+    assert check("graphex::static_quant", x, scale)
+    assert check("graphex::dynamic_quant", x)
+
+
+@pytest.mark.usefixtures("nothing_is_few")
+def test_many_heads_share_their_angles():
+    q, k = torch.randn(1, 21, 5, 256).half(), torch.randn(1, 3, 5, 256).half()
+    angle = torch.rand(1, 1, 5, 256) * 6
+    assert check("graphex::rotary_qk", q, k, angle.cos().half(), angle.sin().half())
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(-128.0, 200.0), (-300.0, 0.0), (5.0, -5.0)])
+def test_a_range_beyond_that_of_the_type_is_declined(smallest, largest):
+    result = launcher("graphex::dynamic_quant")(torch.randn(2, 8), quant_min=smallest, quant_max=largest)
+    assert isinstance(result, Declined)
+    assert "range" in result.reason
+
+
 def test_rows_of_zeros_and_tiny_rows():
     x = torch.zeros(4, 16)
     x[1] = torch.randn(16) * 1e-38
@@ -107,6 +139,14 @@ def test_rows_of_zeros_and_tiny_rows():
     assert (q.int() - wanted.int()).abs().max() <= 1
     assert not q[0].any()
     assert scale[0] == 0
+
+
+def test_a_row_with_a_nan_has_no_scale():
+    x = torch.randn(3, 40)
+    x[1, 7] = float("nan")
+    q, scale = launcher("graphex::dynamic_quant")(x)
+    assert scale.isnan().squeeze(-1).tolist() == [False, True, False]
+    assert not q[1].any()
 
 
 def test_positions_outside_the_cache_are_not_written():
