@@ -80,11 +80,14 @@ def row_scale(amax, divisor, min_amax, min_scale, COMPUTE: tl.constexpr, SCALE: 
 
 
 @triton.jit
-def quantised(value, quant_min, quant_max, dtype: tl.constexpr):
+def quantised(value, quant_min, quant_max, dtype: tl.constexpr, ROUND: tl.constexpr = True):
     """Clamped, rounded and converted. The bounds of an integer type are integers, so it may be clamped first."""
     clamped = tl.minimum(tl.maximum(value, quant_min), quant_max)
     if dtype.is_int():
-        return half_to_even(tl.where(value == value, clamped, 0.0)).to(dtype)
+        known = tl.where(value == value, clamped, 0.0)
+        if ROUND:
+            known = half_to_even(known)
+        return known.to(dtype)
     else:
         return tl.where(value == value, clamped, value).to(dtype)
 
@@ -124,9 +127,10 @@ def static_quantised(
 ):
     """Quantised with a known scale and zero point."""
     value = scaled(value, scale, MODE, SCALE, RESULT)
+    ROUND_LAST: tl.constexpr = zero_point is None or ZERO_POINT_FIRST
     if zero_point is not None:
-        if not ZERO_POINT_FIRST and dtype.is_int():
+        if not ROUND_LAST and dtype.is_int():
             near = tl.minimum(tl.maximum(value, -2097152.0), 2097152.0)
             value = tl.where(value == value, half_to_even(near), value)
         value = rounded(value + rounded(zero_point, SUM), SUM)
-    return quantised(value, quant_min, quant_max, dtype)
+    return quantised(value, quant_min, quant_max, dtype, ROUND_LAST)
