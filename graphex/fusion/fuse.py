@@ -95,14 +95,19 @@ class Fusion:
     # -- why not ---------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Refusals and near misses; of our own rules only the one that came closest to each place."""
-        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        """Refusals and near misses; of our own rules only the one that came closest to each place.
+
+        The variants of one idiom are rules of one name: they are counted together.
+        """
         told: list[tuple[Rule, Node, Stop | Refusal]] = []
-        unmatched = dict.fromkeys(self.rules, 0)
+        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
             for root in sorted(self._nodes(rule.pattern.root_op)):
-                unmatched[rule] += 1
                 end = self._end_at(rule, root)
+                if not _is_worth_telling(rule, end):
+                    continue
+                missed[rule.name].add(root)
                 if rule.origin == "user":
                     told.append((rule, root, end))
                 elif root not in closest or _closeness(rule, end) > _closeness(*closest[root]):
@@ -110,10 +115,11 @@ class Fusion:
         told += [(rule, root, end) for root, (rule, end) in closest.items()]
         for rule, root, end in told:
             self._tell(rule, root, end)
-        spoken_of = {rule for rule, _, _ in told}
-        for rule, outcome in self.outcomes.items():
-            if outcome.matches or rule.origin == "user" or rule in spoken_of:
-                self._count(rule, outcome.matches, outcome.matches + unmatched[rule])
+        spoken_of = {rule.name for rule, _, _ in told} | {rule.name for rule in self.rules if rule.origin == "user"}
+        for name, roots in missed.items():
+            matches = sum(outcome.matches for rule, outcome in self.outcomes.items() if rule.name == name)
+            if matches or name in spoken_of:
+                self._count(name, matches, matches + len(roots))
 
     def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
@@ -136,10 +142,12 @@ class Fusion:
             )
         )
 
-    def _count(self, rule: Rule, matches: int, candidates: int) -> None:
-        absent = [] if matches else sorted(map(op_title, self._absent(rule)))
-        remark = f"the graph holds no {', '.join(absent)}" if absent else ""
-        self.work.note(lambda graph, name: RuleTried(graph, name, rule.name, matches, candidates, remark))
+    def _count(self, rule: str, matches: int, candidates: int) -> None:
+        absent = [] if matches else [self._absent(variant) for variant in self.rules if variant.name == rule]
+        remark = ""
+        if absent and all(absent):  # otherwise some variant had all its ops to match
+            remark = f"the graph holds no {', '.join(sorted(map(op_title, min(absent, key=len))))}"
+        self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates, remark))
 
     # -- the graph's index -----------------------------------------------------------------------------------------
 
@@ -150,6 +158,13 @@ class Fusion:
     def _nodes(self, op: Any) -> Iterator[Node]:
         for target in targets_of(op):
             yield from self.work.graph.find_nodes(op="call_function", target=target, sort=False)
+
+
+def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
+    """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
+    place only if most of the idiom is there.
+    """
+    return rule.origin != "lift" or _closeness(rule, end) > 0.5
 
 
 def _closeness(rule: Rule, end: Stop | Refusal) -> float:
