@@ -15,11 +15,13 @@ from typing import Any
 from torch.fx import Node
 
 from graphex.analysis import node_line
-from graphex.fusion.calls import targets_of
+from graphex.analysis.effects import operator_of
+from graphex.fusion.calls import targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.patterns import Stop, op_title
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
+from graphex.ops import SPECS, has_kernel
 from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import fake_mode_of
 from graphex.records import NearMiss, RuleTried
@@ -83,6 +85,8 @@ class Fusion:
         plan = try_rule(rule, anchor, self._site)
         if not isinstance(plan, Plan):
             return plan
+        if rule.origin == "lift" and self.work.config.lift_idioms != "always" and (slow := _without_kernel(plan)):
+            return Refusal(slow, anchor)
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
@@ -143,10 +147,10 @@ class Fusion:
         )
 
     def _count(self, rule: str, matches: int, candidates: int) -> None:
-        absent = [] if matches else [self._absent(variant) for variant in self.rules if variant.name == rule]
-        remark = ""
-        if absent and all(absent):  # otherwise some variant had all its ops to match
-            remark = f"the graph holds no {', '.join(sorted(map(op_title, min(absent, key=len))))}"
+        absent: list[Any] = []
+        if not matches:  # the variant that came closest speaks for all
+            absent = min((self._absent(variant) for variant in self.rules if variant.name == rule), key=len)
+        remark = f"the graph holds no {', '.join(sorted(map(op_title, absent)))}" if absent else ""
         self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates, remark))
 
     # -- the graph's index -----------------------------------------------------------------------------------------
@@ -158,6 +162,15 @@ class Fusion:
     def _nodes(self, op: Any) -> Iterator[Node]:
         for target in targets_of(op):
             yield from self.work.graph.find_nodes(op="call_function", target=target, sort=False)
+
+
+def _without_kernel(plan: Plan) -> str:
+    """Why a lift would gain nothing: the device it computes on has no kernel for a named op. Empty: it would."""
+    device = next(value_of(output).device for output in plan.outputs if output is not None)
+    for op in filter(None, map(operator_of, plan.replacement.graph.nodes)):
+        if (name := op._schema.name) in SPECS and not has_kernel(name, device):
+            return f"'{name}' has no kernel on {device.type}"
+    return ""
 
 
 def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
