@@ -88,20 +88,25 @@ class _Joiner:
 
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
         """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
-        users = list(rotary.turned_key.users)
+        turned = rotary.turned_key
+        users = [user for each in turned.users for user in (self._through_view(turned, each))]
         found = [self.writes[self.place[user]] for user in users if user in self.place]
-        found = [write for write in found if write.rows is rotary.turned_key]
+        found = [write for write in found if write.rows is turned]
         if found and len(users) == 1:
             return found[0]
         if found:
-            other = next(user for user in users if user is not found[0].node)
+            other = next((user for user in users if user is not found[0].node), found[0].node)
             what = "returned" if other.op == "output" else f"used by '{other.name}'"
             self._refuse(ONE, Refusal(f"the rotated key is also {what}", found[0].node))
-        elif copy := next(
-            (user for user in users if user.target in COPIES and user.args[0] is not rotary.turned_key), None
-        ):
+            return None
+        for copy in (user for user in users if user.target in COPIES and user.args[0] is not turned):
             self._refuse(ONE, Refusal(f"'{copy.name}' makes a new cache: it is not proven to write in place", copy))
         return None
+
+    def _through_view(self, turned: Node, user: Node) -> list[Node]:
+        """The user itself, or for a view without leading dimensions who uses that."""
+        writes = [self.writes[self.place[each]] for each in user.users if each in self.place]
+        return list(user.users) if any(w.given is user and w.rows is turned for w in writes) else [user]
 
     def _value_write(self, rotary: Rotary, key: RowWrite, keys: set[Node]) -> RowWrite | None:
         """The write of the value: the one next to that of the key, at the same positions."""
@@ -148,7 +153,10 @@ class _Joiner:
         made = [joined]
         for write in writes:
             write.node.replace_all_uses_with(write.cache)
+            given, rows = write.given, write.rows
             graph.erase_node(write.node)
+            if given is not rows and not given.users:
+                graph.erase_node(given)
         if rule == ALL:
             assert rotary.turned_query is not None
             joined.meta["val"] = rotary.turned_query.meta["val"]

@@ -108,7 +108,7 @@ class _Proof:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _shared_memory(self) -> Refusal | None:
-        operands = [each for each, _ in self._operands()]
+        operands = [*(each for each, _ in self._operands()), self.rotary.turned_key]
         for write in self.writes:
             if sharing := next((each for each in operands if self.aliases.may_alias(each, write.cache)), None):
                 return self._refusal(f"'{sharing.name}' may live in the memory of the cache")
@@ -142,7 +142,8 @@ class _Proof:
     # -- what the op takes -----------------------------------------------------------------------------------------
 
     def _unfit_write(self, write: RowWrite) -> Refusal | None:
-        cache, rows, last = write.cache.meta["val"], write.rows.meta["val"], write.rows.meta["val"].dim() - 1
+        cache, rows = write.cache.meta["val"], write.rows.meta["val"]
+        last = rows.dim() - 1
         if cache.dtype != rows.dtype or cache.device != rows.device or cache.dim() != rows.dim():
             return self._refusal("the cache differs from what is written in type, device or rank")
         if not 0 <= write.dim < last:
@@ -152,7 +153,11 @@ class _Proof:
             return self._refusal("what is written does not fill the other dimensions of the cache")
         if not known_equal(cache.stride(-1), 1):
             return self._refusal("the rows of the cache are not adjacent elements")
-        return None if write.positions is None else self._unfit_positions(write, write.positions.meta["val"])
+        if write.positions is not None:
+            return self._unfit_positions(write, write.positions.meta["val"])
+        if not known_equal(cache.shape[write.dim], rows.shape[write.dim]):
+            return self._refusal("one row is written to many places")
+        return None
 
     def _unfit_positions(self, write: RowWrite, positions: Any) -> Refusal | None:
         rows, cache = write.rows.meta["val"], write.cache.meta["val"]

@@ -26,14 +26,27 @@ COPIES = frozenset({aten.index_copy.default, aten.index_put.default, aten.slice_
 
 @dataclass(frozen=True)
 class RowWrite:
-    """`node` writes `rows` into `cache`, along `dim`, at `positions` (None: `cache` is a window that they fill)."""
+    """`node` writes `rows` into `cache`, along `dim`, at `positions` (None: `cache` is a window that they fill).
+
+    `given` is what it is given: the rows, or a view of them without leading dimensions of size 1, which torch drops
+    where a tensor is assigned to an index.
+    """
 
     node: Node
     cache: Node
-    rows: Node
+    given: Node
     dim: int
     positions: Node | None = None
     may_count_from_end: bool = False
+
+    @property
+    def rows(self) -> Node:
+        source = self.given.args[0] if self.given.target is aten.view.default else None
+        whole, part, room = _tensor(source), _tensor(self.given), _tensor(self.cache)
+        if whole is None or part is None or room is None or not part.dim() < whole.dim() == room.dim():
+            return self.given
+        padded = (*[1] * (whole.dim() - part.dim()), *part.shape)
+        return source if known_equal(tuple(whole.shape), padded) else self.given  # type: ignore[return-value]
 
     def is_beside(self, other: RowWrite) -> bool:
         """Whether two writes go to the same rows of two tensors."""
@@ -45,7 +58,7 @@ def row_write(node: Node) -> RowWrite | None:
     """What a node writes, if it is a write of rows in place."""
     read = _SPELLINGS.get(node.target) if node.op == "call_function" and not node.kwargs else None
     found = read(node, *node.args) if read is not None else None
-    if found is None or not all(isinstance(each, Node) for each in (found.cache, found.rows)):
+    if found is None or _tensor(found.cache) is None or _tensor(found.given) is None:
         return None
     return found
 
@@ -65,11 +78,9 @@ def _index_put(node: Node, cache: Any, indices: Any, rows: Any, accumulate: Any 
 
 
 def _copy(node: Node, window: Any, rows: Any, non_blocking: Any = False) -> RowWrite | None:
-    into, value = _tensor(window), _tensor(rows)
-    if into is None or value is None or window.target is not aten.slice.Tensor:
+    into = _tensor(window)
+    if into is None or window.target is not aten.slice.Tensor:
         return None
-    if not known_equal(tuple(into.shape), tuple(value.shape)):
-        return None  # one value for many rows
     dim = window.args[1] if len(window.args) > 1 else 0
     return RowWrite(node, window, rows, canonical_dim(dim, into.dim()))
 
