@@ -42,7 +42,7 @@ class WriteRotaryToCache(GraphPass):
         return (ONE, ALL)
 
     def apply(self, work: Work) -> None:
-        found = [rotary for node in work.graph.nodes if (rotary := _rotary(node)) is not None]
+        found = [node for node in work.graph.nodes if _rotary(node) is not None]
         if found:
             _Joiner(work).join_all(found)
 
@@ -65,19 +65,21 @@ def _rotary(node: Node) -> Rotary | None:
 
 
 class _Joiner:
-    """The rewrites of one graph. Facts about memory are those from before the first of them."""
+    """The rewrites of one graph. Facts about memory are those from before the first of them; nodes are read when it
+    is their turn, since a rewrite changes the arguments of others.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.writes = [write for node in work.graph.nodes if (write := row_write(node)) is not None]
-        self.place = {write.node: index for index, write in enumerate(self.writes)}
+        self.writes = [node for node in work.graph.nodes if row_write(node) is not None]
+        self.place = {node: index for index, node in enumerate(self.writes)}
         self.moved: set[Storage] = set()  # memory that is now written at another place than the facts say
         self.rows: dict[Any, Node] = {}
 
-    def join_all(self, found: list[Rotary]) -> None:
-        keys = {rotary.turned_key for rotary in found}
-        for rotary in found:
-            if self._is_worth_it(rotary) and (key := self._key_write(rotary)) is not None:
+    def join_all(self, nodes: list[Node]) -> None:
+        keys = {rotary.turned_key for rotary in map(_rotary, nodes) if rotary is not None}
+        for rotary in map(_rotary, nodes):
+            if rotary is not None and self._is_worth_it(rotary) and (key := self._key_write(rotary)) is not None:
                 beside = self._value_write(rotary, key, keys)
                 if beside is None or not self._try(ALL, rotary, [key, beside]):
                     self._try(ONE, rotary, [key])
@@ -89,9 +91,8 @@ class _Joiner:
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
         """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
         turned = rotary.turned_key
-        users = [user for each in turned.users for user in (self._through_view(turned, each))]
-        found = [self.writes[self.place[user]] for user in users if user in self.place]
-        found = [write for write in found if write.rows is turned]
+        users = [user for each in turned.users for user in self._through_view(turned, each)]
+        found = [write for write in map(row_write, users) if write is not None and write.rows is turned]
         if found and len(users) == 1:
             return found[0]
         if found:
@@ -105,8 +106,8 @@ class _Joiner:
 
     def _through_view(self, turned: Node, user: Node) -> list[Node]:
         """The user itself, or for a view without leading dimensions who uses that."""
-        writes = [self.writes[self.place[each]] for each in user.users if each in self.place]
-        return list(user.users) if any(w.given is user and w.rows is turned for w in writes) else [user]
+        writes = [write for write in map(row_write, user.users) if write is not None and write.given is user]
+        return list(user.users) if any(write.rows is turned for write in writes) else [user]
 
     def _value_write(self, rotary: Rotary, key: RowWrite, keys: set[Node]) -> RowWrite | None:
         """The write of the value: the one next to that of the key, at the same positions."""
@@ -114,10 +115,13 @@ class _Joiner:
             return None
         index = self.place[key.node]
         near = [self.writes[at] for at in (index + 1, index - 1) if 0 <= at < len(self.writes)]
-        return next((write for write in near if write.is_beside(key) and write.rows not in keys), None)
+        for write in (row_write(node) for node in near if not node._erased):
+            if write is not None and write.is_beside(key) and write.rows not in keys:
+                return write
+        return None
 
     def _try(self, rule: str, rotary: Rotary, writes: list[RowWrite]) -> bool:
-        if not self.work.allows(rule) or any(write.node._erased for write in writes):
+        if not self.work.allows(rule):
             return False
         refusal = why_not(self.work, rotary, writes, self.moved)
         if refusal is None:

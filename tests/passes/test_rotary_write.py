@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import graphex
 from tests.passes.final_graph import Compiled
+from tests.passes.support import trace
 
 ops, aten = torch.ops.graphex, torch.ops.aten
 ONE, ALL = "rotary_write", "rotary_qkv_write"
@@ -165,6 +166,19 @@ def test_a_buffer_of_a_module() -> None:
             return one_key(*inputs, self.keys)  # type: ignore[arg-type]
 
     assert joined(compiled(Cached(), *key()[:4])) == {ONE: 1}
+
+
+def test_a_second_key_in_the_cache_that_the_first_write_returned() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, keys: Tensor) -> Tensor:
+        written = keys.index_copy_(2, at, ops.rotary(x, cos, sin))
+        return written.index_copy_(2, at + 1, ops.rotary(x + 1, cos, sin)).relu()
+
+    inputs = key()
+    run = graphex.compile_fx(trace(model, *inputs), options={"lift_idioms": "always"})
+    mine, theirs = ([each.clone() for each in inputs] for _ in range(2))
+    torch.testing.assert_close(run(*mine), model(*theirs), rtol=0, atol=0)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert [record.rule for record in graphex.journal(run).rewrites].count(ONE) == 2
 
 
 def test_values_at_other_positions_are_written_by_themselves() -> None:
