@@ -7,7 +7,7 @@
     fuse   named ops become fused ops, a user's rules first
     post   the user's passes, after ours
     memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
-           the graph is not functional from here on
+           the graph is not functional from here on. Rules that need a write in place run between the two
     tidy   dead code that the stages before have left
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
@@ -34,6 +34,7 @@ from graphex.passes import (
     RestoreInputWrites,
     ReuseDeadMemory,
     WritePartsOfCat,
+    WriteRotaryToCache,
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
@@ -50,6 +51,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
 LAST: tuple[tuple[str, GraphPass], ...] = (
     ("memory", WritePartsOfCat()),
     ("memory", RestoreInputWrites()),
+    ("memory", WriteRotaryToCache()),
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),
 )

@@ -99,7 +99,7 @@ class Refused(Record):
 
 @dataclass(frozen=True)
 class RuleTried(Record):
-    """How often a fusion rule applied, of how many places that hold the op it is about."""
+    """How often a fusion rule applied, of how many places where it did or nearly did."""
 
     kind: ClassVar[str] = "rule"
     pass_name: str

@@ -15,12 +15,14 @@ from typing import Any
 from torch.fx import Node
 
 from graphex.analysis import node_line
-from graphex.fusion.calls import targets_of
+from graphex.analysis.effects import operator_of
+from graphex.fusion.calls import targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.patterns import Stop
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
 from graphex.fusion.words import op_title
+from graphex.ops import SPECS, has_kernel
 from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import fake_mode_of
 from graphex.records import NearMiss, RuleTried
@@ -84,6 +86,8 @@ class Fusion:
         plan = try_rule(rule, anchor, self._site)
         if not isinstance(plan, Plan):
             return plan
+        if rule.origin == "lift" and self.work.config.lift_idioms != "always" and (slow := _without_kernel(plan)):
+            return Refusal(slow, anchor)
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
@@ -96,14 +100,19 @@ class Fusion:
     # -- why not ---------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Refusals and near misses; of our own rules only the one that came closest to each place."""
-        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        """Refusals and near misses; of our own rules only the one that came closest to each place.
+
+        The variants of one idiom are rules of one name: they are counted together.
+        """
         told: list[tuple[Rule, Node, Stop | Refusal]] = []
-        unmatched = dict.fromkeys(self.rules, 0)
+        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
             for root in sorted(self._nodes(rule.pattern.root_op)):
-                unmatched[rule] += 1
                 end = self._end_at(rule, root)
+                if not _is_worth_telling(rule, end):
+                    continue
+                missed[rule.name].add(root)
                 if rule.origin == "user":
                     told.append((rule, root, end))
                 elif root not in closest or _closeness(rule, end) > _closeness(*closest[root]):
@@ -111,10 +120,11 @@ class Fusion:
         told += [(rule, root, end) for root, (rule, end) in closest.items()]
         for rule, root, end in told:
             self._tell(rule, root, end)
-        spoken_of = {rule for rule, _, _ in told}
-        for rule, outcome in self.outcomes.items():
-            if outcome.matches or rule.origin == "user" or rule in spoken_of:
-                self._count(rule, outcome.matches, outcome.matches + unmatched[rule])
+        spoken_of = {rule.name for rule, _, _ in told} | {rule.name for rule in self.rules if rule.origin == "user"}
+        for name, roots in missed.items():
+            matches = sum(outcome.matches for rule, outcome in self.outcomes.items() if rule.name == name)
+            if matches or name in spoken_of:
+                self._count(name, matches, matches + len(roots))
 
     def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
@@ -137,10 +147,12 @@ class Fusion:
             )
         )
 
-    def _count(self, rule: Rule, matches: int, candidates: int) -> None:
-        absent = [] if matches else sorted(map(op_title, self._absent(rule)))
-        remark = f"the graph holds no {', '.join(absent)}" if absent else ""
-        self.work.note(lambda graph, name: RuleTried(graph, name, rule.name, matches, candidates, remark))
+    def _count(self, rule: str, matches: int, candidates: int) -> None:
+        absent: list[Any] = []
+        if not matches:  # the variant that came closest speaks for all
+            absent = min((self._absent(variant) for variant in self.rules if variant.name == rule), key=len)
+        remark = f"the graph holds no {', '.join(sorted(map(op_title, absent)))}" if absent else ""
+        self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates, remark))
 
     # -- the graph's index -----------------------------------------------------------------------------------------
 
@@ -151,6 +163,22 @@ class Fusion:
     def _nodes(self, op: Any) -> Iterator[Node]:
         for target in targets_of(op):
             yield from self.work.graph.find_nodes(op="call_function", target=target, sort=False)
+
+
+def _without_kernel(plan: Plan) -> str:
+    """Why a lift would gain nothing: the device it computes on has no kernel for a named op. Empty: it would."""
+    device = next(value_of(output).device for output in plan.outputs if output is not None)
+    for op in filter(None, map(operator_of, plan.replacement.graph.nodes)):
+        if (name := op._schema.name) in SPECS and not has_kernel(name, device):
+            return f"'{name}' has no kernel on {device.type}"
+    return ""
+
+
+def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
+    """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
+    place only if most of the idiom is there.
+    """
+    return rule.origin != "lift" or _closeness(rule, end) > 0.5
 
 
 def _closeness(rule: Rule, end: Stop | Refusal) -> float:

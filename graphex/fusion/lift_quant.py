@@ -139,16 +139,8 @@ def _static(widened: bool, mode: str, zero_point: str, dtype: torch.dtype) -> Ru
         ]
 
     search, replace = (quantised, lifted) if zero_point else (_symmetric(quantised), _symmetric(lifted))
-    check: Check = _whole_zero_point if zero_point == "after" else floating("x", "scale")
     requires = ("clamp", *_ops_of(mode, dtype), *(["add"] if zero_point else []))
-    return rule("lift_static_quant", search, replace, examples, check, requires=requires)
-
-
-def _whole_zero_point(match: Match) -> bool | Refusal:
-    """A whole number stays whole when a zero point is added to it: where it might not, the op would round again."""
-    if (zero := tensor(match, "zero")).dtype.is_floating_point:
-        return Refusal(f"the zero point is {zero.dtype}, not whole numbers, and added after rounding", match.nodes[-1])
-    return floating("x", "scale")(match)
+    return rule("lift_static_quant", search, replace, examples, floating("x", "scale"), requires=requires)
 
 
 def _symmetric(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -175,6 +175,13 @@ def quantised(value, quant_min, quant_max, FULL_RANGE: tl.constexpr, dtype: tl.c
         return value.to(dtype)
 
 
+@triton.jit
+def truncated(value, quant_min, quant_max, dtype: tl.constexpr):
+    """Clamped and converted to an integer without rounding, which has been done before; NaN becomes 0."""
+    value = between(value, quant_min, quant_max)
+    return tl.where(value == value, value, 0.0).to(dtype)
+
+
 @triton.jit  # noqa: RET503 (Triton has no value for None)
 def of_columns(values, column, column_ok, ONE: tl.constexpr, other: tl.constexpr):
     """A parameter that is one number, or one for each column, or absent."""
@@ -211,8 +218,12 @@ def static_quantised(
 ):
     """Quantised with a known scale and zero point."""
     value = scaled(value, scale, MODE, SCALE, RESULT)
+    ROUND_LAST: tl.constexpr = zero_point is None or ZERO_POINT_FIRST
     if zero_point is not None:
-        if not ZERO_POINT_FIRST and dtype.is_int():
+        if not ROUND_LAST and dtype.is_int():
             value = half_to_even(between(value, -2097152.0, 2097152.0))
         value = rounded(value + rounded(zero_point, SUM), SUM)
-    return quantised(value, quant_min, quant_max, FULL_RANGE, dtype)
+    if ROUND_LAST or not dtype.is_int():
+        return quantised(value, quant_min, quant_max, FULL_RANGE, dtype)
+    else:
+        return truncated(value, quant_min, quant_max, dtype)

@@ -168,14 +168,15 @@ def static_quant(
         q = (v + zero_point).round().clamp(quant_min, quant_max).to(dtype)      zero_point_before_round=True
 
     Types promote as these lines do in PyTorch; dtype is int8 where none is given; round is half to even, and is left
-    out where `dtype` is a floating-point type (float8).
+    out where `dtype` is a floating-point type (float8). A fraction that the zero point adds after rounding is cut off.
     """
     check_static(x, scale, zero_point, mode)
     dtype = dtype or torch.int8
     z = x.to(compute_dtype or torch.float32)
     v = z / scale if mode == "divide" else z * (1.0 / scale if mode == "reciprocal" else scale)
-    if zero_point is not None:
-        if not zero_point_before_round and not dtype.is_floating_point:
-            v = v.round()
-        v = v + zero_point
-    return ranged(v, quant_min, quant_max, dtype)
+    if zero_point is None:
+        return ranged(v, quant_min, quant_max, dtype)
+    if zero_point_before_round:
+        return ranged(v + zero_point, quant_min, quant_max, dtype)
+    whole = v if dtype.is_floating_point else v.round()
+    return (whole + zero_point).clamp(quant_min, quant_max).to(dtype)

@@ -13,6 +13,7 @@ from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
 from graphex.passes.reinplace import ReuseDeadMemory
+from graphex.passes.rotary_write import WriteRotaryToCache
 
 __all__ = [
     "FuseJointPatterns",
@@ -28,4 +29,5 @@ __all__ = [
     "ReuseDeadMemory",
     "Work",
     "WritePartsOfCat",
+    "WriteRotaryToCache",
 ]

@@ -16,6 +16,7 @@ from torch.fx import Graph
 from graphex.config import CompilerConfig
 from graphex.fusion.catalogue import FUSIONS, LIFTS, load_for
 from graphex.fusion.registry import users_rules
+from graphex.ops import SPECS, has_kernel
 from graphex.passes.base import GraphPass, Work
 
 
@@ -51,7 +52,7 @@ class FuseJointPatterns(GraphPass):
 
 
 class LiftIdioms(GraphPass):
-    """Plain PyTorch idioms become named ops that have a kernel of their own on this device."""
+    """Plain PyTorch idioms become named ops, where their device has a kernel for these."""
 
     name = "lift_idioms"
     option = "pattern_fusion_pass"
@@ -77,13 +78,7 @@ def _apply(work: Work, rules: list[Any]) -> None:
 
 
 def _has_kernels(graph: Graph) -> bool:
-    """Whether the named ops are faster than the idioms: where Triton can compile for the device."""
+    """Whether there is a device in the graph on which a named op is faster than its idiom."""
     values = (node.meta.get("val") for node in graph.nodes)
-    on_cuda = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
-    return on_cuda and _triton_is_there()
-
-
-def _triton_is_there() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    return any(has_kernel(name, device) for device in devices for name in SPECS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -67,10 +69,17 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
     def refuse(condition: Any, value: Any) -> NoReturn:
         raise NewGuardError(f"it is not known for every size whether {condition} is {value}")
 
+    def is_no_refusal(record: logging.LogRecord) -> bool:
+        """torch warns of every exception that ends a question about a size; ours is an answer, not a fault."""
+        return not isinstance(sys.exc_info()[1], NewGuardError)
+
     vars(env)["_check_frozen"] = refuse
+    log = logging.getLogger(ShapeEnv.__module__)
+    log.addFilter(is_no_refusal)
     try:
         yield
     finally:
+        log.removeFilter(is_no_refusal)
         vars(env).pop("_check_frozen", None)
 
 

@@ -138,7 +138,6 @@ def variance_of_another_tensor(x: Tensor, weight: Tensor) -> Tensor:
     other_dimension,
     two_dimensions,
     dimension_is_dropped,
-    eps_outside,
     eps_times_two,
     cubed,
     variance_of_another_tensor,
@@ -149,6 +148,10 @@ def test_what_only_looks_like_a_norm_is_left_alone(
     lifted = Lifted(fn, rand(16, 16, dtype=dtype), rand(16, dtype=dtype), dynamic=dynamic)
     assert lifted.fused == {}
     assert lifted.reasons
+
+
+def test_a_norm_with_its_epsilon_elsewhere_is_left_alone() -> None:
+    assert Lifted(eps_outside, rand(16, 16), rand(16)).fused == {}
 
 
 def rounded_before_the_mean(x: Tensor, weight: Tensor) -> Tensor:

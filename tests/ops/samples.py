@@ -103,6 +103,7 @@ def dynamic_quant(make: Maker) -> Iterator[Sample]:
 def static_quant(make: Maker) -> Iterator[Sample]:
     for options, parameters in zip(_STATIC, _static_parameters(make, 8), strict=True):
         yield Sample((make(3, 8), *parameters), options)
+    yield Sample((make(3, 8), torch.tensor(0.25, device=make.device), torch.full((8,), 0.75, device=make.device)))
     yield Sample((make.row_strided(4, 7), make.positive(7)))
     yield Sample((make.transposed(3, 4, 8), make.positive(8)), {"compute_dtype": make.dtype})
     yield Sample((make(0, 8), make.positive(8)))

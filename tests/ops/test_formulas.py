@@ -155,6 +155,13 @@ def test_static_quant_as_quantize_per_tensor_does():
     same(found, wanted)
 
 
+def test_static_quant_rounds_once_and_cuts_off_a_fraction_of_the_zero_point():
+    x, zero_point = torch.tensor([0.0, 1.0, -1.0, -3.0]), torch.tensor(0.75)
+    same(GX.static_quant(x, torch.tensor(1.0), zero_point), torch.tensor([0, 1, 0, -2], dtype=torch.int8))
+    before = GX.static_quant(x, torch.tensor(1.0), zero_point, zero_point_before_round=True)
+    same(before, torch.tensor([1, 2, 0, -2], dtype=torch.int8))
+
+
 def test_ties_round_to_even():
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 127.0]])
     same(GX.dynamic_quant(x)[0], torch.tensor([[0, 2, 2, 0, -2, 127]], dtype=torch.int8))

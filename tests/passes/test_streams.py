@@ -78,3 +78,22 @@ def test_equal_calls_on_two_streams_stay_two_and_the_journal_says_so():
     made, refused = rules(gm)
     assert "equal_calls" not in made
     assert refused.count("equal to 'cos', but on another stream") == 1
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, angle: Tensor, at: Tensor, keys: Tensor, values: Tensor) -> Any:
+    turned_q, turned_k = torch.ops.graphex.rotary_qk(q, k, angle, angle)
+    keys.index_copy_(2, at, turned_k)
+    values.index_copy_(2, at, v)
+    return turned_q.relu(), angle.sin()
+
+
+def test_a_cache_write_is_not_moved_behind_an_event() -> None:
+    """Whoever waits for the event expects the key in its cache."""
+    rows, cache = [torch.randn(1, 2, 1, 8) for _ in range(4)], torch.randn(1, 2, 16, 8)
+    for event in (False, True):
+        gm = placed(trace(decode, *rows, torch.tensor([5]), cache, cache.clone()), {aten.sin.default: 1})
+        if event:
+            after(gm, aten.index_copy_.default, torch.ops.streams.record_event.default, 7, 0)
+        journal = graphex.journal(graphex.compile_fx(gm, options={"lift_idioms": "always"}))
+        made = [record.rule for record in journal.rewrites if "rotary" in record.rule]
+        assert made == (["rotary_write"] if event else ["rotary_qkv_write"])

@@ -149,6 +149,16 @@ def test_a_row_with_a_nan_has_no_scale():
     assert not q[1].any()
 
 
+@pytest.mark.parametrize("name", ["graphex::static_quant", "graphex::rms_norm_static_quant"])
+@pytest.mark.parametrize("before_round", [False, True])
+def test_a_fraction_of_the_zero_point_is_rounded_only_before_rounding(name, before_round):
+    """Compared exactly: within 1, which other quantised values are compared to, both would pass."""
+    x, scale, zero_point = torch.randn(6, 8), torch.tensor(0.25), torch.full((8,), 0.75)
+    args = (x, scale, zero_point) if name == "graphex::static_quant" else (x, torch.ones(8), scale, zero_point, 1e-6)
+    found = launcher(name)(*args, zero_point_before_round=before_round)
+    torch.testing.assert_close(found, SPECS[name].reference(*args, zero_point_before_round=before_round))
+
+
 def test_positions_outside_the_cache_are_not_written():
     k, cos = torch.randn(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
     memory = torch.zeros(3, 2, 5, 4)

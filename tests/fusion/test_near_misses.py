@@ -1,0 +1,63 @@
+"""What is told about places where a lift did not apply, and how they are counted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphex.records import NearMiss
+from tests.fusion.lifted import Lifted, rand
+from tests.fusion.test_lift_rotary import angles, half, half_by_chunk, interleaved, unequal_parts
+
+
+def counts(lifted: Lifted) -> dict[str, tuple[int, int]]:
+    """Lift -> (matches, candidates); every rule has one record, however many variants it has."""
+    names = [record.rule for record in lifted.journal.rules]
+    assert len(set(names)) == len(names)
+    lifts = [record for record in lifted.journal.rules if record.pass_name == "lift_idioms"]
+    return {record.rule: (record.matches, record.candidates) for record in lifts}
+
+
+def misses(lifted: Lifted) -> list[NearMiss]:
+    return [miss for miss in lifted.journal.near_misses if miss.pass_name == "lift_idioms"]
+
+
+def test_an_op_that_has_nothing_to_do_with_the_idiom_is_no_near_miss() -> None:
+    """Masks are joined with `cat`, activations are `silu` without a product: neither is half of an idiom."""
+
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.cat((x[..., :2] > 0, x[..., 2:] < 1), -1)
+        return half(x, cos, sin), functional.silu(mask + x)
+
+    lifted = Lifted(model, rand(2, 3, 5, 8), *angles())
+    assert counts(lifted) == {"lift_rotary": (1, 1)}
+    assert misses(lifted) == []
+
+
+def test_a_place_that_holds_most_of_the_idiom_is_a_candidate() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return half(x, cos, sin), unequal_parts(x, cos, sin)
+
+    lifted = Lifted(model, rand(2, 3, 5, 8), *angles())
+    assert counts(lifted) == {"lift_rotary": (1, 2)}
+    (miss,) = misses(lifted)
+    assert miss.matched > miss.ops / 2
+
+
+def test_a_place_where_the_lift_is_refused_is_a_candidate() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
+        return (x * cos) + (turned * sin), turned
+
+    lifted = Lifted(model, rand(2, 3, 5, 8), *angles())
+    assert counts(lifted) == {"lift_rotary": (0, 1)}
+    assert "also returned" in lifted.reasons
+
+
+def test_the_variants_of_an_idiom_are_counted_together() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        return half(x, cos, sin), half_by_chunk(x + 1, cos, sin), interleaved(x + 2, cos, sin)
+
+    lifted = Lifted(model, rand(2, 3, 5, 8), *angles(), disable_rules=["rotary_qk"])
+    assert counts(lifted) == {"lift_rotary": (3, 3)}
