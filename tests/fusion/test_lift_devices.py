@@ -59,3 +59,21 @@ def test_a_graph_on_the_host_alone_says_once_that_nothing_could_apply() -> None:
 
 def test_lifts_that_are_forced_apply_on_every_device() -> None:
     assert matches(journal_of("cpu", lift_idioms="always")) == [("lift_silu_mul", 1, 1)]
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, angle: Tensor, at: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    turned_q, turned_k = torch.ops.graphex.rotary_qk(q, k, angle, angle)
+    keys.index_copy_(2, at, turned_k)
+    values.index_copy_(2, at, v)
+    return turned_q.relu()
+
+
+@needs_triton
+@pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
+def test_a_rotary_embedding_is_written_to_its_cache_where_there_is_a_kernel(device: str, times: int) -> None:
+    with FakeTensorMode(), torch.device(device):
+        rows, caches = [torch.empty(1, 2, 1, 8) for _ in range(4)], [torch.empty(1, 2, 16, 8) for _ in range(2)]
+        inputs = (*rows, torch.empty(1, dtype=torch.int64), *caches)
+    journal = graphex.journal(graphex.compile_fx(make_fx(decode)(*inputs)))
+    assert [record.rule for record in journal.rewrites].count("rotary_qkv_write") == times
+    assert not journal.fallbacks
