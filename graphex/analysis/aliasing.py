@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
+from graphex.analysis.shapes import same_offset
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
@@ -36,6 +37,27 @@ REGENERATED = "graphex_regenerated"
 
 _NOTHING: frozenset[Storage] = frozenset()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
+
+
+_KEEPING_THEIR_PLACE = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+
+
+def beginning_of(node: Node) -> Any:
+    """A (fake) tensor that begins where the node's value does.
+
+    Some ops copy the whole storage of their argument: their result begins where that does. Fake tensors say zero.
+    """
+    first = node.args[0] if node.args else None
+    kept = node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node)
+    return beginning_of(first) if kept and isinstance(first, Node) else node.meta.get("val")
 
 
 class Aliases:
@@ -105,6 +127,11 @@ class Aliases:
             not mine.isdisjoint(self._resolved(out)) and self._made_again.get(place) is not written
             for place, out in enumerate(self._outputs)
         )
+
+    def shows_its_offset(self, node: Node) -> bool:
+        """Whether an output that AOTAutograd makes again from an input is a view of this: it reads where it begins."""
+        mine = self.storages(node)
+        return any(not mine.isdisjoint(self._resolved(self._outputs[place])) for place in self._made_again)
 
     def is_absolute(self, node: Node) -> bool:
         """Whether something counts from the start of the node's storage: then it matters where the value begins."""
@@ -183,6 +210,8 @@ class Aliases:
             return None
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
+        if self.shows_its_offset(node) and not same_offset(beginning_of(node), beginning_of(kept)):
+            return "an output would begin at another place of its memory"
         if self.is_written(node):
             return "the copy is written to later"
         if self.written_between(kept, node, self.last_read(node)):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis.aliasing import Aliases
+from graphex.analysis.aliasing import Aliases, beginning_of
 from graphex.analysis.order import Order
-from graphex.analysis.shapes import known_equal, known_true, same_layout
+from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line
 
 
@@ -43,6 +43,8 @@ def why_not_reusable(
     if result is not None and aliases.reaches_output(result) and not all(known_true(size != 1) for size in value.shape):
         # fake and real strides may differ where a dimension has one element, and the user can see them
         return Obstacle("the strides of an output might change")
+    if result is not None and aliases.shows_its_offset(result) and not same_offset(beginning_of(result), value):
+        return Obstacle("an output would begin at another place of its memory")
     if aliases.shares_with_operands(writer, dead):
         return Obstacle(f"another argument may share memory with '{dead.name}'")
     if readers := aliases.readers_after(dead, writer):

@@ -174,6 +174,8 @@ class _Proof:
             return Refusal("what is updated is not a tensor", place.node)
         for view in place.path:
             window = view.fake(window)
+            if window is None:
+                return Refusal("it is not known where in the input the new value belongs", place.node)
         if not same_layout(found, window):
             alike = found.dtype == window.dtype and known_equal(tuple(found.shape), tuple(window.shape))
             if not alike or not self._may_be_laid_out_as(place.node, window):

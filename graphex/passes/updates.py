@@ -21,6 +21,7 @@ from graphex.analysis import known_equal
 from graphex.analysis.twins import in_place_twin
 from graphex.passes import inplace_twins
 from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
+from graphex.torch_private.symbolic import FakeTensor, NewGuardError, no_new_guards
 
 aten = torch.ops.aten
 
@@ -62,9 +63,15 @@ class View:
         return View(node.target, tuple(node.args[1:]), dict(node.kwargs))
 
     def fake(self, value: Any) -> Any:
-        """The (fake) tensor that is this view of a (fake) tensor."""
+        """The (fake) tensor that is this view of a (fake) tensor; None if there is none, or not for every size."""
+        if not isinstance(value, FakeTensor):
+            return None
         args, kwargs = map_arg((self.args, self.kwargs), lambda node: node.meta.get("val"))
-        return self.op(value, *args, **kwargs)
+        try:
+            with no_new_guards(value.fake_mode.shape_env):
+                return self.op(value, *args, **kwargs)
+        except (RuntimeError, ValueError, NewGuardError):
+            return None
 
 
 Path = tuple[View, ...]
@@ -213,4 +220,6 @@ def _turns_back(inner: Any, outer: Node) -> bool:
         return False
     plain = before.new_empty(before.shape)
     again = View.by(outer).fake(View.by(inner).fake(plain))
+    if again is None:
+        return False
     return known_equal(tuple(again.shape), tuple(plain.shape)) and known_equal(again.stride(), plain.stride())

@@ -79,6 +79,35 @@ def model(a):
 
 DYNAMIC = False
 """,
+    "an arrangement was tried on strides that do not allow it, and the whole pass was rolled back": """
+def inputs(n):
+    d = numbers(n, 3, seed=1)
+    return [d]
+
+
+def model(d):
+    v1 = d.view(3, -1)
+    v1.t().mul_(2)
+    return [v1]
+
+
+DYNAMIC = False
+""",
+    "a copy that keeps its place in memory was dropped, and an output began at another place of its input": """
+def inputs(n):
+    a = numbers(n, 3, seed=1)
+    d = a[2:]
+    return [a, d]
+
+
+def model(a, d):
+    d.t().copy_(torch.where(d.t() > 0, d.t(), d.t().clone()))
+    v1 = d.view(d.shape)
+    return [v1]
+
+
+DYNAMIC = True
+""",
     "dropout of nothing hands back its argument, and the alias made of it was dropped": """
 def inputs(n):
     a = numbers(n, 3)[:0]
