@@ -109,6 +109,8 @@ class Fusion:
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
             for root in sorted(self._nodes(rule.pattern.root_op)):
+                if self._made_by.get(root) is rule:
+                    continue
                 end = self._end_at(rule, root)
                 if not _is_worth_telling(rule, end):
                     continue
@@ -130,6 +132,8 @@ class Fusion:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
         ends = self.outcomes[rule].ends
         near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
+        if not near and (absent := self._absent(rule)):
+            return Stop(1, root, f"the graph holds no {', '.join(sorted(map(op_title, absent)))}")
         if not near:
             return Stop(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
         return max(near, key=lambda end: _closeness(rule, end))

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, parameters_of, value_of
 from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.torch_private.patterns import CallFunction, Ignored, KeywordArg, MultiOutputPattern, PatternExpr
+from graphex.torch_private.trees import pytree
 
 
 def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], *, exact: bool) -> Pattern:
@@ -33,7 +34,7 @@ def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], 
         if node.op == "placeholder":
             made[node] = KeywordArg(next(arguments, node.name))
         elif node.op == "output":
-            outputs = [made[leaf] for leaf in _flat(node.args[0]) if isinstance(leaf, Node)]
+            outputs = [made[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, Node)]
         elif not isinstance(value_of(node), torch.Tensor) and op_of(node) is not operator.getitem and _is_size(node):
             made[node] = value_of(node)
         elif exact and node.op == "call_function" and is_nothing(node):
@@ -97,7 +98,3 @@ def _normalised(part: CallFunction) -> tuple[Any, dict[str, Any]]:
 
 def _is_size(node: Node) -> bool:
     return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]

@@ -26,6 +26,7 @@ from graphex.fusion.tracing import fresh, key_of, without_guards
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensorMode, NewGuardError, detect_fake_mode
+from graphex.torch_private.trees import pytree
 
 
 @dataclass
@@ -213,7 +214,7 @@ def _tangents(bound: dict[str, Any]) -> list[str]:
 def results_of(gm: GraphModule) -> list[Any]:
     """The tensors that a traced function returns, flat."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    return [leaf for leaf in _flat(output.args[0]) if isinstance(leaf, Node)]
+    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
 
 
 def _same_results(replacement: GraphModule, outputs: Sequence[Node | None]) -> Refusal | None:
@@ -277,7 +278,3 @@ def _kind(value: torch.Tensor) -> str:
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]

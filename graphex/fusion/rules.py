@@ -66,10 +66,13 @@ class Rule(AnyRule):
     def example_values(self) -> list[Any]:
         """One value for each parameter. Tensors are fake; numbers are the marks that stand for them in a trace."""
         given = list(self.examples() if callable(self.examples) else self.examples)
+        defaults = inspect.signature(self.search).parameters
         values: list[Any] = []
         for index, name in enumerate(self.parameters):
             if name in self.scalar_workaround:
                 values.append(self.scalar_workaround[name])
+            elif not given and isinstance(default := defaults[name].default, (int, float)):
+                values.append(self._marked(index, name, default))
             elif not given:
                 raise RuleError(f"rule '{self.name}': there is no example input for the argument '{name}'.")
             else:
@@ -122,6 +125,11 @@ class Rule(AnyRule):
             raise RuleError(
                 f"rule '{self.name}': the example for '{name}' is {value}. A flag cannot be a variable of a pattern; "
                 "write it into the function, once for each value."
+            )
+        if isinstance(value, (list, tuple, dict)):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is a {type(value).__name__}. Give every tensor of it an "
+                "argument of its own."
             )
         if isinstance(value, float):
             return _FLOAT_MARK + 1e-5 * index

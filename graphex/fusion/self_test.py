@@ -24,6 +24,7 @@ from graphex.fusion.matching import Plan, Site, results_of, try_rule
 from graphex.fusion.patterns import Stop
 from graphex.fusion.rules import Rule
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, unset_fake_temporarily
+from graphex.torch_private.trees import pytree
 
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -94,7 +95,7 @@ def _same_results(rule: Rule, graph: GraphModule, new: GraphModule) -> None:
 def _scalars_are_used(rule: Rule, new: GraphModule) -> None:
     used: set[Any] = set()
     for node in new.graph.nodes:
-        for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
             if isinstance(leaf, (int, float)):
                 used.add(leaf)
     for name, mark in rule.scalars.items():
@@ -152,8 +153,8 @@ def _same_values(rule: Rule) -> None:
         values = _random_inputs(rule, grow)
         try:
             with torch.no_grad():
-                before = _flat(rule.search(*[_copy(value) for value in values]))
-                after = _flat(rule.replace(*[_copy(value) for value in values]))
+                before = pytree.tree_leaves(rule.search(*[_copy(value) for value in values]))
+                after = pytree.tree_leaves(rule.replace(*[_copy(value) for value in values]))
         except Exception:  # one of them has no implementation that runs here, or not at this size
             continue
         for index, (a, b) in enumerate(zip(before, after, strict=False)):
@@ -195,7 +196,3 @@ def _difference(a: Any, b: Any) -> str | None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _flat(value: Any) -> list[Any]:
-    return [leaf for part in value for leaf in _flat(part)] if isinstance(value, (list, tuple)) else [value]

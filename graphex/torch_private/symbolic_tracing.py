@@ -21,8 +21,12 @@ __all__ = ["joint_trace", "symbolic_trace"]
 
 def symbolic_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any, Any]) -> GraphModule:
     """The forward graph of `fn` on fake arguments, without mutations."""
+
+    def call(*given: Any) -> Any:  # a bound method, or a callable object, has a signature that the tracer misreads
+        return fn(*given)
+
     with torch.no_grad(), enable_python_dispatcher():
-        return make_fx(torch.func.functionalize(fn), decomposition_table=table, tracing_mode="real")(*args)
+        return make_fx(torch.func.functionalize(call), decomposition_table=table, tracing_mode="real")(*args)
 
 
 def joint_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any, Any]) -> GraphModule:

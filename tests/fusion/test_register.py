@@ -568,3 +568,45 @@ def test_node_info_tells_a_check_where_a_node_is_from():
 def test_fwd_only_is_what_it_is_without_being_named():
     rule = graphex.replacement(add_norm, fused_add_norm, norm_examples(), fwd_only)
     assert Fused(add_norm, *norm_inputs(), fusion_rules=[rule]).fired() == ["add_norm"]
+
+
+# -- what a search function may look like ------------------------------------------------------------------------------
+
+
+class Doubled:
+    def search(self, x):
+        return x.relu() * 2
+
+    def replace(self, x):
+        return (x * 2).relu()
+
+
+def test_methods_can_be_a_rule():
+    rule = graphex.replacement(Doubled().search, Doubled().replace, (torch.empty(2, 2),), name="doubled")
+    fused = Fused(Doubled().search, torch.randn(3, 4), fusion_rules=[rule])
+    assert fused.fired() == ["doubled"]
+    assert fused.journal.near_misses == []  # what the rule itself has made is no candidate
+
+
+def test_results_may_be_a_dictionary():
+    rule = graphex.replacement(
+        lambda x: {"y": x.relu() * 2}, lambda x: {"y": (x * 2).relu()}, (torch.empty(2, 2),), name="named"
+    )
+    assert Fused(lambda x: x.relu() * 2, torch.randn(3, 4), fusion_rules=[rule]).fired() == ["named"]
+
+
+def test_a_default_of_the_search_function_is_an_example():
+    def search(x, gamma, eps=1e-6):
+        return npu.npu_rms_norm(x, gamma, eps)[0] * 2
+
+    def replace(x, gamma, eps=1e-6):
+        return npu.npu_rms_norm(x, gamma * 2, eps)[0]
+
+    rule = graphex.replacement(search, replace, (torch.empty(2, 8), torch.empty(8)))
+    model = Fused(lambda x, gamma: search(x, gamma, 0.5), torch.randn(3, 8), torch.randn(8), fusion_rules=[rule])
+    assert model.fired() == ["search"]
+
+
+def test_a_list_of_tensors_is_refused_with_advice():
+    with pytest.raises(graphex.RuleError, match="'xs' is a list"):
+        graphex.replacement(lambda xs: torch.cat(xs), lambda xs: torch.cat(xs), ([torch.empty(2)],), name="list")
