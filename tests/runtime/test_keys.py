@@ -199,7 +199,7 @@ def test_a_sparse_input_runs_and_says_why(where):
         compiled = graphex.compile_fx(torch.fx.experimental.proxy_tensor.make_fx(lambda x: x * 2)(x), [x])
         for _ in range(3):
             found = compiled(x)
-    if where != "cuda":  # torch 2.11 traces no value for a sparse tensor there, and then nobody asks for a capture
+    if where != "cuda":  # on CUDA, with torch 2.11, it was not told; why is not known
         assert any("without capture" in str(warning.message) for warning in told)
     same(found.to_dense(), torch.eye(3, device=where) * 2)
     assert statuses(compiled) == []
