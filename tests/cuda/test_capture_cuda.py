@@ -33,9 +33,10 @@ class Block(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_decode_loop_with_caches_passed_in_equals_eager(dtype):
+@pytest.mark.parametrize("lifts", ["never", "auto"])
+def test_a_decode_loop_with_caches_passed_in_equals_eager(dtype, lifts):
     model = TinyLlama(Shape(layers=2, width=64, heads=4, kv_heads=2, hidden=128, vocabulary=64)).to(CUDA, dtype).eval()
-    compiled = compile_it(model, lift_idioms="never")  # eager's own kernels: what is replayed is what eager computes
+    compiled = compile_it(model, lift_idioms=lifts)
     mine, theirs = model.new_caches(2), model.new_caches(2)
     token = torch.tensor([[1], [2]], device=CUDA)
     for step in range(12):

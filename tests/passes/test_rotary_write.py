@@ -136,9 +136,7 @@ def test_any_number_of_tokens(write: Write, reason: str) -> None:
         torch.testing.assert_close(run(x, cos, sin, at, caches), model(x, cos, sin, at, theirs), rtol=0, atol=0)
         torch.testing.assert_close(caches, theirs, rtol=0, atol=0)
     journal = graphex.journal(run)
-    joined = [record.rule for record in journal.rewrites].count(ALL)
-    before_2_12 = torch.__version__ < "2.12"  # by index_copy it was not joined there; why is not known
-    assert joined == (0 if reason else 2) or (joined == 0 and before_2_12)
+    assert [record.rule for record in journal.rewrites].count(ALL) == (0 if reason else 2)
     assert any(reason in record.reason for record in journal.refusals if record.rule == ALL) or not reason
     assert [verdict.status for verdict in journal.verifications] == ["equal"]
     assert len(journal.graphs) == 1
