@@ -43,6 +43,7 @@ docs: $(READY)
 bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py
 	$(RUN) benchmarks/memory.py
+	$(RUN) benchmarks/fusion_compile.py
 
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from graphex.analysis.beginnings import beginning_of
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.analysis.shapes import same_offset
@@ -37,27 +38,6 @@ REGENERATED = "graphex_regenerated"
 
 _NOTHING: frozenset[Storage] = frozenset()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
-
-
-_KEEPING_THEIR_PLACE = frozenset(
-    {
-        torch.ops.aten.copy.default,
-        torch.ops.aten.slice_scatter.default,
-        torch.ops.aten.select_scatter.default,
-        torch.ops.aten.diagonal_scatter.default,
-        torch.ops.aten.as_strided_scatter.default,
-    }
-)
-
-
-def beginning_of(node: Node) -> Any:
-    """A (fake) tensor that begins where the node's value does.
-
-    Some ops copy the whole storage of their argument: their result begins where that does. Fake tensors say zero.
-    """
-    first = node.args[0] if node.args else None
-    kept = node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node)
-    return beginning_of(first) if kept and isinstance(first, Node) else node.meta.get("val")
 
 
 class Aliases:

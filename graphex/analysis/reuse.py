@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis.aliasing import Aliases, beginning_of
+from graphex.analysis.aliasing import Aliases
+from graphex.analysis.beginnings import beginning_of
 from graphex.analysis.order import Order
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line

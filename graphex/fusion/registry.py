@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 
-class AnyRule:
+class AnyRule(ABC):
     """What a registry knows of a rule."""
 
     name: str
     origin: str
 
     @property
+    @abstractmethod
     def joint(self) -> bool:
-        raise NotImplementedError
+        """Whether the rule is about the joint graph of training."""
 
 
 class Registry:
