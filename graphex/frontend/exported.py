@@ -41,18 +41,22 @@ class CompiledGraph:
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
     gm = copy_module(gm)  # the caller's module is not touched
-    _forget_unrelated_values(gm)
+    _forget_unrelated_values(gm, given=example_inputs is not None)
     values = _example_values(gm, example_inputs)
     propagate_values(gm, lambda node: False, "compile_fx")
     run = compile_graph(gm, values, compilation, "inference", ())
     return CompiledGraph(run, gm, compilation.journal)
 
 
-def _forget_unrelated_values(gm: GraphModule) -> None:
-    """`make_fx` on real tensors gives each value a fake mode of its own; no op takes two of those together."""
-    values = (node.meta.get("val") for node in gm.graph.nodes)
-    if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
-        for node in gm.graph.nodes:
+def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
+    """`make_fx` on real tensors gives each value a fake mode of its own; no op takes two of those together.
+
+    Of a sparse tensor it notes nothing, not even the device: where examples are given, they tell.
+    """
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    unrelated = len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1
+    for node in gm.graph.nodes:
+        if unrelated or (given and node.meta.get("val") is None):
             node.meta.pop("val", None)
 
 

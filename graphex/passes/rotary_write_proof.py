@@ -163,7 +163,8 @@ class _Proof:
         rows, cache = write.rows.meta["val"], write.cache.meta["val"]
         if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype != torch.int64:
             return self._refusal("the positions are not a vector of int64")
-        if positions.device != rows.device or not known_equal(positions.shape[0], rows.shape[write.dim]):
+        one_for_each = write.one_for_each or known_equal(positions.shape[0], rows.shape[write.dim])
+        if positions.device != rows.device or not one_for_each:
             return self._refusal("it is not known that there is one position, on the same device, for each row")
         if not known_equal(positions.stride(0), 1) and not known_equal(positions.shape[0], 1):
             return self._refusal("the positions are not adjacent elements")

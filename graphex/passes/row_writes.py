@@ -29,7 +29,8 @@ class RowWrite:
     """`node` writes `rows` into `cache`, along `dim`, at `positions` (None: `cache` is a window that they fill).
 
     `given` is what it is given: the rows, or a view of them without leading dimensions of size 1, which torch drops
-    where a tensor is assigned to an index.
+    where a tensor is assigned to an index. `one_for_each`: the op itself refuses to run unless there is one position
+    for each row, so that two sizes that differ in symbols are the same number wherever it runs.
     """
 
     node: Node
@@ -38,6 +39,7 @@ class RowWrite:
     dim: int
     positions: Node | None = None
     may_count_from_end: bool = False
+    one_for_each: bool = False
 
     @property
     def rows(self) -> Node:
@@ -67,7 +69,7 @@ def _index_copy(node: Node, cache: Any, dim: Any, positions: Any, rows: Any) -> 
     value = _tensor(cache)
     if value is None or not isinstance(positions, Node) or not isinstance(dim, int):
         return None
-    return RowWrite(node, cache, rows, canonical_dim(dim, value.dim()), positions)
+    return RowWrite(node, cache, rows, canonical_dim(dim, value.dim()), positions, one_for_each=True)
 
 
 def _index_put(node: Node, cache: Any, indices: Any, rows: Any, accumulate: Any = False) -> RowWrite | None:

@@ -29,7 +29,9 @@ def test_every_layer_of_a_decode_step_writes_its_cache_in_one_op(dtype: torch.dt
     model = ARCHITECTURES["llama"].build("cpu").to(dtype)
     options = {"lift_idioms": "always", "verify": dtype == torch.float32}
     compiled = torch.compile(model, backend="graphex", options=options)
-    found, expected = decode(compiled, model.config), decode(model, model.config)
+    found = decode(compiled, model.config)
+    # the program as it is traced: depending on torch, transformers then gives its attention a mask, not `is_causal`
+    expected = decode(torch.compile(model, backend="eager"), model.config)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     journal = graphex.journal(compiled)
     step = journal.graphs[-1].graph

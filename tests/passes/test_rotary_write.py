@@ -142,6 +142,21 @@ def test_any_number_of_tokens(write: Write, reason: str) -> None:
     assert len(journal.graphs) == 1
 
 
+def test_another_number_of_positions_than_rows_is_an_error_as_in_eager() -> None:
+    run = torch.compile(step(by_index_copy), backend="graphex", options={"lift_idioms": "always"})
+    for tokens, wrong in ((3, False), (4, False), (5, True)):
+        x, cos, sin, at, caches = given(tokens)
+        for tensor, dim in ((x, 2), (cos, 2), (sin, 2), (at, 0)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        if not wrong:
+            run(x, cos, sin, at, caches)
+            continue
+        before = [cache.clone() for cache in caches]
+        with pytest.raises(Exception, match=r"(?i)number of indices|index_copy|must be"):
+            run(x, cos, sin, at[:-1], caches)
+        torch.testing.assert_close(caches, before, rtol=0, atol=0)
+
+
 def one_key(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, keys: Tensor) -> Tensor:
     keys.index_copy_(2, at, half(x, cos, sin))
     return keys.sum()
