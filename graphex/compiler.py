@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
 from graphex.compilation import Compilation
-from graphex.passes.metadata import stamp_origins
+from graphex.passes.metadata import correct_layouts, stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, MemoryPredicted, Verified
 from graphex.runner import Runner
@@ -64,6 +64,7 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
 def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     name = compilation.name_graph(phase)
     stamp_origins(gm.graph)
+    correct_layouts(gm)
     devices = tuple(sorted(str(device) for device in devices_of(gm)))
     inputs, outputs = _sizes(gm.graph)
     nodes = len(gm.graph.nodes)

@@ -17,6 +17,7 @@ from torch.fx import Node, map_arg
 
 from graphex.analysis import Aliases, same_layout, written_arguments
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
+from graphex.torch_private.symbolic import FAKED_BY
 
 aten = torch.ops.aten
 
@@ -56,7 +57,7 @@ def _computed(user: Node, changed: dict[Node, Any]) -> Any:
         return None
     args, kwargs = map_arg((user.args, user.kwargs), lambda node: changed.get(node, node.meta.get("val")))
     try:
-        return op(*args, **kwargs)
+        return FAKED_BY.get(op, op)(*args, **kwargs)
     except Exception:  # a view that this layout does not allow
         return None
 

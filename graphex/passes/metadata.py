@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from graphex.analysis import known_equal
 from graphex.errors import PassError
 from graphex.passes.base import ORIGINS, inherit
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, detect_fake_mode
+from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode
 from graphex.torch_private.trees import pytree
 
 _INHERITED = ("stack_trace", "custom", "nn_module_stack", "seq_nr", "partitioner_tag")
@@ -113,6 +113,11 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: 
             dirty.update(node.users)
 
 
+def correct_layouts(gm: GraphModule) -> None:
+    """Compute anew what tracing has noted of ops whose fakes are known to be wrong, and what follows from it."""
+    propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
+
+
 def _restore_placeholders(gm: GraphModule, watch: Watch) -> None:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, old in zip(placeholders, watch.placeholders, strict=True):
@@ -200,7 +205,7 @@ def evaluate(gm: GraphModule, node: Node, mode: FakeTensorMode, instead: Mapping
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return FAKED_BY.get(node.target, node.target)(*args, **kwargs)
 
 
 def _fake_attribute(gm: GraphModule, target: str, mode: FakeTensorMode) -> Any:

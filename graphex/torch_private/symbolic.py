@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 __all__ = [
+    "FAKED_BY",
     "FakeTensor",
     "FakeTensorMode",
     "NewGuardError",
@@ -38,6 +39,12 @@ __all__ = [
     "symbol_of",
     "unset_fake_temporarily",
 ]
+
+
+FAKED_BY: dict[Any, Any] = {
+    torch.ops.aten.zero.default: torch.ops.aten.empty_like.default,  # torch 2.11: its own forgets the strides
+}
+"""Ops whose results are laid out as those of another op, whatever their own fake says."""
 
 
 def fake_like(value: FakeTensor) -> FakeTensor:

@@ -120,6 +120,20 @@ def model(a):
 
 DYNAMIC = False
 """,
+    "the fake of zero in torch 2.11 forgets the strides, and a scatter over all was taken for what it scatters": """
+def inputs(n):
+    a = numbers(n, 3, seed=5).t()
+    return [a]
+
+
+def model(a):
+    v0 = torch.bernoulli(torch.sigmoid(a))
+    a.unsqueeze(0).zero_()
+    return [torch.slice_scatter(v0, a * 2, 0, 0, v0.shape[0]) + 1]
+
+
+DYNAMIC = False
+""",
 }
 
 
