@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from graphex.analysis.beginnings import beginning_of
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
-from graphex.analysis.shapes import same_offset
+from graphex.analysis.shapes import may_be_empty, same_offset
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
@@ -301,6 +301,8 @@ class Aliases:
             if result.fresh or (result.sources and not found):
                 found.add((node, index))
             parts.append(frozenset(found))
+        if op is torch.ops.aten.native_dropout.default and may_be_empty(node.meta.get("val")):
+            parts[0] |= self._memory_of(node.args[0])  # of nothing, it hands back its very argument
         return parts
 
     # -- joined storages ---------------------------------------------------------------------------------------

@@ -58,6 +58,12 @@ def known_contiguous(value: torch.Tensor) -> bool:
     return known_equal(tuple(reversed(expected)), tuple(value.stride()))
 
 
+def may_be_empty(value: Any) -> bool:
+    """Whether a (fake) tensor, or the first of several, may turn out to have no elements."""
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    return not (isinstance(first, torch.Tensor) and all(known_true(size > 0) for size in first.shape))
+
+
 def canonical_dim(dim: int, rank: int) -> int:
     """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
     return dim + max(rank, 1) if dim < 0 else dim

@@ -134,6 +134,18 @@ def model(a):
 
 DYNAMIC = False
 """,
+    "dropout of nothing hands back its argument, and a sum was computed in that": """
+def inputs(n):
+    a = numbers(0, 3)
+    return [a]
+
+
+def model(a):
+    return [torch.nn.functional.dropout(a, 0.5) ** 1 + a, torch.nn.functional.dropout(a, 0.5).clone() + 1]
+
+
+DYNAMIC = False
+""",
 }
 
 
