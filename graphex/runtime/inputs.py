@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import CaptureError
-from graphex.torch_private.memory import is_dense, overlaps_itself
+from graphex.torch_private.memory import UNMARKED, flipped, is_dense, marked, marks_of, overlaps_itself
 
 _ALIGNMENT = 512  # what a device's allocator gives; kernels are chosen by it
 
@@ -17,18 +17,20 @@ class InputBuffer:
     """`view` is what the graph reads; `target` is what a call's tensor, through `source`, is copied into.
 
     The strides of the input are kept, gaps included, because the graph was compiled for them. An expanded dimension
-    (stride 0) holds one element that is copied once.
+    (stride 0) holds one element that is copied once. For an input that is read as the conjugate of its memory, the
+    buffer's memory holds the conjugate too: what is traced depends on that.
     """
 
     def __init__(self, like: Tensor, memory: Tensor | None) -> None:
         """`memory` is bytes to lay it out in; None takes over the tensor itself as the buffer."""
+        self._marks = marks_of(like)
         self._compact = None if is_dense(like) else _without_expansion(like)
         if memory is None:
             self.view = like.detach()  # the memory, whatever becomes of the caller's tensor
             self.target = self.source(self.view)
         else:
             flat = memory.view(like.dtype)
-            self.view = flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+            self.view = marked(flat.as_strided(like.shape, like.stride(), flat.storage_offset()), self._marks)
             self.target = flat.as_strided(self._compact or like.shape, like.stride(), flat.storage_offset())
         if self._compact is not None and overlaps_itself(self.target):
             raise CaptureError(f"an input of shape {tuple(like.shape)} and strides {like.stride()} overlaps itself")
@@ -36,12 +38,12 @@ class InputBuffer:
     @property
     def is_simple(self) -> bool:
         """Whether a call's tensor is copied as it is."""
-        return self._compact is None
+        return self._compact is None and self._marks == UNMARKED
 
     def source(self, tensor: Tensor) -> Tensor:
-        if self._compact is None:
-            return tensor
-        return tensor.as_strided(self._compact, tensor.stride(), tensor.storage_offset())
+        if self._compact is not None:
+            tensor = tensor.as_strided(self._compact, tensor.stride(), tensor.storage_offset())
+        return tensor if self._marks == UNMARKED else flipped(tensor, self._marks)
 
 
 class Arena:

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import bytes_of
-from graphex.torch_private.memory import borrowed, has_memory, is_dense, on_storage_of, storage_owners, whole_storage
+from graphex.torch_private.memory import (
+    Marks,
+    borrowed,
+    has_memory,
+    is_dense,
+    marked,
+    marks_of,
+    on_storage_of,
+    storage_owners,
+    whole_storage,
+)
 
 _COPIED = ("copied", "handed on")
 
@@ -43,13 +53,14 @@ class PartOfInput:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    marks: Marks
 
     def of(self, given: Tensor) -> Tensor:
         start = given.storage_offset()
         if given.dtype == self.dtype:
-            return given.as_strided(self.size, self.stride, start + self.offset)
+            return marked(given.as_strided(self.size, self.stride, start + self.offset), self.marks)
         start = start * given.element_size() // self.dtype.itemsize
-        return on_storage_of(given, self.dtype, self.size, self.stride, start + self.offset)
+        return marked(on_storage_of(given, self.dtype, self.size, self.stride, start + self.offset), self.marks)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class Window:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    marks: Marks
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ class OutputPlan:
                 if whole is None:
                     whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype), way)
                 place = int(value.storage_offset())
-                self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place))
+                marks = marks_of(value)
+                self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
         self._copies = Copies(self._sources)
         self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
@@ -165,7 +178,7 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
         flat = copies[step.source]
         if flat.dtype != step.dtype:  # outputs of two types in one storage look at the same bytes
             flat = flat.view(step.dtype)
-        return flat.as_strided(step.size, step.stride, step.offset)
+        return marked(flat.as_strided(step.size, step.stride, step.offset), step.marks)
     if isinstance(step, PartOfInput):
         return step.of(next(given))
     if isinstance(step, InPlace):
@@ -183,7 +196,7 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
         offset, rest = divmod(address - start, value.element_size())
         if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
-            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset)
+            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value))
     return None
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 Copier = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
+Marks = tuple[bool, bool]  # whether a tensor's memory holds the conjugate, and the negative, of its values
+UNMARKED: Marks = (False, False)
 
 # The types that `_foreach_copy_` is known to have a kernel for, on every device.
 _COPIED_TOGETHER = frozenset(
@@ -66,6 +68,23 @@ def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.set_(memory, 0, (length,), (1,))
 
 
+def marks_of(tensor: Tensor) -> Marks:
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def marked(tensor: Tensor, marks: Marks) -> Tensor:
+    """The same memory, read with these marks."""
+    return flipped(tensor, (tensor.is_conj() != marks[0], tensor.is_neg() != marks[1]))
+
+
+def flipped(tensor: Tensor, marks: Marks) -> Tensor:
+    """The same memory, read with these marks reversed."""
+    conjugated, negated = marks
+    if conjugated:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if negated else tensor
+
+
 def borrowed(tensor: Tensor) -> Tensor:
     """The same memory without owning it: the caller knows that it stays there.
 
@@ -74,7 +93,7 @@ def borrowed(tensor: Tensor) -> Tensor:
     memory = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return marked(empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride()), marks_of(tensor))
 
 
 def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:

@@ -53,6 +53,40 @@ def test_outputs_of_many_types(where):
         same(compiled(x), f(x))
 
 
+CONJUGATED = {
+    "alone": lambda z: (z * 2).conj(),
+    "negated": lambda z: (z * 2).conj().imag,
+    "beside what it is the conjugate of": lambda z: (lambda y: (y, y.conj(), y.conj().imag))(z * 2),
+    "in part": lambda z: (z * 2).conj()[1:, ::2],
+    "of an input": lambda z: (z.conj(), z.conj().imag, z * 2),
+    "inverse transform": lambda z: torch.fft.ihfft(z.real),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_output", ["auto", True, False])
+@pytest.mark.parametrize("how", CONJUGATED)
+def test_a_conjugated_output_is_still_conjugated(how, clone_output, where):
+    f = CONJUGATED[how]
+    compiled = compile_it(f, clone_output=clone_output)
+    for _ in range(3):
+        z = torch.randn(4, 6, dtype=torch.complex64, device=where)
+        same(compiled(z), f(z))
+    assert replays(compiled) == 2
+
+
+@torch.no_grad()
+def test_a_conjugated_input_is_read_as_such(where):
+    def f(z):
+        return z * 2, z.imag + 1
+
+    compiled = compile_it(f)
+    for _ in range(4):
+        z = torch.randn(4, 6, dtype=torch.complex64, device=where).conj()
+        same(compiled(z), f(z))
+    assert replays(compiled) == 3
+
+
 @torch.no_grad()
 def test_clone_output_gives_every_output_memory_of_its_own(where):
     def f(x):
