@@ -120,17 +120,17 @@ def block_of(columns: int) -> int:
     return max(4, next_power_of_2(columns))
 
 
-def row_tile(rows: int, columns: int, widest: int, few: int = 16, together: int = 1) -> Tile:
+def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32) -> Tile:
     """One program a row where rows are wide; several where they are short and there are many.
 
-    32 elements a thread; `few` where there are so few rows that only their latency counts. Many rows are taken at least
-    `together` by a program that can keep them in registers, as it keeps `widest` elements of a row.
+    A thread has `many` elements, or `few` where there are so few rows that only their latency counts. A program keeps
+    no more than `widest` elements of a row.
     """
     block = min(block_of(columns), widest)
     if rows <= FEW_ROWS:
         return Tile(1, block, warps_for(block, few))
-    together = max(1, 2048 // block, min(together, 16384 // block))
-    return Tile(together, block, warps_for(block * together, 32))
+    together = max(1, 2048 // block)
+    return Tile(together, block, warps_for(block * together, many))
 
 
 def warps_for(elements: int, a_thread: int) -> int:

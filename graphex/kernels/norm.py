@@ -108,9 +108,9 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
             return Declined(rows)
         steps += rows.inner, rows.outer_stride, rows.inner_stride
     count, columns = x1.numel() // x1.shape[-1], x1.shape[-1]
-    # A known scale costs each column a read and a reciprocal, which two rows share.
-    few, together = 16 if quantise is NOT else 8, 1 if quantise.static is None else 2
-    tile = row_tile(count, columns, WIDEST, few, together)
+    # A known scale costs each column registers of its own: more threads have fewer columns each.
+    few, many = 16 if quantise is NOT else 8, 32 if quantise.static is None else 8
+    tile = row_tile(count, columns, WIDEST, few, many)
     y_dtype = norm_dtype(x1, norm.weight, norm.cast_first)
     numbers, constants = (1.0, 0.0, 0.0, 0.0, 0.0), dict(NO_QUANTISATION)
     if quantise.dynamic is not None:
