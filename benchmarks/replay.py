@@ -4,9 +4,9 @@
 
 Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
 of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
-for a millisecond, and in the middle of eight calls that follow each other. `floor` is the bytes of weights and caches divided
-by the measured copy bandwidth. `Dynamo alone` is a backend that computes nothing: its host time is what no backend gets
-below. Inductor's rows come last and are left out when the time is up.
+for a millisecond, and in the middle of eight calls that follow each other. `floor` is the bytes of weights and caches
+divided by the measured copy bandwidth. `Dynamo alone` is a backend that computes nothing: its host time is what no
+backend gets below. Inductor's rows come last and are left out when the time is up.
 """
 
 from __future__ import annotations
