@@ -37,11 +37,20 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         x = x + carried
         h = npu.npu_rms_norm(x, self.norms[0])[0]
-        scores = torch.softmax(self.q(h) @ self.k(h).transpose(-1, -2), -1)
+        q, k = turned(self.q(h)), turned(self.k(h))
+        scores = torch.tanh(q @ k.transpose(-1, -2) * 0.125 / 50.0) * 50.0
+        scores = torch.softmax(scores.masked_fill(scores < -40.0, float("-inf")), -1)
         carried = self.o(scores @ self.v(h))
         x = x + carried
         h = npu.npu_rms_norm(x, self.norms[1])[0]
         return x, self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def turned(x: Tensor) -> Tensor:
+    """A rotary embedding, of sorts."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * x.cos() + swapped * x.sin()
 
 
 class Model(nn.Module):
