@@ -57,6 +57,7 @@ class Calls:
     def __init__(self) -> None:
         self._known: dict[Node, Call] = {}
         self._sources: dict[Node, Node] = {}
+        self._ops: dict[Node, tuple[Any, Any]] = {}
 
     def __getitem__(self, node: Node) -> Call:
         call = self._known.get(node)
@@ -73,9 +74,17 @@ class Calls:
             found = self._sources[node] = source_of(node)
         return found
 
+    def ops(self, node: Node) -> tuple[Any, Any]:
+        """The op of a node, and of the node whose value it is."""
+        found = self._ops.get(node)
+        if found is None:
+            found = self._ops[node] = op_of(node), op_of(self.source(node))
+        return found
+
     def forget(self, nodes: Iterable[Node]) -> None:
         """Drop what was known of nodes whose arguments have changed."""
         self._sources.clear()
+        self._ops.clear()
         for node in nodes:
             self._known.pop(node, None)
 
@@ -89,6 +98,7 @@ def op_of(node: Node) -> Any:
     return one_name(node.target)
 
 
+@cache
 def targets_of(op: Any) -> tuple[Any, ...]:
     """The targets that go by one name."""
     return tuple(target for target, name in _names().items() if name == op) or (op,)

@@ -7,7 +7,7 @@ how far the match came and why it ended: the reasons are the matcher's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,9 +18,9 @@ from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
 from graphex.fusion.calls import targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.patterns import Stop
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
+from graphex.fusion.stops import Stop
 from graphex.fusion.words import op_title
 from graphex.ops import SPECS, has_kernel
 from graphex.passes.base import Refusal, Work
@@ -57,6 +57,7 @@ class Fusion:
         self.outcomes = {rule: Outcome() for rule in self.rules}
         self._mode = fake_mode_of(work.gm)
         self._made_by: dict[Node, Rule] = {}
+        self._index: dict[Any, list[Node]] = {}
         self._line = cache(node_line)
         self._downstream = cache(_downstream)
         keeps_strides = work.phase != "inference"  # the backward graph was traced with the strides of what is saved
@@ -71,7 +72,7 @@ class Fusion:
             return 0
         outcome.ends.clear()
         before = outcome.matches
-        for anchor in sorted(self._nodes(rule.pattern.anchor_op), reverse=True):
+        for anchor in reversed(self._nodes(rule.pattern.anchor_op)):
             if anchor._erased or self._made_by.get(anchor) is rule:
                 continue
             end = self._try(rule, anchor)
@@ -91,6 +92,7 @@ class Fusion:
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
+        self._index = {}
         if isinstance(made, Refusal):
             return made
         self._made_by.update(dict.fromkeys(made, plan.rule))
@@ -108,7 +110,7 @@ class Fusion:
         closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
-            for root in sorted(self._nodes(rule.pattern.root_op)):
+            for root in self._nodes(rule.pattern.root_op):
                 if self._made_by.get(root) is rule:
                     continue
                 end = self._end_at(rule, root)
@@ -162,11 +164,16 @@ class Fusion:
 
     def _absent(self, rule: Rule) -> list[Any]:
         """The ops of the rule that the graph does not hold."""
-        return [op for op in rule.pattern.needs() if next(self._nodes(op), None) is None]
+        return [op for op in rule.pattern.needs() if not self._nodes(op)]
 
-    def _nodes(self, op: Any) -> Iterator[Node]:
-        for target in targets_of(op):
-            yield from self.work.graph.find_nodes(op="call_function", target=target, sort=False)
+    def _nodes(self, op: Any) -> list[Node]:
+        """The calls of an op, in order. Looked up again after every change of the graph."""
+        found = self._index.get(op)
+        if found is None:
+            find = self.work.graph.find_nodes
+            nodes = (node for target in targets_of(op) for node in find(op="call_function", target=target, sort=False))
+            found = self._index[op] = sorted(nodes)
+        return found
 
 
 def _without_kernel(plan: Plan) -> str:

@@ -20,8 +20,9 @@ from graphex.analysis.aliasing import Aliases
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, source_of, value_of
 from graphex.fusion.making import pattern_of
-from graphex.fusion.patterns import OpPattern, Pattern, Stop
+from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.fusion.rules import Rule
+from graphex.fusion.stops import Stop
 from graphex.fusion.tracing import fresh, key_of, without_guards
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from graphex.fusion.calls import (
     targets_of,
     value_of,
 )
-from graphex.fusion.words import advice_about, describe, op_title, show
+from graphex.fusion.stops import OtherOp, Stop, Words
+from graphex.fusion.words import describe, op_title, show
 from graphex.torch_private.patterns import (
     CallFunction,
     FailedMatch,
@@ -56,27 +56,6 @@ _MOVES = frozenset(
 Check = Callable[[Match], Any]
 """What a rule asks about a match: True, False, or a `Refusal` with a reason."""
 
-Words = Callable[[], str]
-"""A sentence that is put together when somebody asks for it: most failed matches are never told."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Where a match ended: after how many ops, at which node, why, and what edit of the model would help."""
-
-    matched: int
-    node: Node | None
-    said: str | Words
-    advice: str | Words = ""
-
-    @property
-    def reason(self) -> str:
-        return self.said if isinstance(self.said, str) else self.said()
-
-    @property
-    def edit(self) -> str:
-        return self.advice if isinstance(self.advice, str) else self.advice()
-
 
 class Stopped(FailedMatch):
     """torch's failed match, with the place where it failed."""
@@ -103,9 +82,18 @@ class Attempt(MatchContext):
 
     def stop(self, node: Any, said: Words, advice: str | Words = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
+        return self._stopped(Stop(self._matched(), node if isinstance(node, Node) else None, said, advice))
+
+    def stop_at(self, node: Any, op: Any) -> FailedMatch:
+        """Another op stands where this one should."""
+        where = node if isinstance(node, Node) else None
+        return self._stopped(OtherOp(self._matched(), where, "", expected=op, found=node))
+
+    def _matched(self) -> int:
         done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
-        matched = done + self.entered
-        stop = Stop(matched, node if isinstance(node, Node) else None, said, advice)
+        return done + self.entered
+
+    def _stopped(self, stop: Stop) -> FailedMatch:
         if stop.matched > self.furthest.matched:
             self.furthest = stop
         return Stopped(stop)
@@ -135,21 +123,16 @@ class OpPattern(CallFunction):
         found = calls[node].args
         swappable = self.op_name in COMMUTATIVE
         for name, part in self._firm:
-            places = ("self", "other") if swappable else (name,)
-            if not any(part.is_possible(found.get(place), calls) for place in places):
-                return part.stop_at(found.get(name))
+            value = found.get(name)
+            if part.is_possible(value, calls):
+                continue
+            if swappable and part.is_possible(found.get("other" if name == "self" else "self"), calls):
+                continue
+            return OtherOp(1, value if isinstance(value, Node) else None, "", expected=part.op_name, found=value)
         return None
 
     def is_possible(self, node: Any, calls: Calls) -> bool:
-        return isinstance(node, Node) and self.op_name in (op_of(node), op_of(calls.source(node)))
-
-    def stop_at(self, node: Any) -> Stop:
-        """Another op stands where this one should."""
-        where = node if isinstance(node, Node) else None
-        return Stop(1, where, partial(self._mismatch, node), partial(advice_about, node))
-
-    def _mismatch(self, node: Any) -> str:
-        return f"{describe(node)} stands where the rule has {op_title(self.op_name)}"
+        return isinstance(node, Node) and self.op_name in calls.ops(node)
 
     def _match_fns(self, node: Any) -> bool:
         return isinstance(node, Node) and op_of(node) == self.op_name
@@ -159,7 +142,7 @@ class OpPattern(CallFunction):
         if not self._match_fns(node):
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            return ctx.stop(node, partial(self._mismatch, node), partial(advice_about, node))
+            return ctx.stop_at(node, self.op_name)
         found = ctx.calls[node].args
         alpha = self.arguments.get("alpha", 1)
         unscaled = (alpha == 1 or isinstance(alpha, Ignored)) and found.get("alpha", 1) == 1

@@ -21,8 +21,8 @@ from graphex.analysis import Aliases, known_equal
 from graphex.errors import GraphexWarning, RuleError
 from graphex.fusion.calls import value_of
 from graphex.fusion.matching import Plan, Site, results_of, try_rule
-from graphex.fusion.patterns import Stop
 from graphex.fusion.rules import Rule
+from graphex.fusion.stops import Stop
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, unset_fake_temporarily
 from graphex.torch_private.trees import pytree
 
