@@ -183,6 +183,8 @@ class Runner:
             log.debug("%s, %s, %s:\n%s", self.graph_name, stage, title, readable(self.gm))
         if wanted:
             self.compilation.files.graph(self.phase, title, readable(self.gm))
+        if changed and self.compilation.journal.film is not None:
+            self.compilation.journal.film.take(self.graph_name, self.gm.graph, self.aliases)
 
 
 def _raised_at(error: Exception) -> str:

@@ -1,0 +1,59 @@
+// How the graph runs: device graphs by key, what is copied, what runs outside of them and why.
+
+function captures(app) {
+  const { model } = app.current();
+  const { graph } = model;
+  return el(
+    "div",
+    {},
+    section("Running", null, countTable(graph)),
+    section("Device graphs", "One for each combination of sizes.", captureTable(graph)),
+    graph.cuts.length ? section("Outside of device graphs", "Ops that a device graph cannot hold.", cutTable(app, graph)) : null,
+    graph.fallbacks.length ? section("Plainer than asked for", null, fallbackTable(graph)) : null,
+    graph.verifications.length ? section("Verification", null, verdictTable(graph)) : null,
+  );
+}
+
+function countTable(graph) {
+  const rows = Object.entries(graph.counts).map(([name, counts]) => {
+    const captured = (counts.captured || 0) + (counts.recaptured || 0);
+    const calls = (counts.calls || 0) - captured + (counts.replays || 0);
+    return [name, ...[calls, counts.captured || 0, counts.recaptured || 0, counts.replays || 0, counts.evicted || 0].map(String)];
+  });
+  if (!rows.length) return empty("The graph has not run yet.");
+  return table(["graph", "calls", "captured", "captured again", "replayed", "evicted"], rows, { right: [1, 2, 3, 4, 5] });
+}
+
+function captureTable(graph) {
+  if (!graph.captures.length) return empty("None: the graph runs as straight-line code.");
+  const rows = graph.captures.map((each) => [
+    el("span", { class: "mono" }, each.key || "fixed sizes"),
+    each.status,
+    timeText(each.seconds),
+    sizeText(each.reserved_bytes),
+    String(each.inputs_by_address),
+    String(each.inputs_copied),
+    each.reason,
+  ]);
+  return table(["key", "status", "time", "memory", "inputs read in place", "inputs copied", "why again"], rows, { right: [2, 3, 4, 5] });
+}
+
+function cutTable(app, graph) {
+  const rows = graph.cuts.map((each) => [
+    chip(each.node, () => app.showFinal(each.node), "node-chip"),
+    el("span", { class: "mono" }, each.op),
+    String(each.ops),
+    each.reason,
+    el("span", { class: "mono" }, each.line),
+  ]);
+  return table(["node", "op", "ops", "because", "line"], rows, { right: [2] });
+}
+
+function fallbackTable(graph) {
+  return table(["what", "because", "line"], graph.fallbacks.map((each) => [each.what, each.reason, el("span", { class: "mono" }, each.line)]));
+}
+
+function verdictTable(graph) {
+  const rows = graph.verifications.map((each) => [each.status, each.reference, Number(each.worst_error).toPrecision(3), each.pass_name, each.reason]);
+  return table(["verdict", "measured against", "worst error", "pass to blame", "reason"], rows, { right: [2] });
+}
