@@ -12,10 +12,12 @@ function findNodes(model, items, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return [];
   const texts = model.memo("search", () => new Map());
-  return items.filter(({ node }) => {
+  const found = items.filter(({ node }) => {
     if (!texts.has(node)) texts.set(node, searchable(model, node));
     return words.every((word) => texts.get(node).includes(word));
   });
+  const isInput = ({ node }) => node.op === "placeholder" || node.op === "get_attr";
+  return [...found.filter((item) => !isInput(item)), ...found.filter(isInput)];
 }
 
 class Search {
