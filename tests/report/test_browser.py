@@ -131,8 +131,8 @@ def test_a_comparison_names_what_was_lost(chrome: Browser, tmp_path: Path) -> No
     before, after = (read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items())
     chrome.open(write_page(compare(before, after), tmp_path / "difference.html"))
     sentences = chrome.texts(".summary li")
-    assert sentences[0] == "1 rewrites lost, 0 won."
-    assert sentences[1].startswith("Lost: silu(gate) * up in mlp")
+    assert sentences[0] == "1 rewrite lost, 0 won."
+    assert sentences[1].startswith("Lost: silu(gate) * up in mlp.")
     assert chrome.texts("td .lost") == ["lift_silu_mul"]
 
 

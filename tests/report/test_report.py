@@ -174,7 +174,7 @@ def test_a_lost_fusion_is_found_with_its_module_and_line(tmp_path: Path) -> None
     before, after = (read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items())
     difference = compare(before, after)
     (lost,) = difference["lost"]
-    assert (lost["rule"], lost["module"], lost["times"]) == ("lift_silu_mul", "mlp", 1)
+    assert (lost["rule"], lost["where"], lost["times"]) == ("lift_silu_mul", "mlp", 1)
     assert lost["line"].endswith("silu(self.gate(x)) * self.up(x)")
     assert has_losses(difference)
     assert compare(after, before)["won"][0]["rule"] == "lift_silu_mul"

@@ -1,18 +1,21 @@
 """Two reports of one model, before and after a change: which rewrites were lost, which were won.
 
-A place is known by its rule, the module it is in and the text of its line: line numbers and node names move with every
-edit, these do not.
+A place is known by its rule and the module it is in, or else by the text of its line: line numbers and node names move
+with every edit, these do not. Reuse of dead memory is no place of its own: a fusion takes it away with the
+intermediates it was about.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from graphex.evidence.report.model import FORMAT
 from graphex.evidence.report.summary import device_ops, rule_counts, title_of
 
-Site = tuple[str, str, str]  # rule, module, line of code
+Site = tuple[str, str]  # the rule; the module, or else the line of code
+_FOLLOWS = "reuse_dead_memory"
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -38,20 +41,27 @@ def has_losses(difference: dict[str, Any]) -> bool:
 
 def _lost_and_won(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     old, new = _sites(before), _sites(after)
-    return _told(old - new, after), _told(new - old, before)
+    lost = Counter({site: len(lines) for site, lines in old.items()})
+    won = Counter({site: len(lines) for site, lines in new.items()})
+    return _told(lost - won, old, after), _told(won - lost, new, before)
 
 
-def _sites(data: dict[str, Any]) -> Counter[Site]:
-    """Every rewrite that was made; only fusions and writes in place can be lost, clean-up follows from them."""
-    found: Counter[Site] = Counter()
+def _sites(data: dict[str, Any]) -> dict[Site, list[str]]:
+    """Every place where a fusion or a write in place was made, with the lines of its rewrites."""
+    found: dict[Site, list[str]] = {}
     for graph in data["graphs"]:
         modules = _modules(graph)
         for rewrite in graph["rewrites"]:
-            if rewrite["effect"] in ("fused", "in place", "moved"):
+            if rewrite["effect"] in ("fused", "in place", "moved") and rewrite["pass_name"] != _FOLLOWS:
                 names = (*rewrite["into"], *rewrite["nodes"])
-                module = next((modules[name] for name in names if name in modules), "")
-                found[(rewrite["rule"], module, _code(rewrite["line"]))] += 1
+                site = _site(rewrite, names, modules)
+                found.setdefault(site, []).append(_code(rewrite["line"]))
     return found
+
+
+def _site(record: dict[str, Any], names: Sequence[str], modules: dict[str, str]) -> Site:
+    module = next((modules[name] for name in names if name in modules), "")
+    return record["rule"], module or _code(record["line"])
 
 
 def _modules(graph: dict[str, Any]) -> dict[str, str]:
@@ -66,22 +76,16 @@ def _code(line: str) -> str:
     return f"{place.partition(':')[0]}: {code}" if code else place
 
 
-def _told(sites: Counter[Site], other: dict[str, Any]) -> list[dict[str, Any]]:
+def _told(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> list[dict[str, Any]]:
     """Places with the reason that the other report gives for not having them, where it gives one."""
-    reasons: dict[tuple[str, str], str] = {}
+    reasons: dict[Site, str] = {}
     for graph in other["graphs"]:
+        modules = _modules(graph)
         for missed in (*graph["refusals"], *graph["near_misses"]):
-            reasons.setdefault((missed["rule"], _code(missed["line"])), missed["reason"])
-            reasons.setdefault((missed["rule"], ""), missed["reason"])
+            reasons.setdefault(_site(missed, [missed["node"]], modules), missed["reason"])
     return [
-        {
-            "rule": rule,
-            "module": module,
-            "line": line,
-            "times": times,
-            "reason": reasons.get((rule, line)) or reasons.get((rule, ""), ""),
-        }
-        for (rule, module, line), times in sorted(sites.items())
+        {"rule": site[0], "where": site[1], "line": lines[site][0], "times": times, "reason": reasons.get(site, "")}
+        for site, times in sorted(sites.items())
     ]
 
 
@@ -134,11 +138,11 @@ def _summary(
     before: dict[str, Any], after: dict[str, Any], lost: list[dict[str, Any]], won: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
-    sentences = [{"tone": "bad" if gone else "good", "text": f"{gone} rewrites lost, {gained} won."}]
+    sentences = [{"tone": "bad" if gone else "good", "text": f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won."}]
     for site in lost:
         because = f", because {site['reason']}" if site["reason"] else ""
-        where = f" in {site['module']}" if site["module"] else ""
-        text = f"Lost: {title_of(site['rule'])}{where} ({site['times']} times){because}."
+        times = "" if site["times"] == 1 else f" ({site['times']} times)"
+        text = f"Lost: {title_of(site['rule'])} in {site['where']}{times}{because}."
         sentences.append({"tone": "bad", "text": text})
     ops = [sum(device_ops(graph, -1) for graph in data["graphs"] if graph["pictures"]) for data in (before, after)]
     sentences.append({"tone": "bad" if ops[1] > ops[0] else "good", "text": f"{ops[0]} device ops -> {ops[1]}."})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 WHOLE = 4000  # lines of a file that is shown whole
@@ -15,8 +15,15 @@ LONGEST = 400  # characters of a line
 def source_files(lines: Mapping[str, set[int]]) -> list[dict[str, Any]]:
     """For each file with marked lines: its path and its text in blocks, each with the number of its first line."""
     return [
-        {"path": path, "name": PurePath(path).name, "blocks": _blocks(path, marked)} for path, marked in lines.items()
+        {"path": _short(path), "name": PurePath(path).name, "blocks": _blocks(path, marked)}
+        for path, marked in lines.items()
     ]
+
+
+def _short(path: str) -> str:
+    """A path as the user would give it: from the working directory, where it is below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _blocks(path: str, marked: set[int]) -> list[dict[str, Any]]:

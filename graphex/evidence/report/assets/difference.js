@@ -29,8 +29,8 @@ function differencePage() {
 
 function siteTable(sites, kind, nothing) {
   if (!sites.length) return empty(nothing);
-  const rows = sites.map((site) => [el("span", { class: `mono ${kind}` }, site.rule), site.module, String(site.times), site.reason, el("span", { class: "mono" }, site.line)]);
-  return table(["rule", "module", "times", kind === "lost" ? "because" : "it was not there because", "line"], rows, { right: [2] });
+  const rows = sites.map((site) => [el("span", { class: `mono ${kind}` }, site.rule), site.where, String(site.times), site.reason, el("span", { class: "mono" }, site.line)]);
+  return table(["rule", "where", "times", kind === "lost" ? "because" : "it was not there because", "line"], rows, { right: [2] });
 }
 
 function reasonTable(reasons) {

@@ -23,7 +23,10 @@ function gatherRules(graph) {
   for (const record of graph.rewrites) at(record.rule).made.push(record);
   for (const record of graph.refusals) at(record.rule).refused.push(record);
   for (const record of graph.near_misses) at(record.rule).missed.push(record);
-  return [...found.values()].sort((a, b) => b.missed.length + b.refused.length - (a.missed.length + a.refused.length));
+  // First what worked here and not there: the difference between two places is the best hint.
+  const missing = (rule) => rule.missed.length + rule.refused.length;
+  const rank = (rule) => (missing(rule) ? (rule.made.length ? 2 : 1) : 0);
+  return [...found.values()].sort((a, b) => rank(b) - rank(a) || missing(b) - missing(a));
 }
 
 function ruleBlock(app, rule) {
