@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.report.browser import Browser, browser
 from tests.report.graphs import explain_llama
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

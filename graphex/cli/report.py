@@ -32,7 +32,9 @@ def open_report(path: Path, as_json: bool) -> None:
         return
     print_sentences(data["summary"])
     if not webbrowser.open(address):
-        click.echo(f"There is no browser here to open it with. Copy the file to a machine that has one: {path}", err=True)
+        click.echo(
+            f"There is no browser here to open it with. Copy the file to a machine that has one: {path}", err=True
+        )
         sys.exit(1)
 
 

@@ -20,7 +20,7 @@ def printed(title: str, journal: Journal) -> str:
     from rich.console import Console
 
     stream = io.StringIO()
-    width = max(80, shutil.get_terminalsize_text().columns) if sys.stdout.isatty() else WIDTH
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     console = Console(file=stream, width=width, markup=False, highlight=False)
     console.print(title)
     for part in _tables(journal):

@@ -13,9 +13,9 @@ from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.fx import GraphModule
 from torch._dynamo.utils import flatten_graph_inputs, get_debug_dir
 from torch._guards import CompileContext
+from torch.fx import GraphModule
 
 from graphex.errors import GraphexError
 

@@ -29,13 +29,19 @@ def piped(*arguments: str, cwd: Path, **variables: str) -> Ended:
     """`graphex ... | cat`: neither output is a terminal."""
     command = [sys.executable, "-m", "graphex", *arguments]
     done = subprocess.run(
-        command, cwd=cwd, env=_environment(**variables), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        command,
+        cwd=cwd,
+        env=_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def in_terminal(*arguments: str, cwd: Path) -> Ended:
-    """`graphex ...` in a terminal of its own; both outputs as they come, colours and movements of the cursor included."""
+    """`graphex ...` in a terminal of its own; both outputs as they come, with colours and cursor movements."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "graphex", *arguments]
     process = subprocess.Popen(command, cwd=cwd, env=_environment(), stdin=theirs, stdout=theirs, stderr=theirs)

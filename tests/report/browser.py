@@ -1,4 +1,4 @@
-"""A real browser for tests, benchmarks and the pictures of the documentation: Chromium, driven over its own protocol."""
+"""A real browser for tests, benchmarks and the pictures of the documentation: Chromium, driven by selenium."""
 
 from __future__ import annotations
 

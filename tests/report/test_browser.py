@@ -59,9 +59,13 @@ def test_a_click_on_the_drawing_chooses_the_node(chrome: Browser, llama_page: Pa
 def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama_page: Path) -> None:
     chrome.open(llama_page)
     chrome.click('.pass[data-pass="3"]')
-    assert chrome.run("return document.getElementById('steps').selectedOptions[0].text").startswith("lift · lift_idioms")
+    assert chrome.run("return document.getElementById('steps').selectedOptions[0].text").startswith(
+        "lift · lift_idioms"
+    )
     chrome.press("l")
-    removed, added = (chrome.run(f"return document.querySelectorAll('.row.{kind}').length") for kind in ("removed", "added"))
+    removed, added = (
+        chrome.run(f"return document.querySelectorAll('.row.{kind}').length") for kind in ("removed", "added")
+    )
     assert removed > added > 0
     chrome.press("b")
     assert not chrome.texts(".row.added")
@@ -70,7 +74,9 @@ def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama
     assert chrome.texts(".row.added")
     assert not chrome.texts(".row.removed")
     chrome.press("]")
-    assert "merge_common_subexpressions" in chrome.run("return document.getElementById('steps').selectedOptions[0].text")
+    assert "merge_common_subexpressions" in chrome.run(
+        "return document.getElementById('steps').selectedOptions[0].text"
+    )
     chrome.press("[", "[")
     assert "remove_dead_code" in chrome.run("return document.getElementById('steps').selectedOptions[0].text")
 
@@ -128,7 +134,9 @@ def test_five_thousand_nodes_stay_usable(chrome: Browser, large_page: Path) -> N
 
 
 def test_a_comparison_names_what_was_lost(chrome: Browser, tmp_path: Path) -> None:
-    before, after = (read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items())
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
     chrome.open(write_page(compare(before, after), tmp_path / "difference.html"))
     sentences = chrome.texts(".summary li")
     assert sentences[0] == "1 rewrite lost, 0 won."

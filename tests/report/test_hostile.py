@@ -24,7 +24,7 @@ TABS = "1234567"
 # Words that the page's program itself gives a meaning; everything else in a report comes from the model.
 STRUCTURE = {"kind", "effect", "op", "phase", "status", "tone", "pictures", "places", "format", "unit", "event"}
 
-HOSTILE_MODEL = '''
+HOSTILE_MODEL = """
 import torch
 
 class Model(torch.nn.Module):
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
     def forward(self, x):
         inner = self.get_submodule("ATTACK")
         return inner(x)[:, :].relu(), x.clone()  # ATTACK
-'''.replace("ATTACK", ATTACK.replace('"', "'").replace(".", ""))
+""".replace("ATTACK", ATTACK.replace('"', "'").replace(".", ""))
 
 
 def attacked(value: Any, key: str = "") -> Any:
@@ -71,7 +71,9 @@ def test_a_report_whose_every_string_is_an_attack(chrome: Browser, llama_page: P
 
 
 def test_a_comparison_whose_every_string_is_an_attack(chrome: Browser, tmp_path: Path) -> None:
-    before, after = (read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items())
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
     chrome.open(write_page(attacked(compare(before, after)), tmp_path / "hostile.html"))
     assert ATTACK in "".join(chrome.texts("td"))
     assert_unharmed(chrome)
@@ -97,7 +99,11 @@ def test_a_model_with_hostile_module_names_and_source_lines(chrome: Browser, tmp
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.recursive(st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
 def test_what_stands_in_the_page_is_the_data_and_ends_nothing(value: Any) -> None:
     data = {"kind": "report", "title": "t", "value": value}
     text = escaped_json(data)

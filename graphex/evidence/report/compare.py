@@ -100,7 +100,9 @@ def _reasons(data: dict[str, Any], other: dict[str, Any]) -> list[dict[str, str]
         }
 
     known = told(other)
-    return [{"rule": rule, "reason": why, "line": line} for rule, why, line in told(data) if (rule, why, line) not in known]
+    return [
+        {"rule": rule, "reason": why, "line": line} for rule, why, line in told(data) if (rule, why, line) not in known
+    ]
 
 
 def _rules(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
@@ -138,7 +140,12 @@ def _summary(
     before: dict[str, Any], after: dict[str, Any], lost: list[dict[str, Any]], won: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
-    sentences = [{"tone": "bad" if gone else "good", "text": f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won."}]
+    sentences = [
+        {
+            "tone": "bad" if gone else "good",
+            "text": f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won.",
+        }
+    ]
     for site in lost:
         because = f", because {site['reason']}" if site["reason"] else ""
         times = "" if site["times"] == 1 else f" ({site['times']} times)"

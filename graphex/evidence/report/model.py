@@ -1,7 +1,7 @@
 """The data of a report: the journal and the film of one or several compiled objects, joined graph by graph.
 
     {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
-     "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], "rewrites": [...], ...}]}
+     "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
 
 A pass knows its picture (the graph after it); a rewrite, a refusal and a near miss know their pass by its number.
 """

@@ -236,8 +236,13 @@ function strongest(part) {
   return ["missed", "fused", "in place", "moved", "matched", "merged", "removed", "changed"].find((each) => effects.has(each)) || "";
 }
 
+// A colour of the style sheet as the canvas needs it: a property by itself still says "light-dark(...)".
 function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const probe = el("i", { style: { color: `var(${name})` } });
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
 }
 
 function drawnStyle() {
