@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full fuzz lint format docs bench test-gpu bench-gpu clean
+.PHONY: demo test test-full fuzz lint format docs pictures bench test-gpu bench-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ fuzz: $(READY)
 
 docs: $(READY)
 	$(RUN) -m graphex.docs
+
+pictures: $(READY)
+	$(RUN) docs/pictures/make.py
 
 bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py

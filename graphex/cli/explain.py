@@ -22,7 +22,13 @@ NOTHING = 3
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("report.html"),
+    help="Where to write the report.",
+)
 @click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="An option of graphex, over the script's.")
 @click.option("--full", is_flag=True, help="Print every table, not the summary alone.")
 @json_option

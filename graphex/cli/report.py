@@ -41,7 +41,13 @@ def open_report(path: Path, as_json: bool) -> None:
 @report.command()
 @click.argument("before", type=existing)
 @click.argument("after", type=existing)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("difference.html"))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("difference.html"),
+    help="Where to write the page that shows the difference.",
+)
 @json_option
 def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     """Compare two reports of one model: which rewrites were lost, which were won.

@@ -166,6 +166,12 @@ function memoryOf(node) {
   return node.memory === null ? [node.name] : node.memory;
 }
 
+// "arg9_1 (caches[0][0])": a node, and what the user calls it where it is an input.
+function namedInput(app, name) {
+  const node = app.current().model.byName(0).get(name);
+  return node && node.op === "placeholder" && node.target !== name ? `${name} (${node.target})` : name;
+}
+
 function nodeText(node) {
   if (node.op === "placeholder") return `${node.name} = input ${node.target}`;
   if (node.op === "output") return `return ${node.args}`;

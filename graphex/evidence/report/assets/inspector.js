@@ -20,7 +20,7 @@ function inspector(app, name, part) {
 }
 
 function facts(app, model, step, node) {
-  const go = (names) => names.map((each) => chip(each, () => app.selectNode(each), "node-chip"));
+  const go = (names) => names.map((each) => chip(namedInput(app, each), () => app.selectNode(each), "node-chip"));
   const picture = model.byName(step.after).has(node.name) ? step.after : step.before;
   const rows = [
     ["value", node.value || "none"],
@@ -29,7 +29,7 @@ function facts(app, model, step, node) {
     ["stream", node.stream || "current"],
     ["event", node.event ? `${node.event[0]} ${node.event[1]}` : null],
     ["memory of", go(memoryOf(node))],
-    ["shares it with", sharers(model, picture, node).map((each) => chip(each, () => app.selectNode(each), "node-chip"))],
+    ["shares it with", go(sharers(model, picture, node))],
     ["module", model.moduleOf(node) || "the model itself"],
     ["reads", go(node.inputs)],
     ["read by", go(model.users(picture).get(node.name) || [])],

@@ -34,19 +34,12 @@ function refusedTable(app, graph) {
   return table(["node", "rule", "because", "bytes", "line"], rows, { right: [3] });
 }
 
-// "arg9_1 (caches[0][0])": the owner of memory, and what the user calls it.
-function ownerText(app, storage) {
-  const given = app.current().model.byName(0);
-  const named = (name) => (given.has(name) && given.get(name).op === "placeholder" ? `${name} (${given.get(name).target})` : name);
-  return storage.split(", ").map(named).join(", ");
-}
-
 function certificateTable(app, certified) {
   if (!certified.length) return empty("No write in place was made in this graph.");
   const rows = certified.map((record) => [
     chip(record.into.join(", "), () => app.showRecord(record), "node-chip"),
     record.rule,
-    el("span", { class: "mono" }, ownerText(app, record.certificate.storage)),
+    el("span", { class: "mono" }, record.certificate.storage.split(", ").map((name) => namedInput(app, name)).join(", ")),
     el("span", { class: "mono" }, record.certificate.last_read),
     sizeText(record.certificate.bytes_saved),
     record.because,
