@@ -1,4 +1,4 @@
-"""The steps of docs/debugging.md, as a new user would take them: find out why one RMSNorm does not fuse, and mend it."""
+"""The steps of docs/debugging.md, as a new user takes them: why does one RMSNorm not fuse, and how is that mended?"""
 
 from __future__ import annotations
 
