@@ -20,6 +20,7 @@ from graphex.evidence.report.compare import compare, has_losses
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.evidence.watch import watching
+from graphex.records import Record
 from tests.report.graphs import VERSIONS, explain_gate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,47 @@ def test_debug_files_hold_a_report_on_each_compilation(tmp_path: Path) -> None:
     for path in reports:
         (graph,) = read_data(path)["graphs"]
         assert graph["pictures"]
+
+
+def test_streams_and_events_are_read_off_the_nodes(tmp_path: Path) -> None:
+    with torch.library._scoped_library("report_test", "DEF") as library:
+        for name in ("event_record", "event_wait"):
+            library.define(f"{name}(str event, str stream, int turn) -> ()")
+            library.impl(name, lambda event, stream, turn: None, "CompositeExplicitAutograd")
+        ops = torch.ops.report_test
+
+        def two_streams(gm: GraphModule, example_inputs: object, config: object) -> None:
+            sin, cos = (next(n for n in gm.graph.nodes if n.name == name) for name in ("sin", "cos"))
+            cos.meta["custom"] = {"stream": "side"}
+            with gm.graph.inserting_after(sin):
+                record = gm.graph.call_function(ops.event_record.default, ("done", "(current)", 0))
+            with gm.graph.inserting_after(record):
+                gm.graph.call_function(ops.event_wait.default, ("done", "side", 0))
+
+        report = graphex.explain(
+            lambda x: x.sin().cos(), (torch.ones(3),), options={"post_grad_custom_post_pass": two_streams}
+        )
+    (graph,) = data_of(report, tmp_path)["graphs"]
+    final = [graph["nodes"][place] for place in graph["pictures"][-1]]
+    found = [
+        (node["name"].split(".")[-1], node.get("stream"), node.get("event"))
+        for node in final
+        if node["op"] == "call_function"
+    ]
+    assert found == [
+        ("sin", None, None),
+        ("event_record_default", None, ["record", "done"]),
+        ("event_wait_default", "side", ["wait", "done"]),
+        ("cos", "side", None),
+    ]
+
+
+def test_a_record_of_a_kind_that_has_no_view_is_in_the_report_as_it_is(tmp_path: Path) -> None:
+    report = explained(nn.Linear(4, 4), torch.ones(2, 4))
+    name = report.journal.graphs[0].graph
+    report.journal.add(Record(name))
+    (graph,) = data_of(report, tmp_path)["graphs"]
+    assert graph["more"] == [{"kind": "record", "graph": name}]
 
 
 # -- comparing -----------------------------------------------------------------------------------------------------

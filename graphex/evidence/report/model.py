@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from graphex.evidence.report.film import Film, Reel
 from graphex.evidence.report.nodes import NodeFacts
 from graphex.evidence.report.sources import source_files
 from graphex.evidence.report.summary import summarise
-from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Record, Refused, Rewrote, RuleTried
+from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
 FORMAT = 1
 _OF_A_PASS = (Rewrote, Refused, RuleTried, NearMiss)
@@ -46,10 +46,10 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     graphs, general = [], []
     for journal in journals:
         film = journal.film or Film()
-        for graph in journal.graphs:
+        for graph in _all_graphs(journal, film):
             if compile_id in (None, graph.compile_id):
                 graphs.append(_graph(graph, journal, film.reels.get(graph.graph, Reel()), files))
-        general += [_plain(record) for record in journal.fallbacks if record.graph == "-"]
+        general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
         "kind": "report",
@@ -64,28 +64,36 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     return data
 
 
+def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
+    """The graphs that were handed over, each followed by the other versions of it that were filmed."""
+    found = []
+    names = {graph.graph for graph in journal.graphs}
+    for graph in journal.graphs:
+        versions = [name for name in film.reels if name not in names and name.startswith(f"{graph.graph} ")]
+        found += [graph, *(replace(graph, graph=name) for name in versions)]
+    return found
+
+
 def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, set[int]]) -> Data:
-    data: Data = {**_plain(graph), "name": graph.graph, **{each: [] for each in ("passes", *_LISTS.values())}}
+    data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
     picture = 0
     for record in journal.records:
-        if not _is_about(record, graph.graph):
+        if not _has_prefix(record.graph, graph.graph):
             continue
         if isinstance(record, PassRan):
             picture += record.status == "changed"
-            data["passes"].append(_plain(record) | {"picture": min(picture, len(reel.pictures) - 1)})
+            data["passes"].append(asdict(record) | {"picture": min(picture, len(reel.pictures) - 1)})
         elif record.kind in _LISTS:
-            plain = _plain(record)
+            plain = asdict(record)
             if isinstance(record, _OF_A_PASS):
                 plain["pass"] = len(data["passes"]) - 1
             if isinstance(record, Rewrote):
                 plain["effect"] = _effect(record, data["passes"][-1]["stage"] if data["passes"] else "")
             data[_LISTS[record.kind]].append(plain)
+        elif not isinstance(record, GraphCompiled):
+            data["more"].append({"kind": record.kind, **asdict(record)})
     data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if _has_prefix(name, graph.graph)}
     return data | _pictures(reel, files)
-
-
-def _is_about(record: Record, graph: str) -> bool:
-    return _has_prefix(record.graph, graph)
 
 
 def _has_prefix(name: str, graph: str) -> bool:
@@ -103,10 +111,6 @@ def _effect(record: Rewrote, stage: str) -> str:
     if not record.into:
         return "removed"
     return "changed" if record.nodes == record.into else "merged"
-
-
-def _plain(record: Record) -> Data:
-    return {**asdict(record)}
 
 
 def _pictures(reel: Reel, files: dict[str, set[int]]) -> Data:

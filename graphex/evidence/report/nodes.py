@@ -24,6 +24,8 @@ MOST_TEXT = 400  # of the arguments of a node; a list of 5,000 numbers tells nob
 
 _ROOT = re.compile(r"^L\['(\w+)'\]\.?")
 _MEMBER = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]")
+_EVENT_OPS = {"event_record": "record", "event_wait": "wait"}  # (event, stream, ...)
+_CURRENT = "(current)"
 _WITHOUT_KERNEL = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
 
 
@@ -67,20 +69,15 @@ def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
 
 
 def stream_of(node: Node) -> str:
-    """The stream a node is placed on, as text; empty on the current one."""
-    stream = placement(node)
-    return "" if stream is None else str(stream)
+    """The stream a node is on, as text; empty on the current one. An op about an event names its stream itself."""
+    stream = node.args[1] if event_of(node) and len(node.args) > 1 else placement(node)
+    return "" if stream in (None, _CURRENT) else str(stream)
 
 
 def event_of(node: Node) -> tuple[str, str] | None:
     """What a node does with an event: ("record" or "wait", its name); None if it is about no event."""
-    schema = getattr(node.target, "_schema", None)
-    name = str(getattr(schema, "name", "")).rpartition("::")[2]
-    kind = next((word for word in ("record", "wait") if name.split("_")[-1] == word or name.startswith(word)), None)
-    if kind is None or name == "record_stream":
-        return None
-    tag = next((value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (str, int, Node))), "")
-    return kind, str(tag)
+    kind = _EVENT_OPS.get(str(getattr(node.target, "_opname", "")))
+    return None if kind is None or not node.args else (kind, str(node.args[0]))
 
 
 def module_of(node: Node) -> tuple[tuple[str, str], ...]:

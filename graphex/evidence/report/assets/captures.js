@@ -11,7 +11,20 @@ function captures(app) {
     graph.cuts.length ? section("Outside of device graphs", "Ops that a device graph cannot hold.", cutTable(app, graph)) : null,
     graph.fallbacks.length ? section("Plainer than asked for", null, fallbackTable(graph)) : null,
     graph.verifications.length ? section("Verification", null, verdictTable(graph)) : null,
+    ...furtherRecords(graph, (kind) => !ABOUT_STREAMS.test(kind)),
   );
+}
+
+// Records of kinds that have no view of their own, as they are: nothing in the journal is hidden.
+function furtherRecords(graph, wanted) {
+  const kinds = [...new Set(graph.more.map((record) => record.kind))].filter(wanted);
+  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  return kinds.map((kind) => {
+    const records = graph.more.filter((record) => record.kind === kind);
+    const fields = Object.keys(records[0]).filter((field) => field !== "kind" && field !== "graph");
+    const rows = records.map((record) => fields.map((field) => cut(shown(record[field]), 600)));
+    return section(kind[0].toUpperCase() + kind.slice(1), null, table(fields.map((field) => field.replaceAll("_", " ")), rows));
+  });
 }
 
 function countTable(graph) {

@@ -82,7 +82,7 @@ class App {
   }
 
   buildGraphPage() {
-    const { model } = this.current();
+    const model = this.models[this.state.graph];
     if (!model || !model.hasPictures) {
       this.panels.graph.replaceChildren(empty("No graphs were kept for this report. graphex.explain and TORCH_COMPILE_DEBUG=1 keep them."));
       return;

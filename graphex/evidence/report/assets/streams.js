@@ -3,8 +3,14 @@
 const LANE = 46;
 const CELL = 30;
 const LEFT = 132;
+const ABOUT_STREAMS = /stream|deadlock/;
 
 function streams(app) {
+  const { graph } = app.current().model;
+  return el("div", {}, lanesSection(app), ...furtherRecords(graph, (kind) => ABOUT_STREAMS.test(kind)));
+}
+
+function lanesSection(app) {
   const { model } = app.current();
   const last = model.graph.pictures.length - 1;
   const nodes = model.nodes(last).filter((node) => node.op.startsWith("call"));
