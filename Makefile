@@ -47,6 +47,7 @@ bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/fusion_compile.py
+	$(RUN) benchmarks/report.py
 
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:

@@ -85,6 +85,14 @@ def test_every_page_of_an_odd_report_opens(make: Callable[[], dict[str, Any]], c
         assert chrome.text("[role=tabpanel]:not([hidden])") != ""
 
 
+def test_after_a_mismatch_the_graph_that_runs_is_shown(chrome: Browser, tmp_path: Path) -> None:
+    data = wrong_pass()
+    chrome.open(write_page(data, tmp_path / "report.html"), "tab=graph")
+    chrome.press("l")
+    assert any("aten.add.Tensor" in code for code in chrome.texts(".row .code"))
+    assert data["graphs"][0]["runs"] == 0
+
+
 def test_several_graphs_are_looked_at_one_by_one(chrome: Browser, tmp_path: Path) -> None:
     data = training()
     names = [graph["name"] for graph in data["graphs"]]

@@ -127,7 +127,7 @@ def _moved(graphs: list[dict[str, Any]]) -> int:
 
 _COUNTED = (
     ("graphs", "", len),
-    ("device ops", "", lambda graphs: sum(device_ops(graph, -1) for graph in graphs if graph["pictures"])),
+    ("device ops", "", device_ops),
     ("bytes moved in every call", "bytes", _moved),
     ("peak of intermediate memory", "bytes", lambda graphs: sum(m["peak_after"] for g in graphs for m in g["memory"])),
     ("ops outside of device graphs", "", lambda graphs: sum(cut["ops"] for graph in graphs for cut in graph["cuts"])),
@@ -151,6 +151,6 @@ def _summary(
         times = "" if site["times"] == 1 else f" ({site['times']} times)"
         text = f"Lost: {title_of(site['rule'])} in {site['where']}{times}{because}."
         sentences.append({"tone": "bad", "text": text})
-    ops = [sum(device_ops(graph, -1) for graph in data["graphs"] if graph["pictures"]) for data in (before, after)]
+    ops = [device_ops(data["graphs"]) for data in (before, after)]
     sentences.append({"tone": "bad" if ops[1] > ops[0] else "good", "text": f"{ops[0]} device ops -> {ops[1]}."})
     return sentences

@@ -3,13 +3,14 @@
     {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
      "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
 
-A pass knows its picture (the graph after it); a rewrite, a refusal and a near miss know their pass by its number.
+A pass knows the pictures before and after it (`before`, `picture`); a rewrite, a refusal and a near miss know their
+pass by its number.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -81,8 +82,10 @@ def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, 
         if not _has_prefix(record.graph, graph.graph):
             continue
         if isinstance(record, PassRan):
+            before = min(picture, len(reel.pictures) - 1)
             picture += record.status == "changed"
-            data["passes"].append(asdict(record) | {"picture": min(picture, len(reel.pictures) - 1)})
+            after = min(picture, len(reel.pictures) - 1)
+            data["passes"].append(asdict(record) | {"before": before, "picture": after})
         elif record.kind in _LISTS:
             plain = asdict(record)
             if isinstance(record, _OF_A_PASS):
@@ -93,7 +96,15 @@ def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, 
         elif not isinstance(record, GraphCompiled):
             data["more"].append({"kind": record.kind, **asdict(record)})
     data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if _has_prefix(name, graph.graph)}
+    data["runs"] = _running_picture(data, len(reel.pictures) - 1)
     return data | _pictures(reel, files)
+
+
+def _running_picture(data: Data, last: int) -> int:
+    """The graph that runs: the last, unless verification went back to the one before the pass it blames."""
+    blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
+    wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
+    return wrong[0] if wrong else last
 
 
 def _has_prefix(name: str, graph: str) -> bool:
@@ -170,10 +181,3 @@ def _made_with() -> dict[str, str]:
         "python": platform.python_version(),
         "device": device,
     }
-
-
-def final_nodes(graph: Data, picture: int = -1) -> Sequence[Data]:
-    """The nodes of one picture of a graph, the last by default; nothing if no film was taken."""
-    if not graph["pictures"]:
-        return ()
-    return [graph["nodes"][place] for place in graph["pictures"][picture]]

@@ -10,7 +10,7 @@ Each sentence has a tone: good, bad (there is something to do) or plain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
@@ -44,8 +44,10 @@ def title_of(rule: str) -> str:
     return _TITLES.get(rule, rule)
 
 
-def device_ops(graph: dict[str, Any], picture: int) -> int:
-    return sum(graph["nodes"][place]["computes"] for place in graph["pictures"][picture])
+def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:
+    """What a device has to run for one call of each graph, as it was given or as it runs; without a film, nothing."""
+    pictures = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
+    return sum(graph["nodes"][place]["computes"] for graph, picture in pictures for place in picture)
 
 
 def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -67,7 +69,7 @@ def _sentence(tone: str, text: str) -> Sentence:
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     filmed = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if filmed:
-        before, after = (sum(device_ops(graph, picture) for graph in filmed) for picture in (0, -1))
+        before, after = device_ops(filmed, given=True), device_ops(filmed)
         where = "the final graph" if len(filmed) == 1 else f"the {len(filmed)} final graphs"
         yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
     passes = [ran for graph in graphs for ran in graph["passes"]]

@@ -23,14 +23,13 @@ class GraphModel {
   }
 
   makeSteps() {
-    const last = this.graph.pictures.length - 1;
+    const { passes, pictures, runs } = this.graph;
     const steps = [{ kind: "given", label: "As given", before: 0, after: 0 }];
-    let before = 0;
-    this.graph.passes.forEach((ran, number) => {
-      steps.push({ kind: "pass", label: ran.name, stage: ran.stage, ran, pass: number, before, after: ran.picture });
-      before = ran.picture;
+    passes.forEach((ran, number) => {
+      steps.push({ kind: "pass", label: ran.name, stage: ran.stage, ran, pass: number, before: ran.before, after: ran.picture });
     });
-    steps.push({ kind: "final", label: "Final graph", before: 0, after: last });
+    const label = runs === pictures.length - 1 ? "Final graph" : "What runs, since verification went back to it";
+    steps.push({ kind: "final", label, before: 0, after: runs });
     return steps;
   }
 
@@ -64,7 +63,7 @@ class GraphModel {
   heirs() {
     return this.memo("heirs", () => {
       const heirs = new Map();
-      for (const node of this.nodes(this.graph.pictures.length - 1)) {
+      for (const node of this.nodes(this.graph.runs)) {
         for (const name of originsOf(node)) {
           if (!heirs.has(name)) heirs.set(name, []);
           heirs.get(name).push(node.name);

@@ -20,7 +20,7 @@ function lineMarks(model, file) {
     };
     const given = model.records(model.steps[0]);
     const final = model.records(model.steps[model.steps.length - 1]);
-    const last = model.graph.pictures.length - 1;
+    const last = model.graph.runs;
     for (const [picture, records] of [[0, given], [last, final]]) {
       for (const node of model.nodes(picture)) {
         const place = model.lineOf(node);
@@ -97,7 +97,7 @@ function lineDetails(app, model, file, line) {
 }
 
 function chips(app, model, names) {
-  const final = model.byName(model.graph.pictures.length - 1);
+  const final = model.byName(model.graph.runs);
   return [...names].map((name) => chip(name, () => (final.has(name) ? app.showFinal(name) : app.showOrigin(name)), "node-chip"));
 }
 

@@ -12,7 +12,7 @@ function streams(app) {
 
 function lanesSection(app) {
   const { model } = app.current();
-  const last = model.graph.pictures.length - 1;
+  const last = model.graph.runs;
   const nodes = model.nodes(last).filter((node) => node.op.startsWith("call"));
   const lanes = [...new Set(nodes.map((node) => node.stream || ""))];
   if (lanes.length < 2) {
