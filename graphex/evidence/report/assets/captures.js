@@ -28,7 +28,8 @@ function furtherRecords(graph, wanted) {
 }
 
 function countTable(graph) {
-  const rows = Object.entries(graph.counts).map(([name, counts]) => {
+  const ran = Object.entries(graph.counts).filter(([, counts]) => Object.values(counts).some(Boolean)); // not: cut to pieces
+  const rows = ran.map(([name, counts]) => {
     const captured = (counts.captured || 0) + (counts.recaptured || 0);
     const calls = (counts.calls || 0) - captured + (counts.replays || 0);
     return [name, ...[calls, counts.captured || 0, counts.recaptured || 0, counts.replays || 0, counts.evicted || 0].map(String)];

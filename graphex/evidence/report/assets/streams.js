@@ -1,7 +1,9 @@
 // Streams as lanes, in the order the nodes are issued; events and values that cross lanes as arrows.
 
 const LANE = 46;
-const CELL = 30;
+const WIDE = 96; // pixels of an op that shows its name
+const NARROW = 30;
+const NAMED = 600; // ops, from where on names would make the lanes too long
 const LEFT = 132;
 const ABOUT_STREAMS = /stream|deadlock/;
 
@@ -28,8 +30,9 @@ function lanesSection(app) {
 }
 
 function laneDrawing(app, model, nodes, shown, lanes, column) {
-  const width = LEFT + shown.length * CELL + 24;
-  const height = lanes.length * LANE + 20;
+  const pitch = shown.length > NAMED ? NARROW : WIDE;
+  const width = LEFT + shown.length * pitch + 24;
+  const height = lanes.length * LANE + 4;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
   root.append(svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0 L8,4 L0,8 z", class: "tip" }))));
   const top = (node) => lanes.indexOf(node.stream || "") * LANE + 10;
@@ -40,24 +43,27 @@ function laneDrawing(app, model, nodes, shown, lanes, column) {
     root.append(title);
   });
   const named = new Map(nodes.map((node) => [node.name, node]));
-  for (const node of shown) root.append(laneCell(app, node, LEFT + column.get(node.name) * CELL, top(node)));
   for (const [from, to, kind] of crossings(nodes, named, column)) {
-    const x1 = LEFT + column.get(from.name) * CELL + CELL - 8;
-    const x2 = LEFT + column.get(to.name) * CELL + 2;
+    const x1 = LEFT + column.get(from.name) * pitch + pitch - 5;
+    const x2 = LEFT + column.get(to.name) * pitch + 1;
     const [y1, y2] = [top(from) + 14, top(to) + 14];
-    const path = `M${x1},${y1} C${x1 + 18},${y1} ${x2 - 18},${y2} ${x2},${y2}`;
+    const bend = Math.max(24, Math.abs(x2 - x1) / 3);
+    const path = `M${x1},${y1} C${x1 + bend},${y1} ${x2 - bend},${y2} ${x2},${y2}`;
     root.append(svg("path", { d: path, class: `crossing ${kind}`, "marker-end": "url(#tip)" }));
   }
+  for (const node of shown) root.append(laneCell(app, node, LEFT + column.get(node.name) * pitch, top(node), pitch)); // over the arrows
   return root;
 }
 
-function laneCell(app, node, x, y) {
-  const cell = svg("g", { class: node.event ? "cell event" : "cell", onclick: () => app.showFinal(node.name) });
+function laneCell(app, node, x, y, pitch) {
+  const kind = node.event ? "event" : node.stream ? "placed" : "";
+  const cell = svg("g", { class: `cell ${kind}`, onclick: () => app.showFinal(node.name) });
   const title = svg("title", {});
   title.textContent = `${nodeText(node)}\n${node.value}`;
-  const text = svg("text", { x: x + 11, y: y + 19 });
-  text.textContent = node.event ? (node.event[0] === "record" ? "●" : "○") : cut(opTitle(node.target), 3).replace("…", "");
-  cell.append(title, svg("rect", { x: x + 1, y, width: CELL - 6, height: 28, rx: 4 }), text);
+  const text = svg("text", { x: x + (pitch - 4) / 2, y: y + 18 });
+  const name = node.event ? node.event.join(" ") : opTitle(node.target).split(".").pop();
+  text.textContent = cut(name, pitch === WIDE ? 13 : 3);
+  cell.append(title, svg("rect", { x: x + 1, y, width: pitch - 6, height: 28, rx: 4 }), text);
   return cell;
 }
 
