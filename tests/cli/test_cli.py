@@ -152,13 +152,6 @@ def test_doctor_compiles_something_and_says_how_it_went() -> None:
     assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
 
 
-def test_doctor_in_a_terminal(tmp_path: Path) -> None:
-    ended = in_terminal("doctor", cwd=tmp_path)
-    assert ended.code == 0
-    assert "\x1b[32mok" in ended.out
-    assert "compilation" in plain(ended.out)
-
-
 def test_bench_knows_which_benchmarks_fit() -> None:
     listed = {each["name"]: each for each in read("bench", "--list")}
     assert listed["memory"]["status"] == "fits"

@@ -11,9 +11,11 @@ from tests.report.browser import Browser
 FOLDER = Path(__file__).resolve().parents[2] / "docs/pictures"
 
 
-def test_every_picture_of_the_documentation_can_be_taken_again(chrome: Browser, tmp_path: Path) -> None:
+def test_every_picture_of_the_documentation_can_be_taken_again(
+    chrome: Browser, llama_page: Path, tmp_path: Path
+) -> None:
     script = runpy.run_path(str(FOLDER / "make.py"))
-    written = script["take"](chrome, script["write_reports"](tmp_path), tmp_path)
+    written = script["take"](chrome, script["write_reports"](tmp_path, llama_page), tmp_path)
     assert {path.name for path in written} == {path.name for path in FOLDER.glob("*.png")}
     for path in written:
         picture = script["PICTURES"][path.stem]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -155,19 +152,6 @@ def test_several_graphs_of_several_models_are_one_report() -> None:
     data = report_data("both", watch.journals)
     assert [graph["phase"] for graph in data["graphs"]] == ["forward", "backward", "inference"]
     assert "3 final graphs" in data["summary"][0]["text"]
-
-
-def test_debug_files_hold_a_report_on_each_compilation(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    code = "import torch, graphex\nfor f in (lambda x: x.clone() + 1, lambda x: x * 2):\n    "
-    script.write_text(code + "torch.compile(f, backend='graphex')(torch.ones(3))\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DEBUG": "1"}
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    reports = sorted(tmp_path.glob("torch_compile_debug/run_*/graphex/model__*/report.html"))
-    assert len(reports) == 2
-    for path in reports:
-        (graph,) = read_data(path)["graphs"]
-        assert graph["pictures"]
 
 
 def test_streams_and_events_are_read_off_the_nodes(tmp_path: Path) -> None:
