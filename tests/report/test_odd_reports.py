@@ -129,3 +129,23 @@ def test_captures_show_keys_hits_and_what_runs_outside(
     replays = sum(counts.get("replays", 0) for counts in graph["counts"].values())
     assert replays > 0
     assert f"replayed {replays} times" in " ".join(sentence["text"] for sentence in data["summary"])
+
+
+def test_a_node_that_cannot_be_described_costs_the_graphs_of_the_report_and_nothing_else() -> None:
+    class Unprintable:
+        def __str__(self) -> str:
+            raise RuntimeError("not for show")
+
+    def place(gm: GraphModule, example_inputs: object, config: object) -> None:
+        add = next(node for node in gm.graph.nodes if node.name == "add")
+        add.meta["custom"] = {"stream": Unprintable()}
+        with gm.graph.inserting_after(add):
+            gm.graph.call_function(torch.ops.aten.sin.default, (add,))
+
+    with watching({"post_grad_custom_pre_pass": place}) as watch, torch.no_grad():
+        with pytest.warns(graphex.GraphexWarning, match="reports are without graphs: RuntimeError: not for show"):
+            result = torch.compile(lambda x: x + 1, backend="graphex")(torch.ones(2))
+    assert result.tolist() == [2.0, 2.0]
+    (graph,) = report_data("bare", watch.journals)["graphs"]
+    assert graph["pictures"] == []
+    assert graph["passes"]

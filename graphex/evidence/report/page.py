@@ -35,6 +35,7 @@ _PROGRAM = (
     "captures.js",
     "source.js",
     "difference.js",
+    "frame.js",
     "main.js",
 )
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)

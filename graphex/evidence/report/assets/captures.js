@@ -8,7 +8,9 @@ function captures(app) {
     {},
     section("Running", null, countTable(graph)),
     section("Device graphs", "One for each combination of sizes.", captureTable(graph)),
-    graph.cuts.length ? section("Outside of device graphs", "Ops that a device graph cannot hold.", cutTable(app, graph)) : null,
+    graph.cuts.length
+      ? section("Outside of device graphs", "Ops that a device graph cannot hold.", cutTable(app, graph))
+      : null,
     graph.fallbacks.length ? section("Plainer than asked for", null, fallbackTable(graph)) : null,
     graph.verifications.length ? section("Verification", null, verdictTable(graph)) : null,
     ...furtherRecords(graph, (kind) => !ABOUT_STREAMS.test(kind)),
@@ -23,7 +25,14 @@ function furtherRecords(graph, wanted) {
     const records = graph.more.filter((record) => record.kind === kind);
     const fields = Object.keys(records[0]).filter((field) => field !== "kind" && field !== "graph");
     const rows = records.map((record) => fields.map((field) => cut(shown(record[field]), 600)));
-    return section(kind[0].toUpperCase() + kind.slice(1), null, table(fields.map((field) => field.replaceAll("_", " ")), rows));
+    return section(
+      kind[0].toUpperCase() + kind.slice(1),
+      null,
+      table(
+        fields.map((field) => field.replaceAll("_", " ")),
+        rows,
+      ),
+    );
   });
 }
 
@@ -32,10 +41,15 @@ function countTable(graph) {
   const rows = ran.map(([name, counts]) => {
     const captured = (counts.captured || 0) + (counts.recaptured || 0);
     const calls = (counts.calls || 0) - captured + (counts.replays || 0);
-    return [name, ...[calls, counts.captured || 0, counts.recaptured || 0, counts.replays || 0, counts.evicted || 0].map(String)];
+    return [
+      name,
+      ...[calls, counts.captured || 0, counts.recaptured || 0, counts.replays || 0, counts.evicted || 0].map(String),
+    ];
   });
   if (!rows.length) return empty("The graph has not run yet.");
-  return table(["graph", "calls", "captured", "captured again", "replayed", "evicted"], rows, { right: [1, 2, 3, 4, 5] });
+  return table(["graph", "calls", "captured", "captured again", "replayed", "evicted"], rows, {
+    right: [1, 2, 3, 4, 5],
+  });
 }
 
 function captureTable(graph) {
@@ -49,7 +63,9 @@ function captureTable(graph) {
     String(each.inputs_copied),
     each.reason,
   ]);
-  return table(["key", "status", "time", "memory", "inputs read in place", "inputs copied", "why again"], rows, { right: [2, 3, 4, 5] });
+  return table(["key", "status", "time", "memory", "inputs read in place", "inputs copied", "why again"], rows, {
+    right: [2, 3, 4, 5],
+  });
 }
 
 function cutTable(app, graph) {
@@ -64,10 +80,19 @@ function cutTable(app, graph) {
 }
 
 function fallbackTable(graph) {
-  return table(["what", "because", "line"], graph.fallbacks.map((each) => [each.what, each.reason, el("span", { class: "mono" }, each.line)]));
+  return table(
+    ["what", "because", "line"],
+    graph.fallbacks.map((each) => [each.what, each.reason, el("span", { class: "mono" }, each.line)]),
+  );
 }
 
 function verdictTable(graph) {
-  const rows = graph.verifications.map((each) => [each.status, each.reference, Number(each.worst_error).toPrecision(3), each.pass_name, each.reason]);
+  const rows = graph.verifications.map((each) => [
+    each.status,
+    each.reference,
+    Number(each.worst_error).toPrecision(3),
+    each.pass_name,
+    each.reason,
+  ]);
   return table(["verdict", "measured against", "worst error", "pass to blame", "reason"], rows, { right: [2] });
 }

@@ -10,7 +10,9 @@ function el(tag, attributes, ...children) {
     else if (name === "style") Object.assign(element.style, value);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -65,14 +67,37 @@ function table(head, rows, attributes) {
     el(
       "table",
       {},
-      el("thead", {}, el("tr", {}, head.map((text, column) => cell("th", text, column)))),
-      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value, column) => cell("td", value, column))))),
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          head.map((text, column) => cell("th", text, column)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((row) =>
+          el(
+            "tr",
+            {},
+            row.map((value, column) => cell("td", value, column)),
+          ),
+        ),
+      ),
     ),
   );
 }
 
 function section(title, note, ...children) {
-  const head = el("div", { class: "section-head" }, el("h2", {}, title), note ? el("p", { class: "note" }, note) : null);
+  const head = el(
+    "div",
+    { class: "section-head" },
+    el("h2", {}, title),
+    note ? el("p", { class: "note" }, note) : null,
+  );
   return el("section", {}, head, ...children);
 }
 

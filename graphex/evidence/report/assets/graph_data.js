@@ -26,7 +26,15 @@ class GraphModel {
     const { passes, pictures, runs } = this.graph;
     const steps = [{ kind: "given", label: "As given", before: 0, after: 0 }];
     passes.forEach((ran, number) => {
-      steps.push({ kind: "pass", label: ran.name, stage: ran.stage, ran, pass: number, before: ran.before, after: ran.picture });
+      steps.push({
+        kind: "pass",
+        label: ran.name,
+        stage: ran.stage,
+        ran,
+        pass: number,
+        before: ran.before,
+        after: ran.picture,
+      });
     });
     const label = runs === pictures.length - 1 ? "Final graph" : "What runs, since verification went back to it";
     steps.push({ kind: "final", label, before: 0, after: runs });
@@ -134,7 +142,8 @@ class GraphModel {
         const old = before.get(node.name);
         return !old ? "added" : old !== node ? "changed" : "";
       };
-      if (whole || mode === "after") return this.nodes(step.after).map((node) => state(node, whole ? "" : differs(node)));
+      if (whole || mode === "after")
+        return this.nodes(step.after).map((node) => state(node, whole ? "" : differs(node)));
       const gone = (node) => !after.has(node.name);
       if (mode === "before") return this.nodes(step.before).map((node) => state(node, gone(node) ? "removed" : ""));
       return this.joined(step, gone).map((node) => state(node, after.has(node.name) ? differs(node) : "removed"));

@@ -144,7 +144,9 @@ function cut(text, most) {
 }
 
 function measure(part) {
-  part.lines = drawnLabel(part).filter(Boolean).map((line) => cut(line, 34));
+  part.lines = drawnLabel(part)
+    .filter(Boolean)
+    .map((line) => cut(line, 34));
   const longest = Math.max(...part.lines.map((line) => line.length));
   part.width = Math.max(40, longest * 6.4 + 18);
   part.height = part.lines.length > 1 ? 36 : 22;

@@ -47,7 +47,9 @@ class GraphView {
     this.mark();
     const closed = this.visible.parts.filter((part) => !part.leaf).length;
     const nodes = this.visible.parts.length - closed;
-    this.onStatus(`${plural(nodes, "node")} and ${plural(closed, "closed module")} drawn of ${plural(this.items.length, "node")}`);
+    this.onStatus(
+      `${plural(nodes, "node")} and ${plural(closed, "closed module")} drawn of ${plural(this.items.length, "node")}`,
+    );
   }
 
   create() {
@@ -182,11 +184,17 @@ class GraphView {
   toTop() {
     const bounds = this.cy.elements().boundingBox();
     const zoom = Math.min(0.75, Math.max(0.35, (this.cy.width() - 48) / bounds.w));
-    this.cy.viewport({ zoom, pan: { x: this.cy.width() / 2 - ((bounds.x1 + bounds.x2) / 2) * zoom, y: 24 - bounds.y1 * zoom } });
+    this.cy.viewport({
+      zoom,
+      pan: { x: this.cy.width() / 2 - ((bounds.x1 + bounds.x2) / 2) * zoom, y: 24 - bounds.y1 * zoom },
+    });
   }
 
   zoom(factor) {
-    this.cy.zoom({ level: this.cy.zoom() * factor, renderedPosition: { x: this.cy.width() / 2, y: this.cy.height() / 2 } });
+    this.cy.zoom({
+      level: this.cy.zoom() * factor,
+      renderedPosition: { x: this.cy.width() / 2, y: this.cy.height() / 2 },
+    });
   }
 
   restyle() {
@@ -225,7 +233,9 @@ class GraphView {
 
   beside(step) {
     const { parts } = this.visible;
-    const here = this.selected ? parts.indexOf(parts.find((part) => drawnId(part) === drawnId(this.selected.part))) : -1;
+    const here = this.selected
+      ? parts.indexOf(parts.find((part) => drawnId(part) === drawnId(this.selected.part)))
+      : -1;
     const next = parts[here + step];
     return next && this.goTo(next);
   }
@@ -233,7 +243,11 @@ class GraphView {
 
 function strongest(part) {
   const effects = new Set(leavesOf(part).map((leaf) => leaf.effect));
-  return ["missed", "fused", "in place", "moved", "matched", "merged", "removed", "changed"].find((each) => effects.has(each)) || "";
+  return (
+    ["missed", "fused", "in place", "moved", "matched", "merged", "removed", "changed"].find((each) =>
+      effects.has(each),
+    ) || ""
+  );
 }
 
 // A colour of the style sheet as the canvas needs it: a property by itself still says "light-dark(...)".
@@ -271,7 +285,10 @@ function drawnStyle() {
         "min-zoomed-font-size": 5,
       },
     },
-    { selector: "node.closed", style: { "border-style": "double", "border-width": 4, "background-color": color("--closed") } },
+    {
+      selector: "node.closed",
+      style: { "border-style": "double", "border-width": 4, "background-color": color("--closed") },
+    },
     { selector: "node.quiet", style: { color: color("--muted"), "background-color": color("--surface") } },
     {
       selector: "node.box",
@@ -303,15 +320,34 @@ function drawnStyle() {
     { selector: "edge.gone", style: { "line-style": "dashed", opacity: 0.6 } },
     { selector: "edge.long", style: { opacity: 0.35 } },
     { selector: "edge.far", style: { display: "none" } },
-    { selector: "edge.near", style: { display: "element", opacity: 1, width: 2.2, "line-color": color("--accent"), "target-arrow-color": color("--accent") } },
+    {
+      selector: "edge.near",
+      style: {
+        display: "element",
+        opacity: 1,
+        width: 2.2,
+        "line-color": color("--accent"),
+        "target-arrow-color": color("--accent"),
+      },
+    },
   ];
   for (const effect of Object.keys(EFFECTS)) {
     const name = effect.replace(" ", "-");
-    const fill = { "background-color": color(`--${name}-back`), "border-color": color(`--${name}`), "border-width": 1.6 };
+    const fill = {
+      "background-color": color(`--${name}-back`),
+      "border-color": color(`--${name}`),
+      "border-width": 1.6,
+    };
     styles.push({ selector: `node.e-${name}`, style: { ...fill, color: color("--text") } });
     styles.push({ selector: `node.closed.e-${name}`, style: { "border-width": 4 } });
   }
-  styles.push({ selector: "node.gone", style: { "border-style": "dashed", "background-opacity": 0.45, "text-opacity": 0.75 } });
-  styles.push({ selector: "node.selected", style: { "border-color": color("--accent"), "border-width": 3, "border-style": "solid" } });
+  styles.push({
+    selector: "node.gone",
+    style: { "border-style": "dashed", "background-opacity": 0.45, "text-opacity": 0.75 },
+  });
+  styles.push({
+    selector: "node.selected",
+    style: { "border-color": color("--accent"), "border-width": 3, "border-style": "solid" },
+  });
   return styles;
 }

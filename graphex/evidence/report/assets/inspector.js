@@ -25,7 +25,10 @@ function facts(app, model, step, node) {
   const rows = [
     ["value", node.value || "none"],
     ["size", node.bytes ? sizeText(node.bytes) : null],
-    ["runs on device", node.op.startsWith("call") ? (node.computes ? "yes" : "no: a view, a size or a part of a tuple") : null],
+    [
+      "runs on device",
+      node.op.startsWith("call") ? (node.computes ? "yes" : "no: a view, a size or a part of a tuple") : null,
+    ],
     ["stream", node.stream || "current"],
     ["event", node.event ? `${node.event[0]} ${node.event[1]}` : null],
     ["memory of", go(memoryOf(node))],
@@ -49,7 +52,9 @@ function facts(app, model, step, node) {
 function sharers(model, picture, node) {
   const owners = new Set(memoryOf(node));
   if (!owners.size) return [];
-  const sharing = model.nodes(picture).filter((other) => other !== node && memoryOf(other).some((owner) => owners.has(owner)));
+  const sharing = model
+    .nodes(picture)
+    .filter((other) => other !== node && memoryOf(other).some((owner) => owners.has(owner)));
   return sharing.map((other) => other.name).filter((other) => !owners.has(other));
 }
 
@@ -71,7 +76,9 @@ function happened(app, model, step, node) {
       el("p", {}, record.because || record.reason),
       record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}.`) : null,
       record.certificate ? certificateText(record.certificate) : null,
-      kind === "rewrite" && record.nodes.length > 1 ? el("p", { class: "note" }, `replaces ${record.nodes.join(", ")}`) : null,
+      kind === "rewrite" && record.nodes.length > 1
+        ? el("p", { class: "note" }, `replaces ${record.nodes.join(", ")}`)
+        : null,
     ),
   );
   return el("div", {}, el("h4", {}, "What happened"), el("ul", { class: "events" }, items));
@@ -100,7 +107,11 @@ function snippet(app, model, node) {
     el("h4", {}, "Source"),
     codeLines(app, file, line - 2, line + 2, line),
     el("details", {}, el("summary", {}, plural(places.length, "frame")), el("ol", { class: "stack" }, stack)),
-    el("p", {}, chip("Open in source", () => app.showSource(file, line), "source")),
+    el(
+      "p",
+      {},
+      chip("Open in source", () => app.showSource(file, line), "source"),
+    ),
   );
 }
 
@@ -112,13 +123,24 @@ function groupPanel(app, part) {
     const title = leaf.node.op.startsWith("call") ? opTitle(leaf.node.target) : leaf.node.op;
     counts.set(title, (counts.get(title) || 0) + 1);
   }
-  const rows = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 14).map(([title, count]) => [title, String(count)]);
+  const rows = [...counts]
+    .sort((a, b) => b[1] - a[1])
+    .slice(0, 14)
+    .map(([title, count]) => [title, String(count)]);
   return el(
     "div",
     { class: "panel-body" },
     el("h3", { class: "mono" }, part.id.replace(/#\d+$/, "") || "the model"),
     el("p", { class: "note" }, `${part.kind ? `${part.kind}, ` : ""}${plural(leaves.length, "node")}`),
-    el("p", {}, el("button", { type: "button", class: "button", onclick: () => app.graphView.toggle(part) }, open ? "Close module" : "Open module")),
+    el(
+      "p",
+      {},
+      el(
+        "button",
+        { type: "button", class: "button", onclick: () => app.graphView.toggle(part) },
+        open ? "Close module" : "Open module",
+      ),
+    ),
     table(["op", "nodes"], rows, { right: [1] }),
   );
 }

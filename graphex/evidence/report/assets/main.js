@@ -1,19 +1,15 @@
 // The page: tabs, what is chosen, and the ways from one view to another.
 
 const TABS = { overview, graph: null, rules, memory, streams, captures, source };
-const TITLES = { overview: "Overview", graph: "Graph", rules: "Rules", memory: "Memory", streams: "Streams", captures: "Captures", source: "Source" };
-const KEYS = [
-  ["/", "search"],
-  ["1 … 7", "pages"],
-  ["[ and ]", "previous and next pass"],
-  ["b, a, d", "before, after, difference"],
-  ["arrows", "along the edges of the drawn graph"],
-  ["Enter", "open or close a module"],
-  ["+, −, 0", "zoom in, out, everything"],
-  ["l", "drawing or list"],
-  ["t", "light or dark"],
-  ["Esc", "leave a field, choose nothing"],
-];
+const TITLES = {
+  overview: "Overview",
+  graph: "Graph",
+  rules: "Rules",
+  memory: "Memory",
+  streams: "Streams",
+  captures: "Captures",
+  source: "Source",
+};
 
 class App {
   constructor() {
@@ -23,7 +19,10 @@ class App {
     this.panels = {};
     this.stale = new Set(Object.keys(TABS));
     this.status = el("p", { class: "status", "aria-live": "polite" });
-    this.graphView = new GraphView((name, part) => this.chosen(name, part), (text) => (this.status.textContent = text));
+    this.graphView = new GraphView(
+      (name, part) => this.chosen(name, part),
+      (text) => (this.status.textContent = text),
+    );
     this.search = new Search(this);
   }
 
@@ -40,11 +39,31 @@ class App {
 
   build() {
     const tabs = Object.keys(TABS).map((name) =>
-      el("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, onclick: () => this.open(name) }, TITLES[name]),
+      el(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab-${name}`,
+          "aria-controls": `panel-${name}`,
+          onclick: () => this.open(name),
+        },
+        TITLES[name],
+      ),
     );
-    const bar = el("div", { class: "tabs", role: "tablist", "aria-label": "Pages", onkeydown: (event) => this.tabKey(event) }, tabs);
+    const bar = el(
+      "div",
+      { class: "tabs", role: "tablist", "aria-label": "Pages", onkeydown: (event) => this.tabKey(event) },
+      tabs,
+    );
     const panels = Object.keys(TABS).map((name) => {
-      this.panels[name] = el("div", { role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, class: `page page-${name}`, hidden: true });
+      this.panels[name] = el("div", {
+        role: "tabpanel",
+        id: `panel-${name}`,
+        "aria-labelledby": `tab-${name}`,
+        class: `page page-${name}`,
+        hidden: true,
+      });
       return this.panels[name];
     });
     document.body.append(header(data.title, this.graphPicker()), el("nav", {}, bar), el("main", {}, panels), help());
@@ -56,7 +75,11 @@ class App {
   graphPicker() {
     if (this.models.length < 2) return null;
     const options = data.graphs.map((graph, number) => el("option", { value: number }, graph.name));
-    this.picker = el("select", { "aria-label": "Graph", onchange: (event) => this.chooseGraph(Number(event.target.value)) }, options);
+    this.picker = el(
+      "select",
+      { "aria-label": "Graph", onchange: (event) => this.chooseGraph(Number(event.target.value)) },
+      options,
+    );
     return this.picker;
   }
 
@@ -72,7 +95,10 @@ class App {
     if (this.stale.has(name)) {
       this.stale.delete(name);
       if (name === "graph") this.buildGraphPage();
-      else this.panels[name].replaceChildren(this.models.length || name === "overview" ? this.render(name) : empty("Nothing was compiled."));
+      else
+        this.panels[name].replaceChildren(
+          this.models.length || name === "overview" ? this.render(name) : empty("Nothing was compiled."),
+        );
     }
     this.toHash();
   }
@@ -84,24 +110,64 @@ class App {
   buildGraphPage() {
     const model = this.models[this.state.graph];
     if (!model || !model.hasPictures) {
-      this.panels.graph.replaceChildren(empty("No graphs were kept for this report. graphex.explain and TORCH_COMPILE_DEBUG=1 keep them."));
+      this.panels.graph.replaceChildren(
+        empty("No graphs were kept for this report. graphex.explain and TORCH_COMPILE_DEBUG=1 keep them."),
+      );
       return;
     }
-    this.steps = el("select", { id: "steps", "aria-label": "Pass", onchange: (event) => this.showStep(Number(event.target.value)) });
+    this.steps = el("select", {
+      id: "steps",
+      "aria-label": "Pass",
+      onchange: (event) => this.showStep(Number(event.target.value)),
+    });
     this.steps.append(...model.steps.map((step, number) => el("option", { value: number }, stepLabel(step))));
-    const button = (text, title, onclick, id) => el("button", { type: "button", class: "button", title, onclick, id }, text);
-    this.modes = el("div", { class: "segmented", role: "group", "aria-label": "Which graph" }, ["before", "diff", "after"].map((mode) => button(mode === "diff" ? "Difference" : mode === "before" ? "Before" : "After", null, () => this.showMode(mode), `mode-${mode}`)));
+    const button = (text, title, onclick, id) =>
+      el("button", { type: "button", class: "button", title, onclick, id }, text);
+    this.modes = el(
+      "div",
+      { class: "segmented", role: "group", "aria-label": "Which graph" },
+      ["before", "diff", "after"].map((mode) =>
+        button(
+          mode === "diff" ? "Difference" : mode === "before" ? "Before" : "After",
+          null,
+          () => this.showMode(mode),
+          `mode-${mode}`,
+        ),
+      ),
+    );
     this.looks = button("List", "Drawing or list (l)", () => this.toggleLook(), "look");
-    const inputs = el("label", { class: "check" }, el("input", { type: "checkbox", id: "inputs", onchange: (event) => this.showInputs(event.target.checked) }), "inputs");
+    const inputs = el(
+      "label",
+      { class: "check" },
+      el("input", { type: "checkbox", id: "inputs", onchange: (event) => this.showInputs(event.target.checked) }),
+      "inputs",
+    );
     const tools = [
-      el("div", { class: "group" }, button("‹", "Previous pass ([)", () => this.move(-1), "previous"), this.steps, button("›", "Next pass (])", () => this.move(1), "next")),
+      el(
+        "div",
+        { class: "group" },
+        button("‹", "Previous pass ([)", () => this.move(-1), "previous"),
+        this.steps,
+        button("›", "Next pass (])", () => this.move(1), "next"),
+      ),
       this.modes,
       this.search.element,
-      el("div", { class: "group" }, this.looks, button("Open all", "Open every module, as far as it can be drawn", () => this.graphView.openAll(), "open-all"), button("Close all", "Close every module", () => this.graphView.closeAll(), "close-all"), button("Fit", "Show everything (0)", () => this.graphView.fit(), "fit"), inputs),
+      el(
+        "div",
+        { class: "group" },
+        this.looks,
+        button("Open all", "Open every module, as far as it can be drawn", () => this.graphView.openAll(), "open-all"),
+        button("Close all", "Close every module", () => this.graphView.closeAll(), "close-all"),
+        button("Fit", "Show everything (0)", () => this.graphView.fit(), "fit"),
+        inputs,
+      ),
     ];
     this.board = el("div", { class: "board" });
     this.side = el("aside", { class: "side", "aria-label": "About the chosen node" });
-    this.panels.graph.replaceChildren(el("div", { class: "toolbar" }, tools), el("div", { class: "columns" }, el("div", { class: "main-column" }, this.board, this.status), this.side));
+    this.panels.graph.replaceChildren(
+      el("div", { class: "toolbar" }, tools),
+      el("div", { class: "columns" }, el("div", { class: "main-column" }, this.board, this.status), this.side),
+    );
     this.drawGraph();
   }
 
@@ -305,48 +371,22 @@ class App {
 function stepLabel(step) {
   if (step.kind !== "pass") return step.label;
   const delta = step.ran.nodes_after - step.ran.nodes_before;
-  const what = step.ran.status === "changed" ? (delta ? `${delta > 0 ? "+" : "−"}${Math.abs(delta)}` : "changed") : step.ran.status;
+  const what =
+    step.ran.status === "changed"
+      ? delta
+        ? `${delta > 0 ? "+" : "−"}${Math.abs(delta)}`
+        : "changed"
+      : step.ran.status;
   return `${step.stage} · ${step.label} (${what})`;
-}
-
-function header(title, picker) {
-  const made = data.kind === "report" ? data.made_with : data.made_with.after;
-  const facts = [`graphex ${made.graphex}`, `torch ${made.torch}`, made.device];
-  if (data.facts && data.facts.calls) facts.push(plural(data.facts.calls, "call"));
-  if (data.facts && data.facts.worst_difference !== undefined) facts.push(`largest difference from eager ${data.facts.worst_difference}`);
-  const button = (text, label, onclick, id) => el("button", { type: "button", class: "button plain", "aria-label": label, title: label, onclick, id }, text);
-  return el(
-    "header",
-    {},
-    el("div", { class: "brand" }, el("h1", {}, title), el("p", { class: "note" }, facts.join("  ·  "))),
-    el("div", { class: "group" }, picker, button("◐", "Light or dark (t)", toggleTheme, "theme"), button("?", "Keys", toggleHelp, "keys")),
-  );
-}
-
-function help() {
-  const rows = KEYS.map(([keys, text]) => [el("dt", {}, el("kbd", {}, keys)), el("dd", {}, text)]);
-  return el("dialog", { id: "help", "aria-label": "Keys" }, el("h2", {}, "Keys"), el("dl", { class: "facts" }, rows), el("button", { type: "button", class: "button", onclick: toggleHelp }, "Close"));
-}
-
-function toggleHelp() {
-  const dialog = document.getElementById("help");
-  if (dialog.open) dialog.close();
-  else dialog.showModal();
-}
-
-function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
-function toggleTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  if (app) app.graphView.restyle();
 }
 
 let app = null;
 if (data.kind === "difference") {
-  document.body.append(header(data.title, null), el("main", {}, el("div", { class: "page page-difference" }, differencePage())), help());
+  document.body.append(
+    header(data.title, null),
+    el("main", {}, el("div", { class: "page page-difference" }, differencePage())),
+    help(),
+  );
   document.addEventListener("keydown", (event) => event.key === "t" && toggleTheme());
 } else {
   app = new App();

@@ -15,9 +15,21 @@ function memory(app) {
   return el(
     "div",
     {},
-    el("dl", { class: "cards" }, cards.map(([title, value]) => el("div", {}, el("dt", {}, title), el("dd", {}, value)))),
-    section("Still copied", "What each call moves because a write in place could not be proven right.", refusedTable(app, graph)),
-    section("Certificates", "Why each write in place is right: whose memory it is, and who read it last.", certificateTable(app, certified)),
+    el(
+      "dl",
+      { class: "cards" },
+      cards.map(([title, value]) => el("div", {}, el("dt", {}, title), el("dd", {}, value))),
+    ),
+    section(
+      "Still copied",
+      "What each call moves because a write in place could not be proven right.",
+      refusedTable(app, graph),
+    ),
+    section(
+      "Certificates",
+      "Why each write in place is right: whose memory it is, and who read it last.",
+      certificateTable(app, certified),
+    ),
   );
 }
 
@@ -39,7 +51,14 @@ function certificateTable(app, certified) {
   const rows = certified.map((record) => [
     chip(record.into.join(", "), () => app.showRecord(record), "node-chip"),
     record.rule,
-    el("span", { class: "mono" }, record.certificate.storage.split(", ").map((name) => namedInput(app, name)).join(", ")),
+    el(
+      "span",
+      { class: "mono" },
+      record.certificate.storage
+        .split(", ")
+        .map((name) => namedInput(app, name))
+        .join(", "),
+    ),
     el("span", { class: "mono" }, record.certificate.last_read),
     sizeText(record.certificate.bytes_saved),
     record.because,

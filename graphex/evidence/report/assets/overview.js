@@ -20,7 +20,11 @@ function graphTable(app) {
     String(graph.refusals.length + graph.near_misses.length),
   ]);
   const head = ["graph", "phase", "nodes", "devices", "rewrites", "refused or missed"];
-  return section("Graphs", "Everything below and on the other pages is about the chosen one.", table(head, rows, { right: [4, 5] }));
+  return section(
+    "Graphs",
+    "Everything below and on the other pages is about the chosen one.",
+    table(head, rows, { right: [4, 5] }),
+  );
 }
 
 function nodeCount(graph) {
@@ -36,12 +40,21 @@ function advice(app) {
   const costly = refusals.filter((each) => each.bytes_moved).sort((a, b) => b.bytes_moved - a.bytes_moved);
   const helped = misses.filter((each) => each.edit).sort((a, b) => b.matched / b.ops - a.matched / a.ops);
   const items = [
-    ...costly.map((each) => [each, `${each.rule} was refused: ${each.reason}. ${sizeText(each.bytes_moved)} are copied in every call.`]),
+    ...costly.map((each) => [
+      each,
+      `${each.rule} was refused: ${each.reason}. ${sizeText(each.bytes_moved)} are copied in every call.`,
+    ]),
     ...helped.map((each) => [each, `${each.rule} nearly matched: ${each.reason}. What would help: ${each.edit}.`]),
   ].slice(0, 8);
   if (!items.length) return null;
   const list = items.map(([record, text]) =>
-    el("li", {}, el("p", {}, text), el("p", { class: "note mono" }, record.line), chip(`Show ${record.node}`, () => app.showRecord(record), "")),
+    el(
+      "li",
+      {},
+      el("p", {}, text),
+      el("p", { class: "note mono" }, record.line),
+      chip(`Show ${record.node}`, () => app.showRecord(record), ""),
+    ),
   );
   return section("Worth a look", null, el("ul", { class: "advice" }, list));
 }
@@ -72,15 +85,35 @@ function passRow(app, ran, number, longest, most) {
   const bar = (share, kind) => el("span", { class: `bar ${kind}`, style: { width: `${Math.max(share * 100, 0.6)}%` } });
   return el(
     "button",
-    { type: "button", class: `pass ${ran.status.replace(" ", "-")}`, "data-pass": number, onclick: () => app.showPass(number) },
+    {
+      type: "button",
+      class: `pass ${ran.status.replace(" ", "-")}`,
+      "data-pass": number,
+      onclick: () => app.showPass(number),
+    },
     el("span", { class: "stage" }, ran.stage),
-    el("span", { class: "name" }, ran.name, ran.status === "changed" || ran.status === "unchanged" ? null : el("em", {}, ran.status)),
-    el("span", { class: "time" }, el("span", { class: "track" }, bar(ran.seconds / longest, "seconds")), el("span", { class: "number" }, timeText(ran.seconds))),
+    el(
+      "span",
+      { class: "name" },
+      ran.name,
+      ran.status === "changed" || ran.status === "unchanged" ? null : el("em", {}, ran.status),
+    ),
+    el(
+      "span",
+      { class: "time" },
+      el("span", { class: "track" }, bar(ran.seconds / longest, "seconds")),
+      el("span", { class: "number" }, timeText(ran.seconds)),
+    ),
     el(
       "span",
       { class: "count" },
       el("span", { class: "track" }, bar(ran.nodes_after / most, "nodes")),
-      el("span", { class: "number" }, String(ran.nodes_after), delta ? el("b", { class: delta < 0 ? "less" : "more" }, ` ${delta > 0 ? "+" : "−"}${Math.abs(delta)}`) : null),
+      el(
+        "span",
+        { class: "number" },
+        String(ran.nodes_after),
+        delta ? el("b", { class: delta < 0 ? "less" : "more" }, ` ${delta > 0 ? "+" : "−"}${Math.abs(delta)}`) : null,
+      ),
     ),
     el("span", { class: "what" }, shown || ran.reason),
   );

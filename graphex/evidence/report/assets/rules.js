@@ -5,13 +5,22 @@ function rules(app) {
   const all = gatherRules(model.graph);
   if (!all.length) return section("Rules", null, empty("No rule found anything to do in this graph."));
   const note = "A candidate is a place where a rule applied, was refused, or matched most of its ops.";
-  return section("Rules", note, el("div", { class: "rules" }, all.map((rule) => ruleBlock(app, rule))));
+  return section(
+    "Rules",
+    note,
+    el(
+      "div",
+      { class: "rules" },
+      all.map((rule) => ruleBlock(app, rule)),
+    ),
+  );
 }
 
 function gatherRules(graph) {
   const found = new Map();
   const at = (name) => {
-    if (!found.has(name)) found.set(name, { name, made: [], refused: [], missed: [], matches: null, candidates: null, remarks: [] });
+    if (!found.has(name))
+      found.set(name, { name, made: [], refused: [], missed: [], matches: null, candidates: null, remarks: [] });
     return found.get(name);
   };
   for (const record of graph.rules) {
@@ -49,7 +58,12 @@ function ruleBlock(app, rule) {
     rule.made.length ? el("h4", {}, "Applied") : null,
     rule.made.length ? madeTable(app, rule.made) : null,
   ];
-  return el("details", { class: "rule", "data-rule": rule.name, open: missing > 0 && missing <= 6 }, head, el("div", { class: "rule-body" }, body));
+  return el(
+    "details",
+    { class: "rule", "data-rule": rule.name, open: missing > 0 && missing <= 6 },
+    head,
+    el("div", { class: "rule-body" }, body),
+  );
 }
 
 function missBlock(app, record) {

@@ -49,14 +49,16 @@ class Search {
     this.here = -1;
     const asked = this.input.value.trim() !== "";
     this.count.textContent = asked ? plural(this.hits.length, "hit") : "";
-    const rows = this.hits.slice(0, HITS_SHOWN).map((item, number) =>
-      el(
-        "button",
-        { type: "button", class: "hit", onclick: () => this.go(number) },
-        el("span", { class: "mono" }, item.node.name),
-        el("span", { class: "note" }, `${opTitle(item.node.target)}  ${model.moduleOf(item.node)}`),
-      ),
-    );
+    const rows = this.hits
+      .slice(0, HITS_SHOWN)
+      .map((item, number) =>
+        el(
+          "button",
+          { type: "button", class: "hit", onclick: () => this.go(number) },
+          el("span", { class: "mono" }, item.node.name),
+          el("span", { class: "note" }, `${opTitle(item.node.target)}  ${model.moduleOf(item.node)}`),
+        ),
+      );
     this.list.replaceChildren(...rows);
     this.list.hidden = !rows.length;
   }

@@ -21,7 +21,10 @@ function lineMarks(model, file) {
     const given = model.records(model.steps[0]);
     const final = model.records(model.steps[model.steps.length - 1]);
     const last = model.graph.runs;
-    for (const [picture, records] of [[0, given], [last, final]]) {
+    for (const [picture, records] of [
+      [0, given],
+      [last, final],
+    ]) {
       for (const node of model.nodes(picture)) {
         const place = model.lineOf(node);
         if (!place || place[0] !== file) continue;
@@ -48,10 +51,21 @@ function source(app) {
     { "aria-label": "Source file", onchange: (event) => app.showSource(Number(event.target.value), 0) },
     data.files.map((each, number) => el("option", { value: number, selected: number === which }, each.name)),
   );
-  const side = el("aside", { class: "line-panel", "aria-live": "polite" }, lineDetails(app, model, which, app.state.line));
-  const blocks = file.blocks.length ? file.blocks.map((block) => sourceBlock(app, model, which, block)) : empty("The file cannot be read any more.");
+  const side = el(
+    "aside",
+    { class: "line-panel", "aria-live": "polite" },
+    lineDetails(app, model, which, app.state.line),
+  );
+  const blocks = file.blocks.length
+    ? file.blocks.map((block) => sourceBlock(app, model, which, block))
+    : empty("The file cannot be read any more.");
   const head = el("div", { class: "toolbar" }, picker, el("span", { class: "note mono path" }, file.path));
-  return el("section", { class: "source-page" }, head, el("div", { class: "source-columns" }, el("div", { class: "source-code" }, blocks), side));
+  return el(
+    "section",
+    { class: "source-page" },
+    head,
+    el("div", { class: "source-columns" }, el("div", { class: "source-code" }, blocks), side),
+  );
 }
 
 function sourceBlock(app, model, file, block) {
@@ -69,7 +83,11 @@ function sourceBlock(app, model, file, block) {
         onclick: here ? () => app.showSource(file, number) : null,
       },
       el("span", { class: "line-number" }, String(number)),
-      el("span", { class: "line-marks" }, effects.map((effect) => el("i", { class: `dot e-${effect.replace(" ", "-")}`, title: EFFECTS[effect] }))),
+      el(
+        "span",
+        { class: "line-marks" },
+        effects.map((effect) => el("i", { class: `dot e-${effect.replace(" ", "-")}`, title: EFFECTS[effect] })),
+      ),
       el("span", { class: "line-text" }, text || " "),
     );
   });
@@ -79,11 +97,28 @@ function sourceBlock(app, model, file, block) {
 function lineDetails(app, model, file, line) {
   const here = lineMarks(model, file).get(line);
   if (!here) return empty("Choose a marked line to see what became of it.");
-  const missing = [...model.graph.refusals, ...model.graph.near_misses].filter((record) => record.line.startsWith(`${data.files[file].name}:${line}`));
-  const rows = [...here].filter(([effect]) => effect).map(([effect, names]) =>
-    el("div", { class: `event e-${effect.replace(" ", "-")}` }, el("strong", {}, EFFECTS[effect]), el("p", {}, chips(app, model, names))),
+  const missing = [...model.graph.refusals, ...model.graph.near_misses].filter((record) =>
+    record.line.startsWith(`${data.files[file].name}:${line}`),
   );
-  const misses = missing.map((record) => el("div", { class: "miss" }, el("strong", {}, record.rule), el("p", {}, `${record.reason}.`), record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}.`) : null));
+  const rows = [...here]
+    .filter(([effect]) => effect)
+    .map(([effect, names]) =>
+      el(
+        "div",
+        { class: `event e-${effect.replace(" ", "-")}` },
+        el("strong", {}, EFFECTS[effect]),
+        el("p", {}, chips(app, model, names)),
+      ),
+    );
+  const misses = missing.map((record) =>
+    el(
+      "div",
+      { class: "miss" },
+      el("strong", {}, record.rule),
+      el("p", {}, `${record.reason}.`),
+      record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}.`) : null,
+    ),
+  );
   const all = [...(here.get("") || [])];
   return el(
     "div",
@@ -98,7 +133,9 @@ function lineDetails(app, model, file, line) {
 
 function chips(app, model, names) {
   const final = model.byName(model.graph.runs);
-  return [...names].map((name) => chip(name, () => (final.has(name) ? app.showFinal(name) : app.showOrigin(name)), "node-chip"));
+  return [...names].map((name) =>
+    chip(name, () => (final.has(name) ? app.showFinal(name) : app.showOrigin(name)), "node-chip"),
+  );
 }
 
 function codeLines(app, file, first, last, chosen) {

@@ -26,7 +26,11 @@ function lanesSection(app) {
   const column = new Map(shown.map((node, index) => [node.name, index]));
   const note = `${plural(lanes.length, "stream")}, ${plural(shown.length, "op")} in the order they are issued.`;
   const drawing = laneDrawing(app, model, nodes, shown, lanes, column);
-  return section("Streams", note, el("div", { class: "lanes", tabindex: "0", "aria-label": "Streams as lanes" }, drawing));
+  return section(
+    "Streams",
+    note,
+    el("div", { class: "lanes", tabindex: "0", "aria-label": "Streams as lanes" }, drawing),
+  );
 }
 
 function laneDrawing(app, model, nodes, shown, lanes, column) {
@@ -34,10 +38,22 @@ function laneDrawing(app, model, nodes, shown, lanes, column) {
   const width = LEFT + shown.length * pitch + 24;
   const height = lanes.length * LANE + 4;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
-  root.append(svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0,0 L8,4 L0,8 z", class: "tip" }))));
+  root.append(
+    svg(
+      "defs",
+      {},
+      svg(
+        "marker",
+        { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
+        svg("path", { d: "M0,0 L8,4 L0,8 z", class: "tip" }),
+      ),
+    ),
+  );
   const top = (node) => lanes.indexOf(node.stream || "") * LANE + 10;
   lanes.forEach((lane, index) => {
-    root.append(svg("rect", { x: 0, y: index * LANE + 4, width, height: LANE - 6, class: `lane ${index % 2 ? "odd" : ""}` }));
+    root.append(
+      svg("rect", { x: 0, y: index * LANE + 4, width, height: LANE - 6, class: `lane ${index % 2 ? "odd" : ""}` }),
+    );
     const title = svg("text", { x: 10, y: index * LANE + 30, class: "lane-name" });
     title.textContent = cut(lane || "current", 16);
     root.append(title);
@@ -76,10 +92,12 @@ function crossings(nodes, named, column) {
     if (node.event && node.event[0] === "record") {
       recorded.set(node.event[1], node);
       recorded.set(node.name, node);
-    } else if (node.event && known(recorded.get(node.event[1]))) found.push([recorded.get(node.event[1]), node, "event"]);
+    } else if (node.event && known(recorded.get(node.event[1])))
+      found.push([recorded.get(node.event[1]), node, "event"]);
     for (const name of node.inputs) {
       const source = named.get(name);
-      if (!node.event && known(source) && known(node) && !source.event && (source.stream || "") !== (node.stream || "")) found.push([source, node, "value"]);
+      if (!node.event && known(source) && known(node) && !source.event && (source.stream || "") !== (node.stream || ""))
+        found.push([source, node, "value"]);
     }
   }
   return found;
