@@ -56,6 +56,17 @@ def test_a_click_on_the_drawing_chooses_the_node(chrome: Browser, llama_page: Pa
     assert "6 nodes match it" in chrome.text(".side .events")
 
 
+def test_hits_of_a_search_are_seen_in_the_drawing_also_in_closed_modules(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph")
+    chrome.click("#close-all")
+    chrome.press("/")
+    chrome.press("layers.1 silu_mul")
+    marked = "return document.querySelector('.canvas')._cyreg.cy.nodes('.hit').map((node) => node.id())"
+    assert chrome.run(marked) == ["g:layers.1"]
+    chrome.run("const s = document.getElementById('search'); s.value = ''; s.dispatchEvent(new Event('input'))")
+    assert chrome.run(marked) == []
+
+
 def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama_page: Path) -> None:
     chrome.open(llama_page)
     chrome.click('.pass[data-pass="3"]')

@@ -16,6 +16,7 @@ class GraphView {
     this.open = null;
     this.withInputs = false;
     this.selected = null;
+    this.hits = new Set();
   }
 
   // Show a view of a graph. The boxes that were open stay open as long as it is the same graph.
@@ -45,6 +46,7 @@ class GraphView {
     if (view) cy.viewport(view);
     else this.fit();
     this.mark();
+    if (this.hits.size) this.highlight(this.hits);
     const closed = this.visible.parts.filter((part) => !part.leaf).length;
     const nodes = this.visible.parts.length - closed;
     this.onStatus(
@@ -146,6 +148,18 @@ class GraphView {
       const chosen = cy.getElementById(drawnId(this.selected.part));
       chosen.addClass("selected");
       chosen.connectedEdges().addClass("near");
+    });
+  }
+
+  // Show where the hits of a search are, also inside of closed modules.
+  highlight(names) {
+    this.hits = names;
+    if (!this.cy) return;
+    this.cy.batch(() => {
+      this.cy.nodes(".hit").removeClass("hit");
+      for (const part of this.visible.parts) {
+        if (leavesOf(part).some((leaf) => names.has(leaf.id))) this.cy.getElementById(drawnId(part)).addClass("hit");
+      }
     });
   }
 
@@ -344,6 +358,10 @@ function drawnStyle() {
   styles.push({
     selector: "node.gone",
     style: { "border-style": "dashed", "background-opacity": 0.45, "text-opacity": 0.75 },
+  });
+  styles.push({
+    selector: "node.hit",
+    style: { "underlay-color": color("--missed"), "underlay-opacity": 0.35, "underlay-padding": 5 },
   });
   styles.push({
     selector: "node.selected",

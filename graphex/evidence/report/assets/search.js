@@ -47,6 +47,7 @@ class Search {
     const { model } = this.app.current();
     this.hits = findNodes(model, this.app.items(), this.input.value);
     this.here = -1;
+    this.app.graphView.highlight(new Set(this.hits.map((item) => item.node.name)));
     const asked = this.input.value.trim() !== "";
     this.count.textContent = asked ? plural(this.hits.length, "hit") : "";
     const rows = this.hits
