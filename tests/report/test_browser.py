@@ -205,6 +205,17 @@ def test_no_page_is_wider_than_its_window_in_light_and_dark(
     assert chrome.run("return getComputedStyle(document.body).backgroundColor") != background
 
 
+def test_the_source_opens_where_something_happened(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=source")
+    first = (
+        "const box = document.querySelector('.source-code .dot').getBoundingClientRect(); return [box.top, box.bottom]"
+    )
+    top, bottom = chrome.run(first)
+    assert 0 < top < bottom < 900
+    chrome.click(".line.marked")
+    assert chrome.text(".line-panel h3").startswith("Line ")
+
+
 def test_the_address_holds_the_place(chrome: Browser, llama_page: Path) -> None:
     chrome.open(llama_page, "tab=graph&node=rms_norm_default_4")
     where = chrome.run("return location.hash.slice(1)")

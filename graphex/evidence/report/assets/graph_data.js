@@ -185,3 +185,15 @@ function nodeText(node) {
   if (node.op === "output") return `return ${node.args}`;
   return `${node.name} = ${node.target}(${node.args})`;
 }
+
+function stepLabel(step) {
+  if (step.kind !== "pass") return step.label;
+  const delta = step.ran.nodes_after - step.ran.nodes_before;
+  const what =
+    step.ran.status === "changed"
+      ? delta
+        ? `${delta > 0 ? "+" : "−"}${Math.abs(delta)}`
+        : "changed"
+      : step.ran.status;
+  return `${step.stage} · ${step.label} (${what})`;
+}

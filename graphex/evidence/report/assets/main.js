@@ -15,7 +15,7 @@ class App {
   constructor() {
     this.models = data.graphs.map((graph) => new GraphModel(graph));
     const step = this.models.length ? this.models[0].steps.length - 1 : 0;
-    this.state = { tab: "overview", graph: 0, step, mode: "diff", node: null, look: "drawing", file: 0, line: 0 };
+    this.state = { tab: "overview", graph: 0, step, mode: "diff", node: null, look: "drawing", file: null, line: 0 };
     this.panels = {};
     this.stale = new Set(Object.keys(TABS));
     this.status = el("p", { class: "status", "aria-live": "polite" });
@@ -99,6 +99,7 @@ class App {
         this.panels[name].replaceChildren(
           this.models.length || name === "overview" ? this.render(name) : empty("Nothing was compiled."),
         );
+      if (name === "source") this.scrollToLine();
     }
     this.toHash();
   }
@@ -283,13 +284,19 @@ class App {
     Object.assign(this.state, { file, line });
     this.stale.add("source");
     this.open("source");
-    const chosen = this.panels.source.querySelector(".source-code .line.chosen");
-    if (chosen) chosen.scrollIntoView({ block: "center" });
+  }
+
+  // To the chosen line, or to the first that something happened to.
+  scrollToLine() {
+    const code = this.panels.source;
+    const line = code.querySelector(".line.chosen") || (code.querySelector(".dot") || code).closest(".line");
+    if (line) line.scrollIntoView({ block: "center" });
   }
 
   chooseGraph(number) {
     if (this.picker) this.picker.value = String(number);
-    Object.assign(this.state, { graph: number, step: this.models[number].steps.length - 1, node: null });
+    const step = this.models[number].steps.length - 1;
+    Object.assign(this.state, { graph: number, step, node: null, file: null, line: 0 });
     this.stale = new Set(Object.keys(TABS));
     this.open(this.state.tab);
   }
@@ -298,7 +305,7 @@ class App {
 
   toHash() {
     const { tab, graph, step, mode, node, file, line } = this.state;
-    const parts = { tab, graph, step, mode, node: node || "", file, line };
+    const parts = { tab, graph, step, mode, node: node || "", file: file ?? "", line };
     const text = new URLSearchParams(parts).toString();
     if (location.hash.slice(1) !== text) history.replaceState(null, "", `#${text}`);
   }
@@ -315,7 +322,7 @@ class App {
     const last = this.models.length ? this.models[graph].steps.length - 1 : 0;
     const mode = ["before", "diff", "after"].includes(asked.get("mode")) ? asked.get("mode") : "diff";
     Object.assign(this.state, { graph, mode, step: number("step", last, last), node: asked.get("node") || null });
-    Object.assign(this.state, { file: number("file", data.files.length - 1, 0), line: number("line", 1e7, 0) });
+    Object.assign(this.state, { file: number("file", data.files.length - 1, null), line: number("line", 1e7, 0) });
     this.stale = new Set(Object.keys(TABS));
     this.open(tab);
     return true;
@@ -366,18 +373,6 @@ class App {
     this.open(next);
     document.getElementById(`tab-${next}`).focus();
   }
-}
-
-function stepLabel(step) {
-  if (step.kind !== "pass") return step.label;
-  const delta = step.ran.nodes_after - step.ran.nodes_before;
-  const what =
-    step.ran.status === "changed"
-      ? delta
-        ? `${delta > 0 ? "+" : "−"}${Math.abs(delta)}`
-        : "changed"
-      : step.ran.status;
-  return `${step.stage} · ${step.label} (${what})`;
 }
 
 let app = null;

@@ -41,15 +41,24 @@ function lineMarks(model, file) {
   });
 }
 
+// How much happened in a file: the lines of it that have a mark.
+function markedLines(model, file) {
+  return [...lineMarks(model, file).values()].filter((here) => [...here.keys()].some(Boolean)).length;
+}
+
 function source(app) {
   const { model } = app.current();
   if (!data.files.length) return section("Source", null, empty("No source lines were recorded for this model."));
-  const which = Math.min(app.state.file, data.files.length - 1);
+  const counts = data.files.map((_, number) => markedLines(model, number));
+  const order = data.files.map((_, number) => number).sort((a, b) => counts[b] - counts[a]);
+  if (app.state.file === null) app.state.file = order[0]; // where most happened
+  const which = app.state.file;
   const file = data.files[which];
+  const label = (number) => `${data.files[number].name} (${plural(counts[number], "marked line")})`;
   const picker = el(
     "select",
     { "aria-label": "Source file", onchange: (event) => app.showSource(Number(event.target.value), 0) },
-    data.files.map((each, number) => el("option", { value: number, selected: number === which }, each.name)),
+    order.map((number) => el("option", { value: number, selected: number === which }, label(number))),
   );
   const side = el(
     "aside",
