@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import shutil
 import subprocess
 import sys
 import time
@@ -54,8 +56,8 @@ def bench(names: tuple[str, ...], only_list: bool, as_json: bool) -> None:
     results = []
     with waiting("measuring", len(chosen)) as say:
         for name in chosen:
-            results.append(_measure(name))
             say(name)
+            results.append(_measure(name))
             if not as_json:
                 click.echo(f"{name}: {results[-1].seconds:.0f} s\n\n{results[-1].output}")
     if as_json:
@@ -82,8 +84,6 @@ def _print_list(as_json: bool) -> None:
 
 def _missing(name: str) -> str:
     """What this machine has not and the benchmark needs."""
-    import shutil
-
     import torch
 
     has = {"": True, "CUDA": torch.cuda.is_available(), "chromium": shutil.which("chromium") is not None}
@@ -91,7 +91,5 @@ def _missing(name: str) -> str:
 
 
 def _summary(name: str) -> str:
-    import ast
-
     doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
     return doc.splitlines()[0]

@@ -37,8 +37,8 @@ def doctor(as_json: bool) -> None:
     findings = []
     with waiting("looking around", len(CHECKS)) as say:
         for check in CHECKS:
+            say(check.__name__.strip("_"))
             findings.append(check())
-            say(findings[-1].name)
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

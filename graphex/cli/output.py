@@ -53,7 +53,7 @@ def print_sentences(sentences: Iterable[dict[str, str]]) -> None:
 def waiting(text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
     """Show that something is going on, for as long as the block takes; silent where nobody watches.
 
-    The block gets a function that says what it is about now and, with `steps`, moves the bar on by one.
+    The block gets a function that says what it begins now and, with `steps`, moves the bar on by one.
     """
     if not sys.stderr.isatty():
         yield lambda _: None
