@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full fuzz lint format docs bench test-gpu bench-gpu clean
+.PHONY: demo test test-full fuzz lint format docs pictures bench test-gpu bench-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -40,10 +40,14 @@ fuzz: $(READY)
 docs: $(READY)
 	$(RUN) -m graphex.docs
 
+pictures: $(READY)
+	$(RUN) docs/pictures/make.py
+
 bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/fusion_compile.py
+	$(RUN) benchmarks/report.py
 
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:

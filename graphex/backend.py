@@ -13,6 +13,8 @@ from graphex.compilation import Compilation
 from graphex.config import CompilerConfig, config_from
 from graphex.errors import GraphexError, InputError
 from graphex.evidence.dump import open_debug_files
+from graphex.evidence.report.film import Film
+from graphex.evidence.watch import note_compilation
 from graphex.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.torch_private import dynamo
@@ -118,11 +120,14 @@ def _compile(
     journal: Journal,
     custom_decompositions: Decompositions | None,
 ) -> Any:
+    from graphex.evidence.report.nodes import readable_path
     from graphex.frontend.aot import compile_with_aot
 
     if _is_off(journal):
         return gm.forward
     compilation = _begin(config, journal, custom_decompositions)
+    if journal.film is not None:
+        journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
     return compile_with_aot(gm, example_inputs, compilation, custom_decompositions)
@@ -137,9 +142,11 @@ def _is_off(journal: Journal) -> bool:
 
 
 def _begin(config: CompilerConfig, journal: Journal, custom: Decompositions | None = None) -> Compilation:
-    config = config.frozen()
+    config = note_compilation(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory())
+    if files.directory is not None and journal.film is None:
+        journal.film = Film()
     return Compilation(config, journal, dynamo.compile_id(), custom or {}, files)
 
 

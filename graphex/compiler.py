@@ -42,7 +42,7 @@ def compile_graph(
         executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
-    compilation.files.journal(compilation.journal)
+    compilation.files.journal(compilation.journal, compilation.compile_id)
     return executable
 
 

@@ -13,11 +13,13 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
-from graphex import records
+import click
+
+from graphex import cli, records
 from graphex.config import CustomPass, Option, options_of
 from graphex.frontend import decompositions
 from graphex.fusion.catalogue import FUSIONS, LIFTS, Family
@@ -133,12 +135,36 @@ def families_section(families: Iterable[Family]) -> str:
     return "\n".join(parts)
 
 
+def commands_section() -> str:
+    """Every command of the command line with what it says about itself, its arguments and options."""
+    parts = []
+    context = click.Context(cli.main, info_name="graphex")
+    for path, command in _commands(cli.main, context, "graphex"):
+        usage = command.collect_usage_pieces(click.Context(command, info_name=path))
+        options = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
+        rows = [(f"`{record[0]}`", record[1]) for record in options if record]
+        listed = f"\n{table(('option', 'what it does'), rows)}" if rows else ""
+        said = inspect.cleandoc(command.help or "").partition("\n\n\b")[0]
+        parts.append(f"### {path}\n\n```text\n{path} {' '.join(usage)}\n```\n\n{said}\n{listed}")
+    return "\n".join(parts)
+
+
+def _commands(group: click.Group, context: click.Context, path: str) -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from _commands(command, context, f"{path} {name}")
+        elif command is not None:
+            yield f"{path} {name}", command
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
     "records": records_section,
     "decompositions": decompositions_section,
     "ops": ops_section,
+    "commands": commands_section,
     "fusions": lambda: families_section(FUSIONS),
     "lifts": lambda: families_section(LIFTS),
 }

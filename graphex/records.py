@@ -14,9 +14,12 @@ import os
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from graphex.errors import GraphexWarning
+
+if TYPE_CHECKING:
+    from graphex.evidence.report.film import Film
 
 SCHEMA_VERSION = 1
 
@@ -196,6 +199,7 @@ class Journal:
         self.rank = current_rank()
         self.records: list[Record] = []
         self.counts: dict[str, Counter[str]] = {}
+        self.film: Film | None = None  # the graphs themselves, kept where a report was asked for
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, record: Record) -> None:

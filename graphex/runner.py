@@ -183,6 +183,19 @@ class Runner:
             log.debug("%s, %s, %s:\n%s", self.graph_name, stage, title, readable(self.gm))
         if wanted:
             self.compilation.files.graph(self.phase, title, readable(self.gm))
+        if changed:
+            self._take_picture()
+
+    def _take_picture(self) -> None:
+        """For a report, where one was asked for. What goes wrong with it costs the report, not the compilation."""
+        journal = self.compilation.journal
+        if journal.film is None:
+            return
+        try:
+            journal.film.take(self.graph_name, self.gm.graph, self.aliases)
+        except Exception as error:
+            journal.film = None
+            self.compilation.fall_back(self.graph_name, "reports are without graphs", error)
 
 
 def _raised_at(error: Exception) -> str:

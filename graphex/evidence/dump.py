@@ -6,6 +6,7 @@
         model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
         model__K/{forward,backward,inference}/output_code.py
         model__K/journal.json
+        model__K/report.html
 
 One `model__K` for each call of the backend.
 """
@@ -47,9 +48,16 @@ class DebugFiles:
         encoding = "json" if name.endswith(".json") else "string"
         trace_artifact(f"graphex_{flat}", encoding, text)
 
-    def journal(self, journal: Journal) -> None:
+    def journal(self, journal: Journal, compile_id: str) -> None:
+        """The journal so far, and the report on the graphs of this compilation."""
         if self.wanted:
             self.text("journal.json", journal.to_json())
+        if self.directory is not None:
+            from graphex.evidence.report.model import report_data
+            from graphex.evidence.report.page import write_page
+
+            title = f"compilation {compile_id}"
+            write_page(report_data(title, [journal], compile_id=compile_id), self.directory / "report.html")
 
 
 def open_debug_files(debug_directory: Path | None) -> DebugFiles:

@@ -4,20 +4,24 @@ report = graphex.explain(model, (x,))
 print(report)                       # passes, rewrites, refusals with the user's source lines, captures
 report.rule("full_slice").matched   # 3
 report.to_json()
+report.save("report.html")          # the graphs, pass by pass, in one file for a browser
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphex.backend import get_backend
 from graphex.errors import InputError
+from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
 from graphex.records import Journal, NearMiss, Refused, Rewrote
 from graphex.torch_private.trees import pytree
@@ -70,6 +74,31 @@ class Report:
     def to_json(self, indent: int | None = 2) -> str:
         return json.dumps(self.to_dict(), indent=indent)
 
+    def summary(self) -> str:
+        """What happened, in a few sentences."""
+        return "\n".join(sentence["text"] for sentence in self._data()["summary"])
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report: as a page for a browser (`.html`), or as the data behind it (`.json`)."""
+        from graphex.evidence.report.page import write_page
+
+        target = Path(path)
+        if target.suffix not in (".html", ".json"):
+            raise InputError(f"save writes .html or .json, got '{target.name}'; write save('report.html').")
+        if not target.parent.is_dir():
+            raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
+        if target.suffix == ".html":
+            return write_page(self._data(), target)
+        target.write_text(json.dumps(self._data()))
+        return target
+
+    def _data(self) -> dict[str, Any]:
+        from graphex.evidence.report.model import report_data
+
+        difference = self.worst_difference
+        worst = difference if math.isfinite(difference) else str(difference)
+        return report_data(self.name, [self.journal], calls=self.calls, worst_difference=worst)
+
     def __str__(self) -> str:
         from graphex.evidence.tables import printed
 
@@ -101,6 +130,7 @@ def explain(
         raise InputError(f"calls must be a positive number, got {calls!r}.")
     model = getattr(model, "_orig_mod", model)
     backend = get_backend(options)
+    backend.journal.film = Film()
     compiled = torch.compile(model, backend=backend)
     inputs = (tuple(args), dict(kwargs or {}))
     with _restored(model), torch.random.fork_rng(devices=_devices(inputs)):

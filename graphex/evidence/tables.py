@@ -141,11 +141,12 @@ def _memory(journal: Journal) -> Any:
     for record in journal.memory:
         saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
         moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
-        table.add_row(record.graph, *map(_size, (record.peak_before, record.peak_after, saved, moved)))
+        table.add_row(record.graph, *map(size_text, (record.peak_before, record.peak_after, saved, moved)))
     return table
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """``128 MiB``: a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

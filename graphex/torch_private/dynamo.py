@@ -15,6 +15,7 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import flatten_graph_inputs, get_debug_dir
 from torch._guards import CompileContext
+from torch.fx import GraphModule
 
 from graphex.errors import GraphexError
 
@@ -112,6 +113,17 @@ def code_of(compiled: object) -> CodeType | None:
 def cached_backends_equal_to(backend: object) -> list[object]:
     """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
     return [other for other in cached_backends.values() if other is not backend and other == backend]
+
+
+def input_sources(gm: GraphModule) -> list[str]:
+    """Where Dynamo found each input of its graph: ``L['self']._modules['embed']._parameters['weight']``."""
+    names = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node.meta.get("grapharg"), "source", None)
+            name = getattr(source, "name", None)
+            names.append(str(name() if callable(name) else name or node.target))
+    return names
 
 
 def debug_directory() -> Path | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
+from graphex.evidence.report.page import read_data
 from graphex.records import SCHEMA_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +203,9 @@ def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path
         assert (model / "dynamo_out_graph.txt").read_text()
         journal = json.loads((model / "journal.json").read_text())
         assert journal["schema_version"] == SCHEMA_VERSION
+        graphs = read_data(model / "report.html")["graphs"]
+        assert {graph["phase"] for graph in graphs} == {path.name for path in model.iterdir() if path.is_dir()}
+        assert all(graph["pictures"] for graph in graphs)
     phases = {path.name for model in models for path in model.iterdir() if path.is_dir()}
     assert phases == {"forward", "backward", "inference"}
     names = sorted(path.name for path in (models[1] / "inference").glob("*.txt"))

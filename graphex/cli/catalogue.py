@@ -1,0 +1,115 @@
+"""`graphex ops`, `rules`, `passes` and `options`: what there is, in a table; or one of them, with its documentation."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+
+import click
+
+from graphex.cli.output import json_option, print_json, print_table
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something that has a name, a line to be known by, and documentation."""
+
+    name: str
+    kind: str
+    summary: str
+    doc: str
+
+
+def _command(name: str, what: str, kind: str, entries: Callable[[], list[Entry]]) -> click.Command:
+    @click.command(name=name, help=f"List {what}, or show the one called NAME with its documentation.")
+    @click.argument("wanted", metavar="[NAME]", required=False)
+    @json_option
+    def command(wanted: str | None, as_json: bool) -> None:
+        found = entries()
+        if wanted is not None:
+            found = [_named(wanted, found)]
+        if as_json:
+            print_json([asdict(entry) for entry in found])
+        elif wanted is not None:
+            click.echo(f"{found[0].name}   {found[0].kind}\n\n{found[0].doc}")
+        else:
+            print_table((name, kind, "what it does"), ((e.name, e.kind, e.summary) for e in found))
+
+    return command
+
+
+def _named(wanted: str, entries: list[Entry]) -> Entry:
+    for entry in entries:
+        if wanted == entry.name:
+            return entry
+    names = [entry.name for entry in entries]
+    near = difflib.get_close_matches(wanted, names, 1)
+    hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(names)}."
+    raise click.UsageError(f"there is no '{wanted}'. {hint}")
+
+
+def _ops() -> list[Entry]:
+    from graphex.ops import SPECS
+
+    found = []
+    for spec in sorted(SPECS.values(), key=lambda spec: spec.name):
+        has = [word for word, there in (("derivative", spec.gradient), ("CUDA kernel", spec.kernel)) if there]
+        formula = inspect.cleandoc(spec.doc)
+        found.append(Entry(spec.name, ", ".join(has), formula.splitlines()[0], f"{spec.schema}\n\n{formula}"))
+    return found
+
+
+def _rules() -> list[Entry]:
+    from graphex.fusion.catalogue import FUSIONS, LIFTS
+    from graphex.passes.noop import NOOPS
+
+    docs: dict[str, str] = {}
+    for family in (*LIFTS, *FUSIONS):
+        said = inspect.cleandoc(import_module(f"graphex.fusion.{family.module}").__doc__ or "")
+        docs.update(dict.fromkeys(family.rules, said))
+    for noop in NOOPS.values():
+        docs[noop.rule] = noop.reason
+    found: dict[str, Entry] = {}
+    for entry, rules in _passes_with_rules():
+        for rule in rules:
+            doc = docs.get(rule, entry.doc)
+            found.setdefault(rule, Entry(rule, entry.name, doc.splitlines()[0], doc))
+    return list(found.values())
+
+
+def _passes() -> list[Entry]:
+    return [entry for entry, _ in _passes_with_rules()]
+
+
+def _passes_with_rules() -> list[tuple[Entry, tuple[str, ...]]]:
+    from graphex.pipeline import LAST, OURS
+
+    found = []
+    for stage, graph_pass in (*OURS, *LAST):
+        doc = inspect.cleandoc(getattr(inspect.getmodule(graph_pass), "__doc__", None) or "")
+        doc = f"{own}\n\n{doc}" if (own := type(graph_pass).__doc__) else doc  # a module may hold several
+        switch = f"\n\nSwitched by the option '{graph_pass.option}'." if graph_pass.option else ""
+        rules = tuple(dict.fromkeys(graph_pass.rules()))
+        named = f"\n\nRules: {', '.join(rules)}." if rules else ""
+        found.append((Entry(graph_pass.name, stage, doc.splitlines()[0], f"{doc}{named}{switch}"), rules))
+    return found
+
+
+def _options() -> list[Entry]:
+    from graphex.config import options_of
+
+    found = []
+    for option in options_of():
+        default = "[]" if option.default == () else repr(option.default)
+        doc = f"{option.doc}\n\nAllowed: {option.kind.allowed}.\nDefault: {default}."
+        found.append(Entry(option.name, default, option.doc, doc))
+    return found
+
+
+ops = _command("ops", "the ops that graphex defines", "has", _ops)
+rules = _command("rules", "the rewrite rules", "pass", _rules)
+passes = _command("passes", "the passes, in the order they run", "stage", _passes)
+options = _command("options", "the options of a compilation", "default", _options)

@@ -1,0 +1,137 @@
+"""`graphex doctor`: what this machine can do, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+
+import click
+
+from graphex.cli.output import json_option, print_json, print_table, styled, waiting
+
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`status` is ok, missing (graphex works without it, and less well) or broken (it does not work)."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+@click.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine can do: torch, devices, Triton, compilers, and a compilation that is really run.
+
+    Ends with 1 if something is broken; what is merely missing is no failure.
+    """
+    findings = []
+    with waiting("looking around", len(CHECKS)) as say:
+        for check in CHECKS:
+            say(check.__name__.strip("_"))
+            findings.append(check())
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        print_table(
+            ("", "status", "found", "what to do"),
+            ((each.name, styled(each.status), each.found, each.advice) for each in findings),
+        )
+    sys.exit(1 if any(finding.status == "broken" for finding in findings) else 0)
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", f"{platform.python_version()}, {platform.platform()}")
+
+
+def _torch() -> Finding:
+    import torch
+
+    known = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if known < OLDEST_TORCH:
+        return Finding("torch", "broken", torch.__version__, "pip install 'torch>=2.11'")
+    return Finding("torch", "ok", torch.__version__)
+
+
+def _backend() -> Finding:
+    import graphex
+
+    if entry_points(group="torch_dynamo_backends", name="graphex"):
+        return Finding("graphex", "ok", f'{graphex.__version__}, known to torch.compile as backend="graphex"')
+    advice = "pip install . in the source tree; until then, import graphex before torch.compile"
+    return Finding("graphex", "missing", f"{graphex.__version__}, run from its source tree", advice)
+
+
+def _cuda() -> Finding:
+    import torch
+
+    if torch.version.cuda is None:
+        advice = "only if there is a GPU: install torch from https://pytorch.org with CUDA"
+        return Finding("CUDA", "missing", "this torch is built without CUDA", advice)
+    if not torch.cuda.is_available():
+        return Finding("CUDA", "missing", f"torch has CUDA {torch.version.cuda}, no device answers", "check nvidia-smi")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    major, minor = torch.cuda.get_device_capability()
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    found = f"{', '.join(names)}; CUDA {torch.version.cuda}, capability {major}.{minor}, {memory:.0f} GiB"
+    return Finding("CUDA", "ok", found)
+
+
+def _triton() -> Finding:
+    if find_spec("triton") is None:
+        advice = "pip install triton (Linux); without it fused ops run as plain PyTorch"
+        return Finding("Triton", "missing", "not installed", advice)
+    try:
+        return Finding("Triton", "ok", version("triton"))
+    except PackageNotFoundError:
+        return Finding("Triton", "ok", "installed with torch")
+
+
+def _compiler() -> Finding:
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found is None:
+        return Finding("C compiler", "missing", "none", "install gcc: Triton builds a small launcher with it")
+    return Finding("C compiler", "ok", found)
+
+
+def _npu() -> Finding:
+    if find_spec("torch_npu") is None:
+        return Finding("torch_npu", "missing", "not installed", "only for Ascend devices; graphex defines its ops here")
+    return Finding("torch_npu", "ok", "installed")
+
+
+def _compilation() -> Finding:
+    """A small model is compiled, run and compared: the only check that proves something."""
+    import torch
+
+    import graphex
+    from graphex.compilation import one_line
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, x = torch.nn.Linear(8, 8, device=device), torch.randn(4, 8, device=device)
+    try:
+        with torch.no_grad():
+            seen = graphex.explain(model, (x,), options={"verify": True})
+    except Exception as error:
+        return Finding("compilation", "broken", one_line(error), "set TORCH_LOGS=+graphex and report it")
+    journal = seen.journal
+    if seen.worst_difference > 1e-4 or any(verdict.status == "mismatch" for verdict in journal.verifications):
+        return Finding("compilation", "broken", f"results differ by {seen.worst_difference:.3g}", "please report it")
+    replays = sum(counts["replays"] for counts in journal.counts.values())
+    how = f"captured, replayed {replays} times" if replays else "straight-line code, no device graph"
+    if device == "cuda" and not replays:
+        why = "; ".join(record.reason for record in journal.fallbacks) or "no reason was recorded"
+        return Finding("compilation", "broken", f"on cuda, but not captured: {why}", "please report it")
+    return Finding("compilation", "ok", f"on {device}, equal to eager; {how}")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _backend, _cuda, _triton, _compiler, _npu, _compilation)

@@ -1,0 +1,79 @@
+"""How commands speak: tables and sentences for people, JSON for programs, progress for those who wait."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from graphex.evidence.tables import WIDTH
+
+MARKS = {"good": ("✓", "green"), "bad": ("!", "yellow"), "plain": ("·", "dim")}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where to print: as wide as the terminal, or as a page where there is none."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
+
+
+def print_json(data: object) -> None:
+    click.echo(json.dumps(data, indent=2))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in head:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console().print(table)
+
+
+def print_sentences(sentences: Iterable[dict[str, str]]) -> None:
+    """Sentences of a summary, each with its mark."""
+    out = console()
+    for sentence in sentences:
+        mark, style = MARKS[sentence["tone"]]
+        out.print(Text.assemble((f"{mark} ", style), sentence["text"]))
+
+
+@contextmanager
+def waiting(text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Show that something is going on, for as long as the block takes; silent where nobody watches.
+
+    The block gets a function that says what it begins now and, with `steps`, moves the bar on by one.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
+    columns += [BarColumn(), MofNCompleteColumn()] if steps else []
+    both = sys.stdout.isatty()
+    progress = Progress(
+        *columns, TimeElapsedColumn(), console=console(stderr=True), transient=True, redirect_stdout=both
+    )
+    with progress:
+        task = progress.add_task(text, total=steps)
+        yield lambda now: _move(progress, task, now, steps)
+
+
+def _move(progress: Progress, task: TaskID, now: str, steps: int | None) -> None:
+    progress.update(task, description=now, advance=1 if steps else 0)
+
+
+def styled(status: str) -> Text:
+    """A word that says how something stands, in its colour."""
+    colours: dict[str, Any] = {"ok": "green", "missing": "yellow", "broken": "red", "fits": "green"}
+    return Text(status, style=colours.get(status, "dim"))

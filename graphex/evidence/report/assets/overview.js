@@ -1,0 +1,120 @@
+// The first view: what happened, in sentences; what could be done about it; every pass with its time.
+
+function overview(app) {
+  return el("div", {}, summary(data.summary), graphTable(app), advice(app), timeline(app));
+}
+
+function summary(sentences) {
+  const items = sentences.map((sentence) => el("li", { class: `tone-${sentence.tone}` }, sentence.text));
+  return el("section", { class: "summary" }, el("h2", { class: "hidden" }, "Summary"), el("ul", {}, items));
+}
+
+function graphTable(app) {
+  if (data.graphs.length < 2) return null;
+  const rows = data.graphs.map((graph, number) => [
+    chip(graph.name, () => app.chooseGraph(number), app.state.graph === number ? "chosen" : ""),
+    graph.phase,
+    nodeCount(graph),
+    graph.devices.join(", "),
+    String(graph.rewrites.length),
+    String(graph.refusals.length + graph.near_misses.length),
+  ]);
+  const head = ["graph", "phase", "nodes", "devices", "rewrites", "refused or missed"];
+  return section(
+    "Graphs",
+    "Everything below and on the other pages is about the chosen one.",
+    table(head, rows, { right: [4, 5] }),
+  );
+}
+
+function nodeCount(graph) {
+  const { passes } = graph;
+  if (!passes.length) return graph.pictures.length ? String(graph.pictures[0].length) : "";
+  return `${passes[0].nodes_before} → ${passes[passes.length - 1].nodes_after}`;
+}
+
+// Refusals that cost bytes and near misses that come with an edit: what a person can do something about.
+function advice(app) {
+  const { model } = app.current();
+  const { near_misses: misses, refusals } = model.graph;
+  const costly = refusals.filter((each) => each.bytes_moved).sort((a, b) => b.bytes_moved - a.bytes_moved);
+  const helped = misses.filter((each) => each.edit).sort((a, b) => b.matched / b.ops - a.matched / a.ops);
+  const items = [
+    ...costly.map((each) => [
+      each,
+      `${each.rule} was refused: ${each.reason}. ${sizeText(each.bytes_moved)} are copied in every call.`,
+    ]),
+    ...helped.map((each) => [each, `${each.rule} nearly matched: ${each.reason}. What would help: ${each.edit}.`]),
+  ].slice(0, 8);
+  if (!items.length) return null;
+  const list = items.map(([record, text]) =>
+    el(
+      "li",
+      {},
+      el("p", {}, text),
+      el("p", { class: "note mono" }, record.line),
+      chip(`Show ${record.node}`, () => app.showRecord(record), ""),
+    ),
+  );
+  return section("Worth a look", null, el("ul", { class: "advice" }, list));
+}
+
+function timeline(app) {
+  const { model } = app.current();
+  const { passes } = model.graph;
+  if (!passes.length) return section("Passes", null, empty("No pass ran on this graph."));
+  const longest = Math.max(...passes.map((ran) => ran.seconds), 1e-9);
+  const most = Math.max(...passes.map((ran) => Math.max(ran.nodes_before, ran.nodes_after)), 1);
+  const rows = passes.map((ran, number) => passRow(app, ran, number, longest, most));
+  const head = ["stage", "pass", "time", "nodes", "what changed"].map((text) => el("span", {}, text));
+  const total = passes.reduce((sum, ran) => sum + ran.seconds, 0);
+  return section(
+    "Passes",
+    `${passes.length} passes, ${timeText(total)} in all. Choose one to see the graph before and after it.`,
+    el("div", { class: "timeline" }, el("div", { class: "timeline-head", "aria-hidden": "true" }, head), rows),
+  );
+}
+
+function passRow(app, ran, number, longest, most) {
+  const changes = [
+    ...Object.entries(ran.removed).map(([op, count]) => `−${count} ${opTitle(op)}`),
+    ...Object.entries(ran.added).map(([op, count]) => `+${count} ${opTitle(op)}`),
+  ];
+  const shown = changes.slice(0, 5).join("  ") + (changes.length > 5 ? `  and ${changes.length - 5} more` : "");
+  const delta = ran.nodes_after - ran.nodes_before;
+  const bar = (share, kind) => el("span", { class: `bar ${kind}`, style: { width: `${Math.max(share * 100, 0.6)}%` } });
+  return el(
+    "button",
+    {
+      type: "button",
+      class: `pass ${ran.status.replace(" ", "-")}`,
+      "data-pass": number,
+      onclick: () => app.showPass(number),
+    },
+    el("span", { class: "stage" }, ran.stage),
+    el(
+      "span",
+      { class: "name" },
+      ran.name,
+      ran.status === "changed" || ran.status === "unchanged" ? null : el("em", {}, ran.status),
+    ),
+    el(
+      "span",
+      { class: "time" },
+      el("span", { class: "track" }, bar(ran.seconds / longest, "seconds")),
+      el("span", { class: "number" }, timeText(ran.seconds)),
+    ),
+    el(
+      "span",
+      { class: "count" },
+      el("span", { class: "track" }, bar(ran.nodes_after / most, "nodes")),
+      el(
+        "span",
+        { class: "number" },
+        String(ran.nodes_after),
+        delta ? el("b", { class: delta < 0 ? "less" : "more" }, ` ${delta > 0 ? "+" : "−"}${Math.abs(delta)}`) : null,
+      ),
+    ),
+    el("span", { class: "what" }, shown || ran.reason),
+  );
+}

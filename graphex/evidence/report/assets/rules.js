@@ -1,0 +1,92 @@
+// Every rule: where it applied, where it nearly did, why it ended there, and the edit that would help.
+
+function rules(app) {
+  const { model } = app.current();
+  const all = gatherRules(model.graph);
+  if (!all.length) return section("Rules", null, empty("No rule found anything to do in this graph."));
+  const note = "A candidate is a place where a rule applied, was refused, or matched most of its ops.";
+  return section(
+    "Rules",
+    note,
+    el(
+      "div",
+      { class: "rules" },
+      all.map((rule) => ruleBlock(app, rule)),
+    ),
+  );
+}
+
+function gatherRules(graph) {
+  const found = new Map();
+  const at = (name) => {
+    if (!found.has(name))
+      found.set(name, { name, made: [], refused: [], missed: [], matches: null, candidates: null, remarks: [] });
+    return found.get(name);
+  };
+  for (const record of graph.rules) {
+    const rule = at(record.rule || "all rules");
+    rule.matches = (rule.matches || 0) + record.matches;
+    rule.candidates = (rule.candidates || 0) + record.candidates;
+    if (record.remark) rule.remarks.push(record.remark);
+  }
+  for (const record of graph.rewrites) at(record.rule).made.push(record);
+  for (const record of graph.refusals) at(record.rule).refused.push(record);
+  for (const record of graph.near_misses) at(record.rule).missed.push(record);
+  // First what worked here and not there: the difference between two places is the best hint.
+  const missing = (rule) => rule.missed.length + rule.refused.length;
+  const rank = (rule) => (missing(rule) ? (rule.made.length ? 2 : 1) : 0);
+  return [...found.values()].sort((a, b) => rank(b) - rank(a) || missing(b) - missing(a));
+}
+
+function ruleBlock(app, rule) {
+  const missing = rule.missed.length + rule.refused.length;
+  const made = rule.matches === null ? rule.made.length : rule.matches;
+  const total = rule.candidates === null ? made + missing : rule.candidates;
+  const share = total ? made / total : 0;
+  const head = el(
+    "summary",
+    {},
+    el("span", { class: "mono name" }, rule.name),
+    el("span", { class: "track wide" }, el("span", { class: "bar nodes", style: { width: `${share * 100}%` } })),
+    el("span", { class: "number" }, `${made} of ${total}`),
+    missing ? el("span", { class: "badge missed" }, plural(missing, "miss").replace("misss", "misses")) : null,
+  );
+  const body = [
+    ...rule.remarks.map((remark) => el("p", { class: "note" }, remark)),
+    missing ? el("h4", {}, "Not applied") : null,
+    ...[...rule.refused, ...rule.missed].map((record) => missBlock(app, record)),
+    rule.made.length ? el("h4", {}, "Applied") : null,
+    rule.made.length ? madeTable(app, rule.made) : null,
+  ];
+  return el(
+    "details",
+    { class: "rule", "data-rule": rule.name, open: missing > 0 && missing <= 6 },
+    head,
+    el("div", { class: "rule-body" }, body),
+  );
+}
+
+function missBlock(app, record) {
+  const matched = record.ops ? `${record.matched} of ${record.ops} ops matched` : "refused";
+  return el(
+    "div",
+    { class: "miss" },
+    el("p", {}, el("strong", {}, matched), `: ${record.reason}.`),
+    record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}.`) : null,
+    record.bytes_moved ? el("p", { class: "note" }, `${sizeText(record.bytes_moved)} are copied in every call`) : null,
+    el("p", { class: "note mono" }, record.line),
+    chip(`Show ${record.node}`, () => app.showRecord(record), ""),
+  );
+}
+
+function madeTable(app, made) {
+  const shown = made.slice(0, 200);
+  const rows = shown.map((record) => [
+    chip((record.into.length ? record.into : record.nodes).join(", "), () => app.showRecord(record), "node-chip"),
+    record.nodes.join(", "),
+    record.because,
+    el("span", { class: "mono" }, record.line),
+  ]);
+  const more = made.length > shown.length ? el("p", { class: "note" }, `and ${made.length - shown.length} more`) : null;
+  return el("div", {}, table(["now", "was", "because", "line"], rows), more);
+}

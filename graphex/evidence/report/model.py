@@ -1,0 +1,183 @@
+"""The data of a report: the journal and the film of one or several compiled objects, joined graph by graph.
+
+    {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
+     "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
+
+A pass knows the pictures before and after it (`before`, `picture`); a rewrite, a refusal and a near miss know their
+pass by its number.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from graphex.evidence.report.film import Film, Reel
+from graphex.evidence.report.nodes import NodeFacts
+from graphex.evidence.report.sources import source_files
+from graphex.evidence.report.summary import summarise
+from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
+
+FORMAT = 1
+_OF_A_PASS = (Rewrote, Refused, RuleTried, NearMiss)
+_LISTS = {
+    "rewrite": "rewrites",
+    "refusal": "refusals",
+    "rule": "rules",
+    "near miss": "near_misses",
+    "memory": "memory",
+    "fallback": "fallbacks",
+    "capture": "captures",
+    "cut": "cuts",
+    "verification": "verifications",
+}
+_FUSING = ("lift", "fuse", "joint")
+_MOVING = ("place", "streams")
+
+Data = dict[str, Any]
+
+
+def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | None = None, **facts: Any) -> Data:
+    """Everything the page shows; `compile_id` narrows it to the graphs of one compilation."""
+    files: dict[str, set[int]] = {}
+    graphs, general = [], []
+    for journal in journals:
+        film = journal.film or Film()
+        for graph in _all_graphs(journal, film):
+            if compile_id in (None, graph.compile_id):
+                graphs.append(_graph(graph, journal, film.reels.get(graph.graph, Reel()), files))
+        general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
+    data: Data = {
+        "format": FORMAT,
+        "kind": "report",
+        "title": title,
+        "made_with": _made_with(),
+        "facts": facts,
+        "graphs": graphs,
+        "fallbacks": general,
+        "files": source_files(files),
+    }
+    data["summary"] = summarise(data)
+    return data
+
+
+def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
+    """The graphs that were handed over, each followed by the other versions of it that were filmed."""
+    found = []
+    names = {graph.graph for graph in journal.graphs}
+    for graph in journal.graphs:
+        versions = [name for name in film.reels if name not in names and name.startswith(f"{graph.graph} ")]
+        found += [graph, *(replace(graph, graph=name) for name in versions)]
+    return found
+
+
+def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, set[int]]) -> Data:
+    data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
+    picture = 0
+    for record in journal.records:
+        if not _has_prefix(record.graph, graph.graph):
+            continue
+        if isinstance(record, PassRan):
+            before = min(picture, len(reel.pictures) - 1)
+            picture += record.status == "changed"
+            after = min(picture, len(reel.pictures) - 1)
+            data["passes"].append(asdict(record) | {"before": before, "picture": after})
+        elif record.kind in _LISTS:
+            plain = asdict(record)
+            if isinstance(record, _OF_A_PASS):
+                plain["pass"] = len(data["passes"]) - 1
+            if isinstance(record, Rewrote):
+                plain["effect"] = _effect(record, data["passes"][-1]["stage"] if data["passes"] else "")
+            data[_LISTS[record.kind]].append(plain)
+        elif not isinstance(record, GraphCompiled):
+            data["more"].append({"kind": record.kind, **asdict(record)})
+    data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if _has_prefix(name, graph.graph)}
+    data["runs"] = _running_picture(data, len(reel.pictures) - 1)
+    return data | _pictures(reel, files)
+
+
+def _running_picture(data: Data, last: int) -> int:
+    """The graph that runs: the last, unless verification went back to the one before the pass it blames."""
+    blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
+    wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
+    return wrong[0] if wrong else last
+
+
+def _has_prefix(name: str, graph: str) -> bool:
+    return name == graph or name.startswith(f"{graph} piece ")
+
+
+def _effect(record: Rewrote, stage: str) -> str:
+    """What a rewrite did, in the words that the page has colours for."""
+    if stage in _MOVING:
+        return "moved"
+    if record.certificate is not None:
+        return "in place"
+    if stage in _FUSING or (len(record.nodes) > 1 and record.into):
+        return "fused"
+    if not record.into:
+        return "removed"
+    return "changed" if record.nodes == record.into else "merged"
+
+
+def _pictures(reel: Reel, files: dict[str, set[int]]) -> Data:
+    """The nodes, with what many of them share (modules, places in the source) in tables of their own."""
+    modules: dict[tuple[str, str], int] = {}
+    places: dict[tuple[tuple[int, int, str], ...], int] = {}
+    numbers = {path: number for number, path in enumerate(files)}
+
+    def module_number(facts: NodeFacts) -> int:
+        for path, kind in facts.module:
+            modules.setdefault((path, kind), len(modules))
+        return modules[facts.module[-1]] if facts.module else -1
+
+    def place_number(facts: NodeFacts) -> int:
+        if not facts.frames:
+            return -1
+        for frame in facts.frames:
+            files.setdefault(frame.file, set()).add(frame.line)
+            numbers.setdefault(frame.file, len(numbers))
+        place = tuple((numbers[frame.file], frame.line, frame.function) for frame in facts.frames)
+        return places.setdefault(place, len(places))
+
+    nodes = [_node(facts, module_number(facts), place_number(facts)) for facts in reel.nodes]
+    return {"nodes": nodes, "pictures": reel.pictures, "modules": list(modules), "places": list(places)}
+
+
+def _node(facts: NodeFacts, module: int, place: int) -> Data:
+    """A node without what most have not: a stream, an event, memory that is not its own."""
+    data: Data = {
+        "name": facts.name,
+        "op": facts.op,
+        "target": facts.target,
+        "args": facts.args,
+        "inputs": facts.inputs,
+        "value": facts.value,
+        "bytes": facts.bytes,
+        "module": module,
+        "place": place,
+        "memory": None if facts.memory == (facts.name,) else facts.memory,  # None: its own
+        "origins": None if facts.origins == (facts.name,) else facts.origins,  # None: itself
+        "computes": int(facts.computes),
+    }
+    if facts.stream:
+        data["stream"] = facts.stream
+    if facts.event:
+        data["event"] = facts.event
+    return data
+
+
+def _made_with() -> dict[str, str]:
+    import graphex
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "graphex": graphex.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": device,
+    }

@@ -1,0 +1,111 @@
+"""A report as one HTML file: the data, the program that shows it, and nothing that has to be fetched.
+
+What comes from the model is in the file as JSON and nowhere else, with the three characters escaped that could end it;
+the program puts it on the page as text, never as markup. A policy in the head of the page lets the browser run exactly
+the scripts that graphex put there and load nothing from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from graphex.errors import InputError
+
+_ASSETS = files("graphex.evidence.report") / "assets"
+_LIBRARIES = ("vendor/dagre.min.js", "vendor/cytoscape.min.js")
+_PROGRAM = (
+    "dom.js",
+    "graph_data.js",
+    "graph_layout.js",
+    "graph_view.js",
+    "listing.js",
+    "inspector.js",
+    "search.js",
+    "overview.js",
+    "rules.js",
+    "memory.js",
+    "streams.js",
+    "captures.js",
+    "source.js",
+    "difference.js",
+    "frame.js",
+    "main.js",
+)
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def page(data: dict[str, Any]) -> str:
+    """The whole file."""
+    scripts = [_script(name) for name in _LIBRARIES]
+    scripts.append("(() => {\n'use strict';\n" + "\n".join(map(_read, _PROGRAM)) + "\n})();")
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    parts = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<link rel="icon" href="data:,">',
+        f"<title>{html.escape(data['title'])} - graphex</title>",
+        f"<style>\n{_read('report.css')}</style>",
+        "</head>",
+        "<body>",
+        f'<script type="application/json" id="data">{escaped_json(data)}</script>',
+        *(f"<script>{script}</script>" for script in scripts),
+        "</body>",
+        "</html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def escaped_json(data: object) -> str:
+    """JSON that may stand inside a script element: no `<` is left in it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    return re.sub("[<>&]", lambda found: _ESCAPED[found[0]], text)
+
+
+def write_page(data: dict[str, Any], path: Path) -> Path:
+    path.write_text(page(data), encoding="utf-8")
+    return path
+
+
+def read_data(path: Path) -> dict[str, Any]:
+    """The data of a report that was written before, from its HTML file or from JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"'{path}' cannot be read: {error}. Give the path of a report.") from error
+    found = _DATA.search(text)
+    try:
+        data = json.loads(found[1] if found else text)
+    except json.JSONDecodeError:
+        data = None
+    if not isinstance(data, dict) or data.get("kind") not in ("report", "difference"):
+        raise InputError(f"'{path}' is not a report of graphex. Write one with `graphex explain SCRIPT`.")
+    return data
+
+
+def _script(name: str) -> str:
+    """A library without the line that makes a browser's developer tools look for its source."""
+    return re.sub(r"\n//# sourceMappingURL=.*", "", _read(name))
+
+
+def _read(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,171 @@
+"""A report in a few sentences that a person can act on.
+
+    312 device ops -> 97, counted from the final graph.
+    64 of 64 RMSNorm sites fused.
+    2 of 18 input updates still copied, 128 MiB a call, because the old value is read later by 'sum_1'.
+
+Each sentence has a tone: good, bad (there is something to do) or plain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from graphex.evidence.tables import size_text
+from graphex.fusion.catalogue import FUSIONS
+
+_TITLES = {
+    "lift_rms_norm": "RMSNorm",
+    "lift_rotary": "rotary embedding",
+    "lift_silu_mul": "silu(gate) * up",
+    "lift_dynamic_quant": "dynamic quantisation",
+    "lift_static_quant": "static quantisation",
+    "add_rms_norm": "residual add + RMSNorm",
+    "rotary_qk": "query and key rotary embedding",
+}
+_OURS = frozenset(rule for family in FUSIONS for rule in family.rules)
+_WRITES_INPUTS = "restore_input_writes"
+
+Sentence = dict[str, str]
+
+
+def summarise(data: dict[str, Any]) -> list[Sentence]:
+    graphs = data["graphs"]
+    if not graphs:
+        return [_sentence("bad", "Nothing was compiled with graphex."), *_fallbacks(data)]
+    parts = (_ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
+    return [sentence for part in parts for sentence in part(graphs)] + [*_fallbacks(data)]
+
+
+def title_of(rule: str) -> str:
+    """What a person calls the thing that a rule fuses."""
+    return _TITLES.get(rule, rule)
+
+
+def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:
+    """What a device has to run for one call of each graph, as it was given or as it runs; without a film, nothing."""
+    pictures = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
+    return sum(graph["nodes"][place]["computes"] for graph, picture in pictures for place in picture)
+
+
+def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """For each fusion rule: how often it applied, of how many candidates, in all graphs."""
+    matches: Counter[str] = Counter()
+    candidates: Counter[str] = Counter()
+    for graph in graphs:
+        for tried in graph["rules"]:
+            if tried["rule"]:
+                matches[tried["rule"]] += tried["matches"]
+                candidates[tried["rule"]] += tried["candidates"]
+    return {rule: (matches[rule], candidates[rule]) for rule in candidates}
+
+
+def _sentence(tone: str, text: str) -> Sentence:
+    return {"tone": tone, "text": text}
+
+
+def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    filmed = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
+    if filmed:
+        before, after = device_ops(filmed, given=True), device_ops(filmed)
+        where = "the final graph" if len(filmed) == 1 else f"the {len(filmed)} final graphs"
+        yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
+    passes = [ran for graph in graphs for ran in graph["passes"]]
+    for ran in passes:
+        if ran["status"] in ("failed", "rolled back"):
+            yield _sentence("bad", f"Pass '{ran['name']}' {_was(ran['status'])}: {ran['reason']}.")
+
+
+def _was(status: str) -> str:
+    return "was rolled back" if status == "rolled back" else status
+
+
+def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    for rule, (matches, candidates) in rule_counts(graphs).items():
+        if not candidates:
+            continue
+        missed = "" if matches == candidates else _first_reason(graphs, rule)
+        text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
+        # A rule of ours about pairs that found none: the model holds only the halves, which is no fault of anybody's.
+        idle = "plain" if not matches and rule in _OURS else "bad"
+        yield _sentence("good" if matches == candidates else idle, text)
+
+
+def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
+    """Why the place that came closest did not fuse."""
+    misses = [miss for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule]
+    refusals = [refusal for graph in graphs for refusal in graph["refusals"] if refusal["rule"] == rule]
+    found = [*refusals, *sorted(misses, key=lambda miss: -miss["matched"] / miss["ops"])]
+    if not found:
+        return ""
+    place = found[0]["line"].split(": ")[0]
+    where = f" ({place})" if place and place.split(":")[0] not in found[0]["reason"] else ""
+    return f"; {'one' if len(found) > 1 else 'the other'} not because {found[0]['reason']}{where}"
+
+
+def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """What a pass had to say about itself, once."""
+    said = {(ran["name"], ran["reason"]) for graph in graphs for ran in graph["passes"] if ran["status"] == "unchanged"}
+    for name, reason in sorted(said):
+        if reason:
+            yield _sentence("plain", f"{name} changed nothing: {reason}.")
+
+
+def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    made = [each for graph in graphs for each in graph["rewrites"] if each["pass_name"] == _WRITES_INPUTS]
+    refused = [each for graph in graphs for each in graph["refusals"] if each["pass_name"] == _WRITES_INPUTS]
+    total = len(made) + len(refused)
+    if refused:
+        moved = sum(each["bytes_moved"] for each in refused)
+        worst = max(refused, key=lambda each: each["bytes_moved"])
+        yield _sentence(
+            "bad",
+            f"{len(refused)} of {total} input updates still copied, {size_text(moved)} a call, "
+            f"because {worst['reason']}.",
+        )
+    elif made:
+        saved = sum(each["certificate"]["bytes_saved"] for each in made if each["certificate"])
+        yield _sentence("good", f"All {total} input updates are written in place, {size_text(saved)} less a call.")
+
+
+def _memory(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    before = sum(each["peak_before"] for graph in graphs for each in graph["memory"])
+    after = sum(each["peak_after"] for graph in graphs for each in graph["memory"])
+    if before:
+        tone = "good" if after < before else "plain"
+        yield _sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}.")
+
+
+def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    counts: Counter[str] = Counter()
+    for graph in graphs:
+        for each in graph["counts"].values():
+            counts.update(each)
+    captured = counts["captured"] + counts["recaptured"]
+    if captured:
+        again = f" ({counts['recaptured']} of them again)" if counts["recaptured"] else ""
+        yield _sentence("good", f"{captured} device graphs captured{again}, replayed {counts['replays']} times.")
+    cuts = [cut for graph in graphs for cut in graph["cuts"]]
+    if cuts:
+        ops = sum(cut["ops"] for cut in cuts)
+        yield _sentence("bad", f"{ops} ops run outside of device graphs; the first because {cuts[0]['reason']}.")
+    for graph in graphs:
+        for each in graph["fallbacks"]:
+            yield _sentence("bad", f"{graph['name']}: {each['what']}: {each['reason']}.")
+
+
+def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
+    for verdict in verdicts:
+        if verdict["status"] != "equal":
+            who = f" by pass '{verdict['pass_name']}'" if verdict["pass_name"] else ""
+            yield _sentence("bad", f"Verification: {verdict['status']}{who}: {verdict['reason']}.")
+    if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
+        yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
+
+
+def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
+    for each in data["fallbacks"]:
+        yield _sentence("bad", f"{each['what']}: {each['reason']}.")

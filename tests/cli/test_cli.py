@@ -1,0 +1,187 @@
+"""The command line, through a pipe, in a terminal, and for programs that read JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import graphex
+from graphex.cli import COMMANDS, main
+from graphex.evidence.report.page import read_data
+from tests.cli.terminal import ROOT, in_terminal, piped, plain
+
+SCRIPT = """
+import sys, torch
+print("hello", *sys.argv[1:])
+torch.compile(lambda x: x.clone()[:, :] + 1, backend="graphex")(torch.ones(2, 2))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def read(*arguments: str) -> object:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+# -- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_through_a_pipe_is_text_without_colours_or_progress(script: Path) -> None:
+    ended = piped("explain", "script.py", "--flag", "word", cwd=script.parent)
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert lines[0] == "hello --flag word"
+    assert any(line.endswith("counted from the final graph.") for line in lines)
+    assert lines[-1] == "report: report.html"
+    assert "\x1b" not in ended.out + ended.err
+    (graph,) = read_data(script.parent / "report.html")["graphs"]
+    assert graph["pictures"]
+
+
+def test_explain_in_a_terminal_shows_progress_and_colours_and_leaves_nothing_behind(script: Path) -> None:
+    ended = in_terminal("explain", "script.py", cwd=script.parent)
+    assert ended.code == 0
+    assert "\x1b[32m✓" in ended.out
+    assert "compiling graph 1" in plain(ended.out)
+    assert "\x1b[2K" in ended.out  # the progress line is wiped when it is done
+    assert plain(ended.out).rstrip().endswith("report: report.html")
+
+
+def test_explain_json_keeps_the_scripts_own_words_out_of_it(script: Path) -> None:
+    page = str(script.with_name("other.html"))
+    ended = call("explain", "--json", "--set", "remove_noop_ops=false", "-o", page, str(script))
+    assert ended.exit_code == 0, ended.output
+    told = json.loads(ended.stdout)
+    assert told["report"] == page
+    assert "hello" in ended.stderr
+    (journal,) = told["journals"]
+    assert "remove_noops" not in {record.get("name") for record in journal["records"]}
+
+
+def test_explain_of_a_script_that_raises_names_the_line_and_still_reports(script: Path) -> None:
+    script.write_text(SCRIPT + "raise ValueError('too bad')\n")
+    page = script.with_name("report.html")
+    ended = call("explain", "-o", str(page), str(script))
+    assert ended.exit_code == 1
+    assert "script.py ended early: ValueError: too bad" in ended.stderr
+    assert "line 5, in <module>" in ended.stderr
+    assert "runpy" not in ended.stderr
+    assert page.exists()
+
+
+def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script: Path) -> None:
+    script.write_text("print('nothing')\n")
+    page = script.with_name("report.html")
+    ended = call("explain", "-o", str(page), str(script))
+    assert ended.exit_code == 3
+    assert "Nothing was compiled with graphex." in ended.stdout
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explain", "no_such.py"), "does not exist"),
+        (("explain", "--set", "verfy=true", "SCRIPT"), "did you mean 'verify'?"),
+        (("explain", "--set", "verify", "SCRIPT"), "NAME=VALUE"),
+        (("explain", "-o", "nowhere/r.html", "SCRIPT"), "no directory"),
+        (("report", "open", "SCRIPT"), "not a report of graphex"),
+        (("rules", "lift_rms_nrm"), "Did you mean 'lift_rms_norm'?"),
+        (("bench", "speed"), "no benchmark 'speed'"),
+        (("frobnicate",), "No such command"),
+    ],
+)
+def test_wrong_use_is_one_sentence_and_code_2(arguments: tuple[str, ...], message: str, script: Path) -> None:
+    result = call(*(str(script) if word == "SCRIPT" else word for word in arguments))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("ops", "graphex::rms_norm"), ("rules", "lift_rms_norm"), ("passes", "remove_noops"), ("options", "verify")],
+)
+def test_catalogues_list_everything_and_show_one_with_its_documentation(command: str, name: str) -> None:
+    everything = read(command)
+    assert isinstance(everything, list)
+    assert name in {entry["name"] for entry in everything}
+    assert all(entry["summary"] and entry["doc"] for entry in everything)
+    (one,) = read(command, name)
+    shown = call(command, name)
+    assert one["doc"] in shown.stdout
+    assert name in call(command).stdout
+
+
+def test_every_option_and_every_rule_that_can_be_disabled_is_listed() -> None:
+    assert {entry["name"] for entry in read("options")} == set(graphex.CompilerConfig().as_dict())
+    for entry in read("rules"):
+        graphex.explain(abs, (1,), options={"disable_rules": [entry["name"]]}, calls=1)
+
+
+def test_help_names_every_command_that_is_there() -> None:
+    listed = call("--help").stdout
+    assert {name for name in COMMANDS if f"\n  {name} " in listed} >= set(COMMANDS) - {"run"}
+    assert call("--version").stdout.strip().endswith(graphex.__version__)
+
+
+# -- doctor, bench, report ---------------------------------------------------------------------------------------------
+
+
+def test_doctor_compiles_something_and_says_how_it_went() -> None:
+    findings = {finding["name"]: finding for finding in read("doctor")}
+    assert findings["compilation"]["status"] == "ok"
+    assert "equal to eager" in findings["compilation"]["found"]
+    assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+
+
+def test_bench_knows_which_benchmarks_fit() -> None:
+    listed = {each["name"]: each for each in read("bench", "--list")}
+    assert listed["memory"]["status"] == "fits"
+    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in listed)
+
+
+def test_diff_ends_with_1_where_a_rewrite_was_lost(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.report.graphs import VERSIONS, explain_gate
+
+    monkeypatch.chdir(script.parent)
+    before, after = (str(explain_gate(Path(f"{name}.html"), **options)) for name, options in VERSIONS.items())
+    worse, better = call("report", "diff", before, after), call("report", "diff", after, before)
+    assert (worse.exit_code, better.exit_code) == (1, 0)
+    assert "Lost: silu(gate) * up in mlp" in worse.stdout
+    assert "0 rewrites lost, 1 won." in better.stdout
+    again = call("report", "diff", "difference.html", before)
+    assert again.exit_code == 2
+    assert "is a comparison" in again.output
+
+
+def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.report.graphs import explain_gate
+
+    path = explain_gate(script.parent / "report.html")
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
+    result = call("report", "open", str(path))
+    assert result.exit_code == 0
+    assert "1 of 1 silu(gate) * up sites fused." in result.stdout
+    assert opened == [path.resolve().as_uri()]
+    monkeypatch.setattr("webbrowser.open", lambda address: False)
+    assert call("report", "open", str(path)).exit_code == 1
+    assert read("report", "open", str(path))["address"] == path.resolve().as_uri()

@@ -1,0 +1,225 @@
+"""Reports in a real browser: what a person sees, clicks and types."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from graphex.evidence.report.compare import compare
+from graphex.evidence.report.page import read_data, write_page
+from tests.report.browser import Browser
+from tests.report.graphs import VERSIONS, explain_gate
+
+TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source")
+
+
+def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    sentences = chrome.texts(".summary li")
+    assert sentences[0].endswith("counted from the final graph.")
+    assert "5 of 5 RMSNorm sites fused." in sentences
+    assert any(text.startswith("All 4 input updates are written in place") for text in sentences)
+    assert len(chrome.texts(".timeline .pass")) == 11
+
+
+def test_from_a_fused_node_to_its_origins_and_its_source(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    chrome.press("/")
+    chrome.press("layers.0 rms_norm")
+    assert chrome.texts(".hits .hit") != []
+    chrome.press("\ue007")  # Enter
+    chosen = chrome.text(".side h3")
+    assert "rms_norm" in chosen
+    facts = chrome.text(".side .facts")
+    assert "float32[1, 1, 64]" in facts
+    assert "layers.0" in facts
+    origins = chrome.texts(".side .chip.origin")
+    assert "rsqrt" in origins
+    chrome.click(".side .chip.origin", "rsqrt")
+    assert chrome.run("return document.getElementById('steps').selectedOptions[0].text") == "As given"
+    assert chrome.text(".side h3") == "rsqrt"
+    assert chosen in chrome.texts(".side .chip.heir")
+    chrome.click(".side .chip.source", "Open in source")
+    (line,) = chrome.texts(".source-code .line.chosen")
+    assert "torch.rsqrt" in line
+    assert "replaced by a fusion" in chrome.text(".line-panel")
+
+
+def test_a_click_on_the_drawing_chooses_the_node(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph&node=rms_norm_default_4")
+    chrome.press("\ue00c", "\ue00c")  # Escape: nothing is chosen
+    assert chrome.texts(".side h3") == []
+    chrome.click_drawn("rms_norm_default_4")
+    assert chrome.text(".side h3") == "rms_norm_default_4"
+    assert "6 nodes match it" in chrome.text(".side .events")
+
+
+def test_hits_of_a_search_are_seen_in_the_drawing_also_in_closed_modules(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph")
+    chrome.click("#close-all")
+    chrome.press("/")
+    chrome.press("layers.1 silu_mul")
+    marked = "return document.querySelector('.canvas')._cyreg.cy.nodes('.hit').map((node) => node.id())"
+    assert chrome.run(marked) == ["g:layers.1"]
+    chrome.run("const s = document.getElementById('search'); s.value = ''; s.dispatchEvent(new Event('input'))")
+    assert chrome.run(marked) == []
+
+
+def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    chrome.click('.pass[data-pass="3"]')
+    assert chrome.run("return document.getElementById('steps').selectedOptions[0].text").startswith(
+        "lift · lift_idioms"
+    )
+    chrome.press("l")
+    removed, added = (
+        chrome.run(f"return document.querySelectorAll('.row.{kind}').length") for kind in ("removed", "added")
+    )
+    assert removed > added > 0
+    chrome.press("b")
+    assert not chrome.texts(".row.added")
+    assert chrome.texts(".row.removed")
+    chrome.press("a")
+    assert chrome.texts(".row.added")
+    assert not chrome.texts(".row.removed")
+    chrome.press("]")
+    assert "merge_common_subexpressions" in chrome.run(
+        "return document.getElementById('steps').selectedOptions[0].text"
+    )
+    chrome.press("[", "[")
+    assert "remove_dead_code" in chrome.run("return document.getElementById('steps').selectedOptions[0].text")
+
+
+def test_effects_have_colours_of_their_own(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph&step=6&mode=diff&node=add_rms_norm_default")
+    fused = chrome.drawn_colour("add_rms_norm_default")
+    chrome.open(llama_page, "tab=graph&step=8&mode=diff&node=index_copy")
+    in_place = chrome.drawn_colour("index_copy")
+    chrome.open(llama_page, "tab=graph&step=5&mode=diff&node=scalar_tensor_2")
+    assert len({fused, in_place, chrome.drawn_colour("scalar_tensor_2")}) == 3
+
+
+def test_near_misses_and_certificates_lead_to_their_nodes(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=rules")
+    assert "stands where the rule has add" in chrome.text('.rule[data-rule="add_rms_norm"] .miss')
+    chrome.click('.rule[data-rule="add_rms_norm"] .miss .chip')
+    assert chrome.text(".side h3") == "embedding"
+    chrome.open(llama_page, "tab=memory")
+    assert any("caches[0][0]" in row for row in chrome.texts("table tr"))
+    chrome.click("td .node-chip", "index_copy")
+    assert "saves" in chrome.text(".side .events")
+
+
+def test_modules_open_and_close(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph")
+    chrome.click("#open-all")
+    assert " 0 closed modules" in chrome.text(".status")
+    chrome.click("#close-all")
+    closed = chrome.text(".status")
+    assert " 0 closed modules" not in closed
+    chrome.press("/")
+    chrome.press("layers.1.attention.q", "\ue007")  # Enter
+    assert chrome.text(".status") != closed
+    assert "layers.1.attention.q" in chrome.text(".side .facts")
+
+
+def test_five_thousand_nodes_stay_usable(chrome: Browser, large_page: Path) -> None:
+    chrome.open(large_page, "tab=graph")
+    assert "of 5002 nodes" in chrome.text(".status") or "of 4752 nodes" in chrome.text(".status")
+    assert chrome.run("return document.querySelector('.canvas')._cyreg.cy.nodes().length") < 300
+    chrome.press("/")
+    chrome.press("layers.200 sin")
+    assert chrome.text(".hit-count") == "6 hits"
+    chrome.press("\ue007", "\ue007")
+    assert chrome.text(".hit-count") == "2 of 6"
+    name = chrome.text(".side h3")
+    chrome.press("\ue00c", "\ue00c")
+    chrome.click_drawn(name)
+    assert chrome.text(".side h3") == name
+    chrome.click("#open-all")
+    assert chrome.run("return document.querySelector('.canvas')._cyreg.cy.nodes('.node').length") > 500
+    chrome.press("l")
+    assert chrome.run("return document.querySelectorAll('.row').length") > 4700
+
+
+def test_a_comparison_names_what_was_lost(chrome: Browser, tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    chrome.open(write_page(compare(before, after), tmp_path / "difference.html"))
+    sentences = chrome.texts(".summary li")
+    assert sentences[0] == "1 rewrite lost, 0 won."
+    assert sentences[1].startswith("Lost: silu(gate) * up in mlp.")
+    assert chrome.texts("td .lost") == ["lift_silu_mul"]
+
+
+def test_streams_are_lanes_and_events_arrows(chrome: Browser, llama_page: Path, tmp_path: Path) -> None:
+    data = copy.deepcopy(read_data(llama_page))
+    graph = data["graphs"][0]
+    ops = [graph["nodes"][place] for place in graph["pictures"][-1]]
+    ops = [node for node in ops if node["computes"]]
+    for node in ops[6:12]:
+        node["stream"] = "side <1>"
+    ops[5]["event"], ops[6]["event"] = ("record", "ready"), ("wait", "ready")
+    chrome.open(write_page(data, tmp_path / "streams.html"), "tab=streams")
+    assert chrome.texts(".lane-name") == ["current", "side <1>"]
+    assert chrome.run("return document.querySelectorAll('.crossing.event').length") == 1
+    chrome.click(".cell.event")
+    assert chrome.text(".side h3") == ops[5]["name"]
+
+
+def test_everything_can_be_reached_with_the_keyboard(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    for number, tab in enumerate(TABS, start=1):
+        chrome.press(str(number))
+        assert chrome.run("return document.querySelector('[role=tabpanel]:not([hidden])').id") == f"panel-{tab}"
+    chrome.press("1")
+    chrome.run("document.getElementById('tab-overview').focus()")
+    chrome.press("\ue014")  # to the right
+    assert chrome.run("return document.activeElement.id") == "tab-graph"
+    chrome.run("document.querySelector('.canvas').focus()")
+    chrome.press("\ue015")  # down: the first node, then what reads it
+    first = chrome.text(".side h3")
+    chrome.press("\ue015")
+    assert chrome.text(".side h3") != first
+    chrome.press("?")
+    assert chrome.run("return document.getElementById('help').open")
+    chrome.press("\ue00c")
+    assert not chrome.run("return document.getElementById('help').open")
+
+
+@pytest.mark.parametrize("width", [390, 1360])
+@pytest.mark.parametrize("dark", [False, True])
+def test_no_page_is_wider_than_its_window_in_light_and_dark(
+    chrome: Browser, llama_page: Path, width: int, dark: bool
+) -> None:
+    chrome.resize(width, 844, dark=dark)
+    chrome.open(llama_page)
+    for number, tab in enumerate(TABS, start=1):
+        chrome.press(str(number))
+        assert chrome.run("return document.documentElement.scrollWidth") <= width, tab
+    background = chrome.run("return getComputedStyle(document.body).backgroundColor")
+    chrome.press("t")
+    assert chrome.run("return getComputedStyle(document.body).backgroundColor") != background
+
+
+def test_the_source_opens_where_something_happened(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=source")
+    first = (
+        "const box = document.querySelector('.source-code .dot').getBoundingClientRect(); return [box.top, box.bottom]"
+    )
+    top, bottom = chrome.run(first)
+    assert 0 < top < bottom < 900
+    chrome.click(".line.marked")
+    assert chrome.text(".line-panel h3").startswith("Line ")
+
+
+def test_the_address_holds_the_place(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=graph&node=rms_norm_default_4")
+    where = chrome.run("return location.hash.slice(1)")
+    chrome.open(llama_page, where)
+    assert chrome.text(".side h3") == "rms_norm_default_4"
+    chrome.open(llama_page, "tab=graph&graph=77&step=-3&node=nobody&mode=x")
+    assert chrome.texts(".side h3") == []

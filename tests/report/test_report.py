@@ -1,0 +1,236 @@
+"""The data of a report: what is kept, counted and said, and where reports come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import graphex
+from graphex.evidence.report.compare import compare, has_losses
+from graphex.evidence.report.model import report_data
+from graphex.evidence.report.page import page, read_data
+from graphex.evidence.watch import watching
+from graphex.records import Record
+from tests.report.graphs import VERSIONS, explain_gate
+
+ROOT = Path(__file__).resolve().parents[2]
+VENDOR = ROOT / "graphex/evidence/report/assets/vendor"
+
+
+class Cached(nn.Module):
+    """Two updates of inputs: one can be written in place, of the other the old value is still needed."""
+
+    def forward(self, x: Tensor, good: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        row = torch.zeros(1, dtype=torch.int64)
+        old = bad.clone()
+        good.index_copy_(0, row, x)
+        bad.index_copy_(0, row, x)
+        return bad.sum(0), old.cos()
+
+
+def drop_clones(gm: GraphModule, example_inputs: object, config: object) -> None:
+    """Nobody can tell a copy from what it was copied from, but for a write in place: here it is in the way."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+
+def explained(model: nn.Module, *inputs: Tensor, **options: object) -> graphex.Report:
+    with torch.no_grad():
+        return graphex.explain(model, inputs, options=options, calls=1)
+
+
+def data_of(report: graphex.Report, path: Path) -> dict:
+    return json.loads(report.save(path / "data.json").read_text())
+
+
+def test_every_pass_has_the_graph_before_and_after_it(llama: graphex.Report, tmp_path: Path) -> None:
+    (graph,) = data_of(llama, tmp_path)["graphs"]
+    before = 0
+    for ran in graph["passes"]:
+        assert len(graph["pictures"][before]) == ran["nodes_before"]
+        assert len(graph["pictures"][ran["picture"]]) == ran["nodes_after"]
+        assert (ran["picture"] > before) == (ran["status"] == "changed")
+        before = ran["picture"]
+    assert before == len(graph["pictures"]) - 1
+
+
+def test_a_node_tells_its_shape_memory_module_line_and_origins(llama: graphex.Report, tmp_path: Path) -> None:
+    data = data_of(llama, tmp_path)
+    (graph,) = data["graphs"]
+    final = {graph["nodes"][place]["name"]: graph["nodes"][place] for place in graph["pictures"][-1]}
+    given = {graph["nodes"][place]["name"]: graph["nodes"][place] for place in graph["pictures"][0]}
+    fused = next(node for node in final.values() if "add_rms_norm" in node["target"])
+    assert fused["value"].startswith("(float32[1, 1, 64]")
+    assert fused["computes"]
+    assert graph["modules"][fused["module"]][0].startswith(("layers.", "norm"))
+    assert set(fused["origins"]) <= set(given)
+    assert "rsqrt" in {given[name]["target"].split(".")[1] for name in fused["origins"]}
+    file, line, function = graph["places"][fused["place"]][-1]
+    assert data["files"][file]["name"] == "tiny_llama.py"
+    assert "self.attention_norm(x)" in data["files"][file]["blocks"][0]["lines"][line - 1]
+    assert function == "forward"
+    weight = next(node for node in given.values() if node["target"] == "layers.0.attention.q.weight")
+    assert next(node for node in given.values() if node["inputs"] == [weight["name"]])["memory"] == [weight["name"]]
+
+
+def test_device_ops_are_counted_without_views_sizes_and_parts_of_tuples(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = torch.sin(x).view(4, 2).split(2)
+            return torch.cos(first.t()) + second
+
+    report = explained(Model(), torch.randn(2, 4))
+    assert report.summary().splitlines()[0] == "3 device ops -> 3, counted from the final graph."
+
+
+def test_the_summary_names_updates_that_are_still_copied_and_why(tmp_path: Path) -> None:
+    given = (torch.ones(1, 256), torch.zeros(8, 256), torch.zeros(8, 256))
+    report = explained(Cached(), *given, post_grad_custom_pre_pass=drop_clones)
+    (sentence,) = (line for line in report.summary().splitlines() if "input updates" in line)
+    assert sentence.startswith(
+        "1 of 2 input updates still copied, 32 KiB a call, because the old value is read later by 'cos'"
+    )
+
+
+def test_a_report_is_small_complete_and_deterministic(llama: graphex.Report, llama_page: Path) -> None:
+    text = llama_page.read_text()
+    assert len(text) < 5 * 2**20
+    assert not re.findall(r'(?:src|href)="(?!data:)', text)
+    assert "sourceMappingURL" not in text
+    data = read_data(llama_page)
+    assert page(data) == text
+
+
+def test_save_refuses_what_it_cannot_write_in_one_sentence(llama: graphex.Report, tmp_path: Path) -> None:
+    with pytest.raises(graphex.InputError, match="save writes"):
+        llama.save(tmp_path / "report.pdf")
+    with pytest.raises(graphex.InputError, match="no directory"):
+        llama.save(tmp_path / "nowhere" / "report.html")
+    other = tmp_path / "other.html"
+    other.write_text("<html></html>")
+    with pytest.raises(graphex.InputError, match="not a report of graphex"):
+        read_data(other)
+
+
+def test_graphs_are_kept_only_where_somebody_asked_for_them() -> None:
+    plain, watched = nn.Linear(4, 4), nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    compiled = torch.compile(plain, backend="graphex")
+    compiled(x)
+    assert graphex.journal(compiled).film is None
+    with watching() as watch, torch.no_grad():
+        torch.compile(watched, backend="graphex")(x)
+    (journal,) = watch.journals
+    assert journal.film is not None
+    assert report_data("bare", [graphex.journal(compiled)])["graphs"][0]["pictures"] == []
+
+
+def test_watching_sees_every_compilation_and_lays_options_over_them() -> None:
+    with watching({"disable_rules": ["plain_copy"]}) as watch, torch.no_grad():
+        for function in (lambda x: x.clone() * 2, lambda x: x.clone() * 3):
+            torch.compile(function, backend="graphex")(torch.ones(2))
+    assert len(watch.journals) == 2
+    assert all(record.rule != "plain_copy" for journal in watch.journals for record in journal.rewrites)
+    with pytest.raises(graphex.OptionError, match="verfy"), watching({"verfy": True}):
+        pass
+
+
+def test_several_graphs_of_several_models_are_one_report() -> None:
+    with watching() as watch:
+        model = nn.Linear(4, 4)
+        torch.compile(model, backend="graphex")(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            torch.compile(lambda x: x + 1, backend="graphex")(torch.ones(2))
+    data = report_data("both", watch.journals)
+    assert [graph["phase"] for graph in data["graphs"]] == ["forward", "backward", "inference"]
+    assert "3 final graphs" in data["summary"][0]["text"]
+
+
+def test_streams_and_events_are_read_off_the_nodes(tmp_path: Path) -> None:
+    with torch.library._scoped_library("report_test", "DEF") as library:
+        for name in ("event_record", "event_wait"):
+            library.define(f"{name}(str event, str stream, int turn) -> ()")
+            library.impl(name, lambda event, stream, turn: None, "CompositeExplicitAutograd")
+        ops = torch.ops.report_test
+
+        def two_streams(gm: GraphModule, example_inputs: object, config: object) -> None:
+            sin, cos = (next(n for n in gm.graph.nodes if n.name == name) for name in ("sin", "cos"))
+            cos.meta["custom"] = {"stream": "side"}
+            with gm.graph.inserting_after(sin):
+                record = gm.graph.call_function(ops.event_record.default, ("done", "(current)", 0))
+            with gm.graph.inserting_after(record):
+                gm.graph.call_function(ops.event_wait.default, ("done", "side", 0))
+
+        report = graphex.explain(
+            lambda x: x.sin().cos(), (torch.ones(3),), options={"post_grad_custom_post_pass": two_streams}
+        )
+    (graph,) = data_of(report, tmp_path)["graphs"]
+    final = [graph["nodes"][place] for place in graph["pictures"][-1]]
+    found = [
+        (node["name"].split(".")[-1], node.get("stream"), node.get("event"))
+        for node in final
+        if node["op"] == "call_function"
+    ]
+    assert found == [
+        ("sin", None, None),
+        ("event_record_default", None, ["record", "done"]),
+        ("event_wait_default", "side", ["wait", "done"]),
+        ("cos", "side", None),
+    ]
+
+
+def test_a_record_of_a_kind_that_has_no_view_is_in_the_report_as_it_is(tmp_path: Path) -> None:
+    report = explained(nn.Linear(4, 4), torch.ones(2, 4))
+    name = report.journal.graphs[0].graph
+    report.journal.add(Record(name))
+    (graph,) = data_of(report, tmp_path)["graphs"]
+    assert graph["more"] == [{"kind": "record", "graph": name}]
+
+
+# -- comparing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_fusion_is_found_with_its_module_and_line(tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    difference = compare(before, after)
+    (lost,) = difference["lost"]
+    assert (lost["rule"], lost["where"], lost["times"]) == ("lift_silu_mul", "mlp", 1)
+    assert lost["line"].endswith("silu(self.gate(x)) * self.up(x)")
+    assert has_losses(difference)
+    assert compare(after, before)["won"][0]["rule"] == "lift_silu_mul"
+    same = compare(before, before)
+    assert not same["lost"]
+    assert not same["won"]
+    assert all(each["before"] == each["after"] for each in same["numbers"])
+
+
+def test_lines_that_moved_are_the_same_place(tmp_path: Path) -> None:
+    before = read_data(explain_gate(tmp_path / "report.html"))
+    text = json.dumps(before)
+    moved = json.loads(re.sub(r"graphs\.py:(\d+)", lambda found: f"graphs.py:{int(found[1]) + 7}", text))
+    assert moved != before
+    assert not has_losses(compare(before, moved))
+
+
+# -- what is vendored ------------------------------------------------------------------------------------------------
+
+
+def test_libraries_are_the_pinned_ones_with_their_licences() -> None:
+    pinned = dict(
+        re.findall(r"^\| `(\S+\.js)` .* `([0-9a-f]{64})` \|$", (VENDOR / "README.md").read_text(), re.MULTILINE)
+    )
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.glob("*.js")}
+    assert found == pinned
+    for name in found:
+        licence = VENDOR / f"{name.partition('.')[0]}.LICENSE"
+        assert "Permission is hereby granted" in licence.read_text()
