@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
 from graphex.compilation import Compilation
+from graphex.evidence.graph_dump import dump_graph
 from graphex.passes.metadata import stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, MemoryPredicted, Verified
@@ -31,9 +32,11 @@ def compile_graph(
     name = _begin(gm, compilation, phase)
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
+    dump_graph(gm, config, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
     optimise(runner)
+    dump_graph(runner.gm, config, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm

@@ -23,6 +23,10 @@ class InputError(GraphexError, TypeError):
     """A public function was called with something it cannot work on."""
 
 
+class NotOfferedError(GraphexError, NotImplementedError):
+    """A name of an Ascend package that graphex knows and does not offer was used."""
+
+
 class CaptureError(GraphexError):
     """A device graph could not be captured; the caller falls back and records the reason."""
 

@@ -1,4 +1,4 @@
-"""What a device can do for a graph. `cpu` runs it, `cuda` can also replay it as one device graph."""
+"""What a device can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph."""
 
 from graphex.device.base import Device, Replay
 from graphex.device.select import device_of

@@ -112,6 +112,12 @@ def as_graph_pass(custom: Any) -> GraphPass:
     return CustomGraphPass(custom, lambda work: _ignored(custom(work.gm, list(work.example_inputs), work.config)))
 
 
+def takes_config(custom: Any) -> bool:
+    """Whether it has the form ``fn(gm, example_inputs, config)``."""
+    other_forms = isinstance(custom, (GraphPass, type, tuple)) or hasattr(custom, "is_node_supported")
+    return callable(custom) and not other_forms and _positional_count(custom) != 1
+
+
 def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
     if len(pair) not in (2, 3) or not all(callable(part) for part in pair[:2]):
         raise OptionError(

@@ -1,0 +1,83 @@
+"""Make the names of the Ascend packages available, and the device "npu", where the real ones are missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from graphex.ascend.catalogue import NAMES, PACKAGES, Name
+from graphex.ascend.modules import Finder, ServedModule, is_installed
+from graphex.errors import InputError
+
+VARIABLE = "GRAPHEX_NPU"
+TARGETS = ("simulated", "cuda", "cpu")
+_ON_CUDA = {"NPUGraph": "CUDAGraph"}  # whose name differs there
+
+
+def install(target: str | None = None) -> None:
+    """Serve what is not installed. `target` says what "npu" is: a simulated device, the GPU or the CPU."""
+    target = _checked(target or os.environ.get(VARIABLE, TARGETS[0]))
+    if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return  # the real device brings the rest along; or all this has been done
+    finder = Finder(lambda name: _home(name, target))
+    torch_npu = _install_device(target)
+    sys.meta_path.append(finder)
+    torch_npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
+    _register_backend()
+
+
+def _checked(target: str) -> str:
+    if target not in TARGETS:
+        raise InputError(f"{VARIABLE} is {target!r}; it can be {', '.join(TARGETS)}.")
+    if target == "cuda" and not torch.cuda.is_available():
+        raise InputError("the npu cannot be mapped to cuda: torch finds no CUDA device. Use simulated or cpu.")
+    return target
+
+
+def _install_device(target: str) -> ModuleType:
+    from graphex.torch_private.privateuse1 import claim, is_claimed
+
+    if is_claimed():
+        name = torch._C._get_privateuse1_backend_name()
+        raise InputError(f"torch knows one further device in a process, and here it is '{name}': there is no 'npu'.")
+    module = ModuleType("torch.npu")
+    claim("npu", module)
+    names = [name for name in NAMES if name.module == "torch.npu"]
+    served = ServedModule("torch.npu", names, lambda name: _home(name, target))
+    module.__dict__.update({key: value for key, value in vars(served).items() if not key.startswith("__")})
+    module.__class__ = ServedModule
+    if target == "simulated":
+        from graphex.ascend.npu.kernels import install_kernels
+        from graphex.ascend.npu.saving import install_saving
+
+        install_kernels()
+        install_saving()
+    else:
+        from graphex.ascend.npu.mapped import install_mapping
+
+        install_mapping(torch.device(target))
+    return module
+
+
+def _home(name: Name, target: str) -> str:
+    """On a GPU torch.npu is torch.cuda as far as that goes."""
+    attribute = name.name.rpartition(".")[2]
+    if target == "cuda" and name.module == "torch.npu":
+        theirs = _ON_CUDA.get(attribute, attribute)
+        if hasattr(torch.cuda, theirs):
+            return f"torch.cuda:{theirs}"
+    return name.home
+
+
+def _register_backend() -> None:
+    from graphex.ascend.api import npugraph_ex_backend
+    from graphex.torch_private.dynamo import register_backend
+
+    register_backend(npugraph_ex_backend, name="npugraph_ex")
+
+
+__all__ = ["PACKAGES", "TARGETS", "VARIABLE", "install"]

@@ -1,0 +1,64 @@
+"""The name "npu" for a device that exists: an Ascend script then runs on a GPU, at its speed.
+
+    torch.randn(4, device="npu")   ->   a tensor on "cuda"
+    model.npu()                    ->   model.to("cuda")
+
+Making a tensor on the npu is the only thing the key PrivateUse1 does here, and it makes one on the other device. From
+then on everything is that device's own: no op is slower for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.torch_private.privateuse1 import map_fake_tensors
+
+_libraries: list[torch.library.Library] = []
+
+
+def install_mapping(target: torch.device) -> None:
+    """Let "npu" mean `target`, for the life of the process."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty_on(target), "PrivateUse1")
+    library.impl("empty_strided", _empty_strided_on(target), "PrivateUse1")
+    _libraries.append(library)
+    map_fake_tensors("npu", target)
+    _map_methods(target)
+
+
+def placed(device: Any, target: torch.device) -> torch.device:
+    """The device that a device of the npu stands for: the same index, where there is one."""
+    index = getattr(device, "index", None)
+    return target if index is None or target.type == "cpu" else torch.device(target.type, index)
+
+
+def _empty_on(target: torch.device) -> Any:
+    def empty(size: Any, *, device: Any = None, layout: Any = None, **kwargs: Any) -> Tensor:
+        return torch.empty(size, device=placed(device, target), **_given(kwargs))
+
+    return empty
+
+
+def _empty_strided_on(target: torch.device) -> Any:
+    def empty_strided(size: Any, stride: Any, *, device: Any = None, layout: Any = None, **kwargs: Any) -> Tensor:
+        return torch.empty_strided(size, stride, device=placed(device, target), **_given(kwargs))
+
+    return empty_strided
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def _map_methods(target: torch.device) -> None:
+    def npu(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        """The tensor on the device that "npu" stands for."""
+        if isinstance(device, int):
+            device = torch.device("npu", device)
+        return self.to(placed(device, target), non_blocking=non_blocking, **kwargs)
+
+    Tensor.npu = npu  # type: ignore[attr-defined]
+    Tensor.is_npu = property(lambda self: self.device.type == target.type)  # type: ignore[attr-defined]

@@ -1,0 +1,23 @@
+"""Tests with the Ascend names and the simulated npu. Importing them changes the process: see tests/ascend/README."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+import graphex.ascend  # noqa: F401
+
+
+@pytest.fixture
+def where() -> str:
+    return "npu"
+
+
+@pytest.fixture
+def host():
+    return Tensor.cpu
+
+
+@pytest.fixture
+def fetched():
+    return Tensor.npu
