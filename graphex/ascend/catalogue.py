@@ -98,7 +98,8 @@ NAMES: tuple[Name, ...] = (
         "torch_npu",
         "npu_fused_infer_attention_score npu_fused_infer_attention_score_v2 npu_fusion_attention"
         " npu_prompt_flash_attention npu_incre_flash_attention _npu_paged_attention npu_grouped_matmul"
-        " npu_moe_gating_top_k npu_kv_rmsnorm_rope_cache npu_mla_prolog_v3 npu_weight_quant_batchmatmul npu_quant_matmul scatter_update"
+        " npu_moe_gating_top_k npu_kv_rmsnorm_rope_cache npu_mla_prolog_v3"
+        " npu_weight_quant_batchmatmul npu_quant_matmul scatter_update"
         " npu_quant_scatter npu_format_cast save_npugraph_tensor print_npugraph_tensor",
         "graphex has no reference for it yet; define it with torch.library in the namespace `npu`",
     ),

@@ -1,4 +1,4 @@
-"""Tests with the Ascend names and the simulated npu. Importing them changes the process: see tests/ascend/README."""
+"""Tests with the Ascend names and the simulated npu. Importing them changes the process: they are not undone."""
 
 from __future__ import annotations
 
@@ -20,4 +20,7 @@ def host():
 
 @pytest.fixture
 def fetched():
-    return Tensor.npu
+    def npu(tensor: Tensor) -> Tensor:
+        return tensor.npu()
+
+    return npu

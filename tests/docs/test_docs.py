@@ -12,16 +12,15 @@ import dataclasses
 import os
 import re
 import runpy
-import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from graphex import docs, records
+from tests.docs.blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
@@ -29,24 +28,6 @@ WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [
     ROOT / "examples" / f"{name}.py" for name in ("custom_pass", "explain_model", "fusion_rule", "verify_a_pass")
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    language: str
-    marker: str
-    line: int
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-    text = page.read_text()
-    for found in fence.finditer(text):
-        before = text[: found.start()].rstrip().rsplit("\n", 1)[-1]
-        marker = re.fullmatch(r"<!-- (.*) -->", before)
-        line = text.count("\n", 0, found.start()) + 1
-        yield Block(found[2], marker[1] if marker else "", line, textwrap.dedent(found[3]))
 
 
 def name_of(path: Path) -> str:

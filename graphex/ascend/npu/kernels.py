@@ -9,6 +9,7 @@ because a storage keeps its label as long as it lives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def _record_stream(tensor: Tensor, stream: Any) -> None:
     """Memory is the host's, and freed when nobody holds it: there is nothing to remember."""
 
 
-OWN = {
+OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "_copy_from": _copy_from,
