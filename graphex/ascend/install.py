@@ -52,10 +52,10 @@ def _install_device(target: str) -> ModuleType:
     module.__class__ = ServedModule
     if target == "simulated":
         from graphex.ascend.npu.kernels import install_kernels
-        from graphex.ascend.npu.saving import install_saving
+        from graphex.ascend.npu.storages import install_storages
 
         install_kernels()
-        install_saving()
+        install_storages()
     else:
         from graphex.ascend.npu.mapped import install_mapping
 

@@ -9,7 +9,7 @@ transformations:
 a `torch.fx.Transformer` subclass           is instantiated on the module and run
 a `PassBase` or `PassManager` instance      is called; its own checks run and may raise
 ``(pattern, replacement[, filters])``       goes through the subgraph rewriter (see also `Rewrite`)
-an `OperatorSupportBase` instance           what it supports is fused into submodules by the capability partitioner
+an `OperatorSupportBase` instance           what it supports is fused into submodules by the linear partitioner
 a `graphex.GraphPass` instance              is used as it is
 ==========================================  ================================================================
 
@@ -128,10 +128,9 @@ def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
 
 
 def _partition(gm: GraphModule, support: Any) -> GraphModule:
-    from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+    from graphex.passes.partition import Partitioner
 
-    partitioner = CapabilityBasedPartitioner(gm, support)
-    return partitioner.fuse_partitions(partitioner.propose_partitions())
+    return Partitioner(gm, support).partition_and_fuse()
 
 
 def _module_of(custom: Any, result: Any) -> GraphModule | None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.backend_registration import _DummyBackendModule as BackendModule
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 __all__ = [
-    "BackendModule",
+    "allocate_on_host",
     "as_host",
     "as_npu",
     "claim",
@@ -87,6 +86,18 @@ def without_kernels_of_its_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return op.redispatch(_HOST_KEYS, *args, **kwargs)
 
     return kernel
+
+
+def allocate_on_host() -> None:
+    """Storages that Python makes on the npu get the host's memory; torch would crash without an allocator in C++."""
+    make = torch.UntypedStorage.__new__
+
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and torch.device(kwargs["device"]).type == "npu":
+            return storage_as_npu(make(cls, *args, **{**kwargs, "device": "cpu"}))
+        return make(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = made  # type: ignore[method-assign]
 
 
 def map_fake_tensors(name: str, to: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load` of tensors on the simulated npu."""
+"""Storages of the simulated npu: copies, `torch.save` and `torch.load`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from graphex.torch_private.privateuse1 import storage_as_npu
+from graphex.torch_private.privateuse1 import allocate_on_host, storage_as_npu
 
 BEFORE_TORCH = 15  # torch's own entry for PrivateUse1, which needs an allocator in C++, has 22
 
 
-def install_saving() -> None:
+def install_storages() -> None:
+    allocate_on_host()
     torch.serialization.register_package(BEFORE_TORCH, _location, _restored)
 
 
