@@ -50,12 +50,6 @@ def why_not_captured(node: Node, device: Device) -> str:
     return ""
 
 
-def is_number(node: Node) -> bool:
-    """Whether the node computes a number from sizes and numbers: it costs nothing and can be computed anywhere."""
-    value = node.meta.get("val")
-    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def _moves_between_devices(node: Node) -> bool:
     """A copy from the host reads the host's memory when it runs, not when it is launched."""
     op = operator_of(node)

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.launches import is_kernel
 from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
 from graphex.device import Device, device_of
@@ -21,7 +22,7 @@ from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.runtime.entries import output_leaves
-from graphex.runtime.pieces import Division, divide, is_kernel
+from graphex.runtime.pieces import Division, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
 from graphex.torch_private.kernels import BelowAutograd

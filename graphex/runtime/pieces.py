@@ -20,8 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, is_effectful, is_random, written_arguments
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.effects import PURE_NAMESPACES, node_leaves, operator_of
+from graphex.analysis.launches import is_kernel, is_number
 from graphex.device import Device
-from graphex.runtime.capturable import is_number, why_not_captured
+from graphex.runtime.capturable import why_not_captured
 
 WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
 
@@ -139,17 +140,6 @@ def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
             pieces.setdefault(level, []).append(node)
     small = [nodes for nodes in pieces.values() if sum(map(is_kernel, nodes)) < WORTH_CAPTURING]
     return {node for nodes in small for node in nodes}
-
-
-def is_kernel(node: Node) -> bool:
-    """Whether a node launches something: views, numbers and parts of tuples do not."""
-    if node.op in ("placeholder", "get_attr", "output") or is_number(node):
-        return False
-    op = operator_of(node)
-    if op is None:
-        return node.target is not operator.getitem
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
-    return not views
 
 
 def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: Aliases) -> list[Piece]:
