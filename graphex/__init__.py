@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
-    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError
+    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.passes.adapter import Rewrite, graph_pass
@@ -42,6 +42,7 @@ __all__ = [
     "Report",
     "Rewrite",
     "RuleError",
+    "StreamError",
     "Work",
     "compile_fx",
     "explain",
@@ -71,6 +72,7 @@ _HOMES = {
     "Report": "evidence.explain",
     "Rewrite": "passes.adapter",
     "RuleError": "errors",
+    "StreamError": "errors",
     "Work": "passes.base",
     "compile_fx": "backend",
     "explain": "evidence.explain",
