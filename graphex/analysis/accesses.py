@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Stream
 from graphex.analysis.effects import written_arguments
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.launches import is_work
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync, synchronisation
 
@@ -42,7 +42,7 @@ def _access(node: Node, aliases: Aliases) -> Access | Sync | None:
     if (sync := synchronisation(node)) is not None:
         return sync
     keeps = node.target is torch.ops.graphex.used_on.default
-    if not keeps and not is_kernel(node):
+    if not keeps and not is_work(node):
         return None
     read = frozenset().union(*(aliases.storages(value) for value in node.all_input_nodes))
     if keeps:

@@ -30,7 +30,7 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
             last_write[storage] = node
         for storage in read - written:
             reads.setdefault(storage, []).append(node)
-        if _keeps_its_turn(node):
+        if keeps_its_turn(node):
             if last_effect is not None:
                 found.add(last_effect)
             last_effect = node
@@ -38,7 +38,7 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
     return before
 
 
-def _keeps_its_turn(node: Node) -> bool:
+def keeps_its_turn(node: Node) -> bool:
     """Whether the node has an effect besides writing to memory that it says it writes to."""
     if node.op in ("placeholder", "output") or not is_effectful(node) or synchronisation(node) is not None:
         return False

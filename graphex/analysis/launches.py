@@ -29,3 +29,9 @@ def is_kernel(node: Node) -> bool:
         return False
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
     return not views or is_composite(op)  # `reshape` copies where it cannot be a view
+
+
+def is_work(node: Node) -> bool:
+    """Whether a node touches the data of tensors at all, on the device or, as `item` does, from the host."""
+    op = operator_of(node)
+    return is_kernel(node) or (op is not None and torch.Tag.data_dependent_output in op.tags)

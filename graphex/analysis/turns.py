@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.dependencies import what_runs_before
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.launches import is_work
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import placed_events
 
@@ -86,7 +86,7 @@ def _turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
             before[events[stream][following]].add(events[stream][number])
     for node in nodes:
         turn, numbers = turn_of(node), turns.get(placement(node), [])
-        if turn is None or not is_kernel(node):
+        if turn is None or not is_work(node):
             continue
         place = bisect_right(numbers, turn)
         of_stream = events[placement(node)]

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import known_equal, placement
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.launches import is_work
 from graphex.analysis.turns import TURN, turn_of
 from graphex.errors import PassError
 from graphex.passes.base import ORIGINS, inherit
@@ -179,7 +179,7 @@ def inherit_all(node: Node, ancestors: list[Node]) -> None:
         found = next((old.meta[key] for old in ancestors if old.meta.get(key) is not None), None)
         if found is not None:
             node.meta.setdefault(key, found)
-    _inherit_place(node, [old for old in ancestors if is_kernel(old)])
+    _inherit_place(node, [old for old in ancestors if is_work(old)])
 
 
 def _inherit_place(node: Node, kernels: list[Node]) -> None:

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from graphex.analysis import placement
 from graphex.analysis.effects import operator_of
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.launches import is_work
 from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import TURN, in_turn, turn_of
 from graphex.errors import StreamError
@@ -138,7 +138,7 @@ class _Placing:
 
     def _event_of(self, value: Node) -> str:
         """The event behind a value: the one that `record` made, or one recorded where the value is made."""
-        while value.op.startswith("call") and "graphex_event" not in value.meta and not is_kernel(value):
+        while value.op.startswith("call") and "graphex_event" not in value.meta and not is_work(value):
             value = value.all_input_nodes[0]
         event: str | None = value.meta.get("graphex_event")
         if event is None:
@@ -188,6 +188,6 @@ def _number(work: Work) -> None:
             stream = events[node].stream
             turns[stream] += 1
             node.args = (*node.args[:2], turns[stream])
-        elif is_kernel(node) and turn_of(node) != turns[placement(node)]:
+        elif is_work(node) and turn_of(node) != turns[placement(node)]:
             node.meta[TURN] = turns[placement(node)]
             work.changes += 1

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from graphex.analysis import node_line, placement
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.launches import is_work
 from graphex.errors import StreamError
 from graphex.passes.base import Work
 from graphex.passes.metadata import MADE_BY
@@ -102,12 +102,12 @@ class Scopes:
         custom.pop("stream", None)
         if stream is not None:
             custom["stream"] = stream
-            if priority is not None and is_kernel(node):
+            if priority is not None and is_work(node):
                 custom[PRIORITY] = self._same_priority(node, stream, priority)
         if any(cores):
             custom[CORES] = cores
         if custom != _custom(node):
-            if placement(node) != stream and is_kernel(node):
+            if placement(node) != stream and is_work(node):
                 self._work.changes += 1
             node.meta["custom"] = custom
 

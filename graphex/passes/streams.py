@@ -15,19 +15,18 @@ what the user's program says, and nobody can tell which of the two orders was me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 from torch.fx import Node
 
-from graphex.analysis import Aliases, node_line, placement
-from graphex.analysis.accesses import Access, accesses
+from graphex.analysis import placement
+from graphex.analysis.accesses import Access
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.clocks import Clock, Clocks, Stream
-from graphex.analysis.launches import is_kernel
+from graphex.analysis.clocks import Stream
+from graphex.analysis.launches import is_work
 from graphex.analysis.plan import OUTSIDE, PLAN, Outside, StreamPlan
+from graphex.analysis.races import Done, Walk, racing
 from graphex.analysis.source import stream_name
-from graphex.analysis.synchronisation import Sync, placed_events
+from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import in_turn
 from graphex.errors import StreamError
 from graphex.passes.base import GraphPass, Work
@@ -37,7 +36,6 @@ from graphex.passes.torch_streams import label_of
 from graphex.records import StreamsScheduled
 
 ours = torch.ops.graphex
-BEGIN = 0  # the position of everything that the caller has done
 
 
 class ScheduleStreams(GraphPass):
@@ -45,7 +43,7 @@ class ScheduleStreams(GraphPass):
     rule = "event"
 
     def apply(self, work: Work) -> None:
-        streams = {placement(node) for node in work.graph.nodes if is_kernel(node)}
+        streams = {placement(node) for node in work.graph.nodes if is_work(node)}
         if streams <= {None}:
             _forget_events(work, self.rule)
             return
@@ -53,7 +51,9 @@ class ScheduleStreams(GraphPass):
         if isinstance(order, Node):
             raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
         relink(work, order)
-        _Schedule(work, self.rule).run()
+        schedule = _Schedule(work, self.rule)
+        schedule.run()
+        schedule.note_plan()
 
 
 def _forget_events(work: Work, rule: str) -> None:
@@ -66,107 +66,27 @@ def _forget_events(work: Work, rule: str) -> None:
 _EVENTS = (ours.event_record.default, ours.event_wait.default, ours.used_on.default)
 
 
-@dataclass
-class _Done:
-    """Work that was given out: where, when, and what is known once it has finished."""
+class _Schedule(Walk):
+    """Adds the events that are missing, and refuses the races that are left."""
 
-    node: Node
-    stream: Stream
-    position: int
-    clock: Clock
-    event: str = ""
-
-
-@dataclass
-class _Memory:
-    """Who wrote to a memory last, and who has read it since."""
-
-    writer: _Done
-    readers: list[_Done] = field(default_factory=list)
-
-
-class _Schedule:
     def __init__(self, work: Work, rule: str) -> None:
+        super().__init__(work.graph)
         self.work = work
         self.rule = rule
-        self.clocks = Clocks()
-        self.memory: dict[Storage, _Memory] = {}
-        self.last: dict[Stream, _Done] = {}
         self.names = {str(sync.what) for _, sync in placed_events(list(work.graph.nodes))}
         self.users = len(self.names)
-        self.added = 0
-        self.position = 0
-        start = next(node for node in work.graph.nodes if node.op != "placeholder").prev
-        self.begin = _Done(start, None, BEGIN, {None: BEGIN})
-        self.clocks.learn(None, self.begin.clock)
 
-    def run(self) -> None:
-        aliases = Aliases(self.work.graph)
-        for node, what in list(accesses(self.work.graph, aliases)):
-            if isinstance(what, Sync):
-                self._synchronise(node, what)
-            elif isinstance(what, Access):
-                self._access(what)
-        self._join()
-        self._note_plan()
-
-    # -- walking ------------------------------------------------------------------------------------------------
-
-    def _synchronise(self, node: Node, sync: Sync) -> None:
-        self._start(sync.stream, node)
-        if sync.kind == "record":
-            self.clocks.record(sync.what, sync.stream)
-            return
-        self.clocks.wait(sync.what, sync.stream)
-        self._done(node, sync.stream)
-
-    def _access(self, access: Access) -> None:
-        if access.keeps:
-            self._start(access.stream, access.node)
-            done = self._done(access.node, access.stream)
-        else:
-            self._wait_for(self._sources(access), access.stream, access.node)
-            self._check_writes(access)
-            done = self._done(access.node, access.stream)
-        for storage in access.reads - access.writes:
-            self._known(storage).readers.append(done)
-        for storage in access.writes:
-            self.memory[storage] = _Memory(done)
-
-    def _start(self, stream: Stream, node: Node) -> None:
-        self._wait_for([self.begin], stream, node)
-
-    def _done(self, node: Node, stream: Stream) -> _Done:
-        self.position += 1
-        done = self.last[stream] = _Done(node, stream, self.position, self.clocks.run(stream, self.position))
-        return done
-
-    def _known(self, storage: Storage) -> _Memory:
-        """Memory that nothing in the graph has written was written by the caller."""
-        return self.memory.setdefault(storage, _Memory(self.begin))
-
-    def _sources(self, access: Access) -> list[_Done]:
-        return [self.begin, *(self._known(storage).writer for storage in access.reads)]
-
-    # -- events -------------------------------------------------------------------------------------------------
-
-    def _wait_for(self, sources: list[_Done], stream: Stream, before: Node, *, closing: bool = False) -> None:
-        """Let `stream` go on after all of `sources`, with as few events as that takes."""
-        missing = [done for done in sources if not self.clocks.knows(stream, done.stream, done.position)]
-        for done in sorted(missing, key=lambda done: done.position, reverse=True):
-            if self.clocks.knows(stream, done.stream, done.position):
-                continue  # implied by what was waited for just now
-            if self.work.config.stream_safety == "strict" and done is not self.begin and not closing:
-                raise StreamError(_unordered(done, before, stream))
-            self._record(done)
-            self._insert(torch.ops.graphex.event_wait.default, done.event, stream, before.prev)
-            self.clocks.learn(stream, done.clock)
-
-    def _record(self, done: _Done) -> None:
+    def missing(self, done: Done, stream: Stream, node: Node, kind: str) -> None:
+        if kind == "value" and self.work.config.stream_safety == "strict":
+            super().missing(done, stream, node, kind)
+            raise StreamError(f"{self.races[-1].sentence} stream_safety='auto' would add it.")
         if not done.event:
             done.event = self._name("begin" if done is self.begin else done.node.name)
-            self._insert(torch.ops.graphex.event_record.default, done.event, done.stream, done.node)
-            self.added += 1
+            self._insert(ours.event_record.default, done.event, done.stream, done.node)
+        self._insert(ours.event_wait.default, done.event, stream, node.prev)
+
+    def race(self, access: Access, reader: Done, storage: Storage) -> None:
+        raise StreamError(racing(access, reader, storage))
 
     def _name(self, wanted: str) -> str:
         name, copy = wanted, 1
@@ -177,56 +97,22 @@ class _Schedule:
         return name
 
     def _insert(self, op: torch._ops.OpOverload, event: str, stream: Stream, place: Node) -> None:
-        with self.work.graph.inserting_after(place):
-            node = self.work.graph.call_function(op, (event, label_of(stream), 0))
+        with self.graph.inserting_after(place):
+            node = self.graph.call_function(op, (event, label_of(stream), 0))
         node.meta["val"] = None
-        self.work.rewired(node, rule=self.rule, because=f"'{place.name}' is used on another stream")
+        self.work.rewired(node, rule=self.rule, because=f"{stream_name(stream)} meets another one at '{event}'")
 
-    def _join(self) -> None:
-        """The graph has ended when every stream has."""
-        output = self.work.graph.output_node()
-        self._wait_for([done for stream, done in self.last.items() if stream is not None], None, output, closing=True)
-
-    # -- hazards ------------------------------------------------------------------------------------------------
-
-    def _check_writes(self, access: Access) -> None:
-        for storage in access.writes:
-            for reader in self._known(storage).readers:
-                if not self.clocks.knows(access.stream, reader.stream, reader.position):
-                    raise StreamError(_race(access, reader, storage))
-
-    # -- what the runtime needs to know ---------------------------------------------------------------------------
-
-    def _note_plan(self) -> None:
+    def note_plan(self) -> None:
+        """What the runtime needs to know, and what the journal says."""
         priorities: dict[str, int] = {str(stream): 0 for stream in self.last if stream is not None}
         placed: dict[str, list[str]] = {}
-        for node in filter(is_kernel, self.work.graph.nodes):
+        for node in filter(is_work, self.graph.nodes):
             label, custom = label_of(placement(node)), node.meta.get("custom") or {}
             placed.setdefault(label, []).append(node.name)
             if PRIORITY in custom and label in priorities:
                 priorities[label] = custom[PRIORITY]
-        output = self.work.graph.output_node()
+        output = self.graph.output_node()
         output.meta[PLAN] = StreamPlan(priorities, output.meta.get(OUTSIDE, Outside()))
         names = {stream: tuple(nodes) for stream, nodes in placed.items()}
-        self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, self.added))
-
-
-def _unordered(done: _Done, user: Node, stream: Stream) -> str:
-    return (
-        f"'{user.name}' on {stream_name(stream)} uses what '{done.node.name}' makes on {stream_name(done.stream)}, and "
-        f"no event of yours orders the two{_lines(user, done.node)}. Record an event behind '{done.node.name}' and wait "
-        "for it, or set stream_safety='auto' to have it added."
-    )
-
-
-def _race(access: Access, reader: _Done, storage: Storage) -> str:
-    return (
-        f"'{access.node.name}' on {stream_name(access.stream)} writes to the memory of '{storage[0].name}', which "
-        f"'{reader.node.name}' on {stream_name(reader.stream)} may still be reading{_lines(access.node, reader.node)}. "
-        f"Record an event behind '{reader.node.name}' and wait for it before '{access.node.name}'."
-    )
-
-
-def _lines(*nodes: Node) -> str:
-    lines = [line for node in nodes if (line := node_line(node))]
-    return f" ({'; '.join(lines)})" if lines else ""
+        added = len(self.names) - self.users
+        self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, added))
