@@ -1,7 +1,7 @@
 """Events in a graph, whichever way they are written.
 
-    streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
-    graphex.event_record("done", "side", 2)     graphex's own, after `place`
+streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
+graphex.event_record("done", "side", 2)     graphex's own, after `place`
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def _ours(node: Node, op: torch._ops.OpOverload) -> Sync | None:
 
 
 def _of_torch(node: Node, op: torch._ops.OpOverload) -> Sync | None:
-    numbers = tuple(node.args) + tuple(node.kwargs.values())
+    given = [*node.args, *node.kwargs.values()]
     if op._schema.name == "streams::sync_dealloc":
-        numbers = numbers[:2]
-    if len(numbers) != 2 or not all(type(number) is int for number in numbers):
+        given = given[:2]
+    numbers = [number for number in given if type(number) is int]
+    if len(given) != 2 or len(numbers) != 2:
         return None
     first, second = numbers
     if op._schema.name == "streams::record_event":

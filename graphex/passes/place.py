@@ -11,6 +11,7 @@ Streams and events of model code (`torch.cuda.stream`, `torch.Event`, `graphex.s
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,9 +29,7 @@ from graphex.passes.scopes import CORES, LABEL, Scopes, made
 from graphex.passes.torch_streams import inline_control, label_of, lower_torch_events
 
 ours = torch.ops.graphex
-_OPS = {
-    getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL
-}
+_OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL}
 
 
 class PlaceNodes(GraphPass):
@@ -71,7 +70,7 @@ def relink(work: Work, order: list[Node]) -> None:
     """Put the nodes of the graph in this order."""
     if order == list(work.graph.nodes):
         return
-    for node, following in zip(order, order[1:], strict=False):
+    for node, following in pairwise(order):
         node.append(following)
     work.changes += 1
 
@@ -89,7 +88,7 @@ class _Placing:
     def run(self) -> None:
         lower_torch_events(self.work, self)
         for node in list(self.work.graph.nodes):
-            name = _OPS.get(operator_of(node))  # type: ignore[arg-type]
+            name = _OPS.get(operator_of(node))
             if name is None:
                 if node.op.startswith("call"):
                     self.scopes.place(node)

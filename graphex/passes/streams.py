@@ -1,9 +1,11 @@
 """Give every use of a value on another stream the event it needs, and refuse what no event can be added for.
 
-    before:  a = sin(x)  side                       after:  event_record("begin", "(current)"); event_wait("begin", "side")
-             b = add(a, 1)                                  a = sin(x)  side
-                                                            event_record("a", "side"); event_wait("a", "(current)")
-                                                            b = add(a, 1)
+    before:  a = sin(x)      side
+             b = add(a, 1)
+    after:   event_record("begin", "(current)"); event_wait("begin", "side")
+             a = sin(x)      side
+             event_record("a", "side"); event_wait("a", "(current)")
+             b = add(a, 1)
 
 What the user's own events order, and what another event implies, gets none. Streams start behind the work that the
 caller has given out, and the graph ends when all of them have finished: that is what a capture needs, and what makes

@@ -74,7 +74,7 @@ def _inlined(work: Work, body: GraphModule, values: list[Any]) -> list[Any]:
         if inner.op == "placeholder":
             env[inner] = next(given)
         elif inner.op == "output":
-            return [env.get(leaf, leaf) for leaf in inner.args[0]]  # type: ignore[union-attr]
+            return [env.get(leaf, leaf) for leaf in inner.args[0]]
         else:
             env[inner] = work.graph.node_copy(inner, env.__getitem__)
     return []

@@ -43,6 +43,8 @@ def why_not_captured(node: Node, device: Device) -> str:
         return "it reads a value back to the host"
     if op is not None and _UNSAFE_TAG is not None and _UNSAFE_TAG in op.tags:
         return "it is marked as unsafe to capture"
+    if op is not None and op.namespace == "streams":
+        return "it makes the host wait for a stream"
     if is_collective(node):
         return "it communicates with other processes"
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
