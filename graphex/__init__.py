@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
-    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError
+    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
+    from graphex.evidence.orders import random_orders
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.passes.adapter import Rewrite, graph_pass
     from graphex.passes.base import GraphPass, Refusal, Work
@@ -42,6 +43,7 @@ __all__ = [
     "Report",
     "Rewrite",
     "RuleError",
+    "StreamError",
     "Work",
     "compile_fx",
     "explain",
@@ -49,6 +51,7 @@ __all__ = [
     "graph_pass",
     "journal",
     "node_info",
+    "random_orders",
     "register_inplace_twin",
     "register_replacement",
     "replacement",
@@ -71,6 +74,7 @@ _HOMES = {
     "Report": "evidence.explain",
     "Rewrite": "passes.adapter",
     "RuleError": "errors",
+    "StreamError": "errors",
     "Work": "passes.base",
     "compile_fx": "backend",
     "explain": "evidence.explain",
@@ -78,6 +82,7 @@ _HOMES = {
     "graph_pass": "passes.adapter",
     "journal": "backend",
     "node_info": "fusion.register",
+    "random_orders": "evidence.orders",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
     "register_inplace_twin": "analysis.declared_twins",

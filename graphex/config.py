@@ -288,6 +288,23 @@ class CompilerConfig:
     post_grad_custom_post_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs after graphex's own. See docs/passes.md."
     )
+    stream_safety = Option(
+        Choice("auto", "strict", "shuffle"),
+        "auto",
+        "What happens where one stream uses what another makes and no event of yours orders the two. `auto`: the event "
+        "is added. `strict`: it is an error. `shuffle`: as `auto`, and every call also runs in several random orders "
+        "that the events allow, whose results must be equal (for tests; no capture). See docs/streams.md.",
+    )
+    auto_streams = Option(
+        Flag(),
+        False,
+        "Put independent branches on a second stream where that is measured to be faster. See docs/streams.md.",
+    )
+    deadlock_check = Option(
+        Flag(),
+        False,
+        "Report kernels that may run at one time and together need more cores than the device has; see docs/streams.md.",
+    )
     dump_tensor_data = Option(Flag(), False, "Save the tensors that every node computes (runs without capture).")
     data_dump_stage = Option(
         Choice("original", "optimized"),

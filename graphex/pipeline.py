@@ -1,6 +1,7 @@
 """The stages a graph goes through, in order, in one place.
 
     pre    the user's passes, before ours
+    place  scopes, records and waits become metadata and events (again after post)
     clean  no-ops, redundant casts, dead code
     lift   idioms of plain PyTorch become named ops
     unify  common subexpressions (after lift: it would give the inside of an idiom further users)
@@ -9,6 +10,7 @@
     memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
            the graph is not functional from here on. Rules that need a write in place run between the two
     tidy   dead code that the stages before have left
+    streams events are added where one stream uses what another makes; races are refused
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
 partitioned into the forward and backward graphs, which then take the path above, each for itself.
@@ -28,11 +30,13 @@ from graphex.passes import (
     GraphPass,
     LiftIdioms,
     MergeCommonSubexpressions,
+    PlaceNodes,
     RemoveDeadCode,
     RemoveNoops,
     RemoveRedundantCopies,
     RestoreInputWrites,
     ReuseDeadMemory,
+    ScheduleStreams,
     WritePartsOfCat,
     WriteRotaryToCache,
 )
@@ -40,6 +44,7 @@ from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
 
 OURS: tuple[tuple[str, GraphPass], ...] = (
+    ("place", PlaceNodes()),
     ("clean", RemoveNoops()),
     ("clean", RemoveRedundantCopies()),
     ("clean", RemoveDeadCode()),
@@ -49,11 +54,13 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("fuse", FuseJointPatterns()),
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
+    ("place", PlaceNodes()),
     ("memory", WritePartsOfCat()),
     ("memory", RestoreInputWrites()),
     ("memory", WriteRotaryToCache()),
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),
+    ("streams", ScheduleStreams()),
 )
 
 

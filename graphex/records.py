@@ -174,6 +174,16 @@ class Cut(Record):
 
 
 @dataclass(frozen=True)
+class StreamsScheduled(Record):
+    """A graph with several streams: the nodes of each in the order they run, and its events, the user's and ours."""
+
+    kind: ClassVar[str] = "streams"
+    streams: dict[str, tuple[str, ...]]
+    users_events: int
+    added_events: int
+
+
+@dataclass(frozen=True)
 class Verified(Record):
     """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
 
@@ -254,6 +264,10 @@ class Journal:
     @property
     def memory(self) -> list[MemoryPredicted]:
         return self.of(MemoryPredicted)
+
+    @property
+    def streams(self) -> list[StreamsScheduled]:
+        return self.of(StreamsScheduled)
 
     @property
     def verifications(self) -> list[Verified]:

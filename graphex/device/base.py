@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from graphex.analysis.plan import StreamPlan
+from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
 
 
@@ -23,9 +25,17 @@ class Replay(ABC):
         """Give the graph's memory back. It may still be running."""
 
 
+class Cores(NamedTuple):
+    """Cores for matrix and for vector work. Where there is one kind, both are its number."""
+
+    aicore: int
+    vectorcore: int
+
+
 class Device:
     name = "cpu"
     captures = False
+    limits_cores = False  # whether work can be kept to a part of the cores
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -41,6 +51,14 @@ class Device:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a (fake) tensor is in the device's memory, and not in the host's."""
         return True
+
+    def lanes(self, plan: StreamPlan) -> Lanes | None:
+        """Streams for a graph; None where there is but one, on which the order of the graph is right too."""
+        return None
+
+    def cores(self) -> Cores | None:
+        """How many cores of each kind kernels can be on at a time; None if nothing is known about it."""
+        return None
 
     def stream(self) -> Any:
         """What tells the current stream from others."""

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from graphex.device.base import Device, Replay
+from graphex.analysis.plan import StreamPlan
+from graphex.device.base import Cores, Device, Replay
+from graphex.device.cuda_lanes import CudaLanes
+from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
 from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream, stop_allocating_to
 
@@ -118,6 +121,13 @@ class CudaDevice(Device):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
+
+    def lanes(self, plan: StreamPlan) -> Lanes:
+        return CudaLanes(self._device, plan)
+
+    def cores(self) -> Cores:
+        count = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return Cores(count, count)
 
     def stream(self) -> Any:
         return raw_stream(self._index)

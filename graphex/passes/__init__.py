@@ -12,8 +12,10 @@ from graphex.passes.dce import RemoveDeadCode
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
+from graphex.passes.place import PlaceNodes
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_write import WriteRotaryToCache
+from graphex.passes.streams import ScheduleStreams
 
 __all__ = [
     "FuseJointPatterns",
@@ -21,12 +23,14 @@ __all__ = [
     "GraphPass",
     "LiftIdioms",
     "MergeCommonSubexpressions",
+    "PlaceNodes",
     "Refusal",
     "RemoveDeadCode",
     "RemoveNoops",
     "RemoveRedundantCopies",
     "RestoreInputWrites",
     "ReuseDeadMemory",
+    "ScheduleStreams",
     "Work",
     "WritePartsOfCat",
     "WriteRotaryToCache",
