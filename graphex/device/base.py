@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -58,6 +58,10 @@ class Device:
 
     def cores(self) -> Cores | None:
         """How many cores of each kind kernels can be on at a time; None if nothing is known about it."""
+        return None
+
+    def settings(self) -> Hashable:
+        """What was set on the current stream that a captured graph keeps: another value asks for another graph."""
         return None
 
     def stream(self) -> Any:

@@ -1,4 +1,4 @@
-"""Streams and events of a compiled graph on an NVIDIA GPU."""
+"""Streams and events of a compiled graph on an NVIDIA GPU, or on a device with the same API."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from graphex.device.lanes import Boxed, Lanes
 class CudaLanes(Lanes):
     """Made at the first call, which is never a capture. One call at a time gives out its work."""
 
+    _runtime: Any = torch.cuda
+
     def __init__(self, device: torch.device, plan: StreamPlan) -> None:
         self._device = device
         self._priorities = plan.priorities
-        self._streams: dict[str | None, torch.cuda.Stream] = {}
-        self._events: dict[str, torch.cuda.Event] = {}
+        self._streams: dict[str | None, Any] = {}
+        self._events: dict[str, Any] = {}
         self._lock = threading.RLock()
 
     def around(self, body: Boxed) -> Boxed:
@@ -31,32 +33,32 @@ class CudaLanes(Lanes):
                     self._abandon(current)
                     raise
                 finally:
-                    torch.cuda.set_stream(current)
+                    self._runtime.set_stream(current)
 
         return run
 
     def enter(self, stream: str | None) -> None:
-        torch.cuda.set_stream(self._streams[stream])
+        self._runtime.set_stream(self._streams[stream])
 
     def record(self, event: str, stream: str | None) -> None:
         found = self._events.get(event)
         if found is None:
-            found = self._events[event] = torch.cuda.Event()
+            found = self._events[event] = self._runtime.Event()
         found.record(self._streams[stream])
 
     def wait(self, event: str, stream: str | None) -> None:
         self._streams[stream].wait_event(self._events[event])
 
-    def _begin(self) -> torch.cuda.Stream:
+    def _begin(self) -> Any:
         for label, priority in self._priorities.items():
             if label not in self._streams:
-                self._streams[label] = torch.cuda.Stream(self._device, priority=priority)
-        current = self._streams[None] = torch.cuda.current_stream(self._device)
+                self._streams[label] = self._runtime.Stream(self._device, priority=priority)
+        current = self._streams[None] = self._runtime.current_stream(self._device)
         return current
 
-    def _abandon(self, current: torch.cuda.Stream) -> None:
+    def _abandon(self, current: Any) -> None:
         """After an error the caller may use and free what the other streams are still working on."""
-        if torch.cuda.is_current_stream_capturing():
+        if self._runtime.is_current_stream_capturing():
             return  # the capture is void
         for stream in self._streams.values():
             current.wait_stream(stream)

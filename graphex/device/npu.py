@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-from graphex.device.base import Device, Replay
+from graphex.analysis.plan import StreamPlan
+from graphex.device.base import Cores, Device, Replay
+from graphex.device.cuda_lanes import CudaLanes
+from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
 
 _one_at_a_time = threading.RLock()
@@ -34,6 +37,14 @@ class NpuReplay(Replay):
             graph.reset()
 
 
+class NpuLanes(CudaLanes):
+    """torch.npu has the streams and events of torch.cuda, under the same names."""
+
+    def __init__(self, device: torch.device, plan: StreamPlan) -> None:
+        super().__init__(device, plan)
+        self._runtime = torch.npu  # type: ignore[attr-defined]
+
+
 class NpuDevice(Device):
     captures = True
 
@@ -41,6 +52,17 @@ class NpuDevice(Device):
         self.name = f"npu:{index}"
         self._index = index
         self._npu: Any = torch.npu  # type: ignore[attr-defined]
+
+    def lanes(self, plan: StreamPlan) -> Lanes:
+        return NpuLanes(torch.device("npu", self._index), plan)
+
+    def cores(self) -> Cores:
+        return Cores(*self.settings())
+
+    def settings(self) -> tuple[int, int]:
+        """The cores that the current stream may use: a captured graph keeps to them."""
+        limits = self._npu.get_stream_limit(self.stream())
+        return limits["cube_core_num"], limits["vector_core_num"]
 
     def pool(self) -> Any:
         return self._npu.graph_pool_handle()
@@ -58,7 +80,7 @@ class NpuDevice(Device):
     def _record(self, graph: Any, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
         """The capturing stream has the core limits of the caller's, which the graph keeps."""
         caller, stream = self._npu.current_stream(), self._capture_stream()
-        self._take_limits(caller, stream)
+        self._npu.set_stream_limit(stream, *self.settings())
         stream.wait_stream(caller)
         with self._npu.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode=error_mode)
@@ -77,10 +99,6 @@ class NpuDevice(Device):
             graph.reset()
         except RuntimeError:
             pass  # the error that made it fail is the one to report
-
-    def _take_limits(self, caller: Any, stream: Any) -> None:
-        limits = self._npu.get_stream_limit(caller)
-        self._npu.set_stream_limit(stream, limits["cube_core_num"], limits["vector_core_num"])
 
     def _capture_stream(self) -> Any:
         if self._index not in _capture_streams:

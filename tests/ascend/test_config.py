@@ -110,7 +110,6 @@ def test_what_means_nothing_here_is_accepted_recorded_and_shown_once():
     ("static_kernel_compile", True),
     ("super_kernel_optimize", True),
     ("super_kernel_optimize_options", {"a": "b"}),
-    ("deadlock_check", True),
 ])  # fmt: skip
 def test_switches_of_cann_are_ignored_by_the_named_backend_too(option, value):
     compiled = torch.compile(lambda x: x + 1, backend="npugraph_ex", options={option: value})

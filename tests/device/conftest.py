@@ -1,0 +1,63 @@
+"""Every device there is here: the CPU, the recording device, the simulated npu, and a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from graphex.device import Device
+from tests.runtime.tape import TapeDevice
+
+
+@dataclass(frozen=True)
+class Given:
+    """A device under test, and where its tensors are."""
+
+    device: Device
+    where: str
+
+    def tensor(self, *values: float) -> torch.Tensor:
+        return torch.tensor(values, device=self.where)
+
+
+def cpu() -> Given:
+    return Given(Device(), "cpu")
+
+
+def tape() -> Given:
+    return Given(TapeDevice(), "cpu")
+
+
+def npu() -> Given:
+    import graphex.ascend  # noqa: F401
+    from graphex.device.npu import NpuDevice
+
+    return Given(NpuDevice(0), "npu")
+
+
+def cuda() -> Given:
+    from graphex.device.cuda import CudaDevice
+
+    return Given(CudaDevice(0), "cuda")
+
+
+STREAMING = [npu, pytest.param(cuda, marks=pytest.mark.cuda)]
+CAPTURING = [tape, *STREAMING]
+
+
+@pytest.fixture(params=[cpu, *CAPTURING], ids=lambda make: make.__name__)
+def given(request) -> Given:
+    return request.param()
+
+
+@pytest.fixture(params=CAPTURING, ids=lambda make: make.__name__)
+def capturing(request) -> Given:
+    return request.param()
+
+
+@pytest.fixture(params=STREAMING, ids=lambda make: make.__name__)
+def streaming(request) -> Given:
+    """A device with several streams. On the others a graph runs in its own order."""
+    return request.param()
