@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
 
 import graphex
 from tests.streams.support import Finished, events, ours, without
@@ -60,11 +62,8 @@ def test_the_pass_works_as_it_is_written(when):
     assert not graphex.random_orders(done.gm, [X]).differences
 
 
-def test_the_dump_shows_streams_and_events(tmp_path, monkeypatch):
-    from torch._inductor import config
-
-    monkeypatch.chdir(tmp_path)
-    with config.patch({"trace.enabled": True, "trace.debug_dir": str(tmp_path)}):
+def test_the_dump_shows_streams_and_events(tmp_path):
+    with inductor.patch({"trace.enabled": True}), dynamo.patch(debug_dir_root=str(tmp_path)):
         Finished(Model(), X, passes=_custom_pre_pass)
     (final,) = tmp_path.rglob("*_after_schedule_streams.txt")
     text = final.read_text()
