@@ -14,10 +14,12 @@ def timelines(graph: Graph) -> dict[str, list[str]]:
     lines: dict[str, list[str]] = {}
     for node in graph.nodes:
         if (sync := synchronisation(node)) is not None:
-            lines.setdefault(CURRENT if sync.stream is None else str(sync.stream), []).append(f"{sync.kind} {sync.what}")
+            stream, text = sync.stream, f"{sync.kind} {sync.what}"
         elif is_work(node):
-            stream = placement(node)
-            lines.setdefault(CURRENT if stream is None else str(stream), []).append(node.name)
+            stream, text = placement(node), node.name
+        else:
+            continue
+        lines.setdefault(CURRENT if stream is None else str(stream), []).append(text)
     return lines if len(lines) > 1 else {}
 
 

@@ -78,7 +78,7 @@ def test_an_input_read_on_another_stream_is_not_written_in_place():
 
 
 def test_a_write_that_nothing_orders_with_a_read_of_another_stream_is_refused():
-    with pytest.raises(graphex.StreamError, match="'copy_' on the current stream writes .* which 'cos' on stream"):
+    with pytest.raises(graphex.StreamError, match=r"'copy_' on the current stream writes .* which 'cos' on stream"):
         rules(placed(trace(update, X, X + 1), {aten.cos.default: 1}))
 
 
