@@ -12,8 +12,10 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
+from graphex import scope as scope
 
 if TYPE_CHECKING:
+    from graphex.analysis.deadlock import register_core_need
     from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
@@ -52,10 +54,12 @@ __all__ = [
     "journal",
     "node_info",
     "random_orders",
+    "register_core_need",
     "register_inplace_twin",
     "register_replacement",
     "replacement",
     "replayer",
+    "scope",
     "warm_up",
 ]
 
@@ -85,6 +89,7 @@ _HOMES = {
     "random_orders": "evidence.orders",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
+    "register_core_need": "analysis.deadlock",
     "register_inplace_twin": "analysis.declared_twins",
     "replayer": "runtime.replayer",
     "warm_up": "runtime.warm_up",

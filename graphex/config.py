@@ -303,7 +303,7 @@ class CompilerConfig:
     deadlock_check = Option(
         Flag(),
         False,
-        "Report kernels that may run at one time and together need more cores than the device has; see docs/streams.md.",
+        "Report kernels that may run at one time and together need more cores than there are. See docs/streams.md.",
     )
     dump_tensor_data = Option(Flag(), False, "Save the tensors that every node computes (runs without capture).")
     data_dump_stage = Option(

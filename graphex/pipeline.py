@@ -25,6 +25,7 @@ from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
 from graphex.passes import (
+    CheckDeadlocks,
     FuseJointPatterns,
     FusePatterns,
     GraphPass,
@@ -61,6 +62,7 @@ LAST: tuple[tuple[str, GraphPass], ...] = (
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),
     ("streams", ScheduleStreams()),
+    ("streams", CheckDeadlocks()),
 )
 
 

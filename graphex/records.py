@@ -14,9 +14,12 @@ import os
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from graphex.errors import GraphexWarning
+
+if TYPE_CHECKING:
+    from graphex.analysis.deadlock import Risk
 
 SCHEMA_VERSION = 1
 
@@ -184,6 +187,31 @@ class StreamsScheduled(Record):
 
 
 @dataclass(frozen=True)
+class DeadlockChecked(Record):
+    """The verdict of `deadlock_check=True`: clean, risk or not checked. `str(record)` is the report."""
+
+    kind: ClassVar[str] = "deadlock check"
+    status: str
+    ops: int
+    cores: tuple[int, int] = (0, 0)
+    risks: tuple[Risk, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.status == "not checked":
+            return f"{self.graph}: not checked for deadlocks: {self.reason}."
+        if not self.risks:
+            return f"{self.graph}: no deadlock risk among {self.ops} ops with a declared need of cores."
+        lines = [f"{self.graph}: {len(self.risks)} sets of kernels may wait for each other for ever"]
+        for risk in self.risks:
+            lines.append(f"  together more than {self.cores[0]} aicores or {self.cores[1]} vectorcores, in any order:")
+            for node, stream, need, line in zip(risk.nodes, risk.streams, risk.needs, risk.lines, strict=True):
+                where = f" ({line})" if line else ""
+                lines.append(f"    '{node}' on {stream}: {need[0]} aicores, {need[1]} vectorcores{where}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Verified(Record):
     """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
 
@@ -268,6 +296,10 @@ class Journal:
     @property
     def streams(self) -> list[StreamsScheduled]:
         return self.of(StreamsScheduled)
+
+    @property
+    def deadlock_checks(self) -> list[DeadlockChecked]:
+        return self.of(DeadlockChecked)
 
     @property
     def verifications(self) -> list[Verified]:

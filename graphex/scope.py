@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import annotate
 
-from graphex import ops as ops  # defines torch.ops.graphex
 from graphex.errors import InputError
+from graphex.ops.scope import CORES, LABEL, PRIORITY
 
 __all__ = ["limit_core_num", "record", "stream", "tagged_record", "tagged_wait", "wait"]
 
@@ -37,9 +37,9 @@ def stream(label: str, priority: int | None = None) -> Scope:
         raise InputError(f"a stream's label is a word, got {label!r}.")
     if priority is not None and (not isinstance(priority, int) or isinstance(priority, bool)):
         raise InputError(f"the priority of stream '{label}' must be a whole number, got {priority!r}.")
-    said: dict[str, Any] = {"graphex_stream": label}
+    said: dict[str, Any] = {LABEL: label}
     if priority is not None:
-        said["graphex_priority"] = priority
+        said[PRIORITY] = priority
     return annotate(said)
 
 
@@ -48,7 +48,7 @@ def limit_core_num(aicore: int, vectorcore: int) -> Scope:
     for name, value in (("aicore", aicore), ("vectorcore", vectorcore)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_CORES:
             raise InputError(f"{name} must be a whole number from 1 to {MOST_CORES}, got {value!r}.")
-    return annotate({"graphex_cores": (aicore, vectorcore)})
+    return annotate({CORES: (aicore, vectorcore)})
 
 
 def record() -> Tensor:

@@ -213,6 +213,7 @@ BAD = {
     "clone_output": "yes",
     "use_graph_pool": 3,
     "remove_noop_ops": 1,
+    "stream_safety": "lax",
     "post_grad_custom_pre_pass": "name",
     "post_grad_custom_post_pass": 3,
     "dump_tensor_data": "yes",

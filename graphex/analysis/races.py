@@ -95,15 +95,16 @@ class Walk:
     # -- walking ------------------------------------------------------------------------------------------------
 
     def _synchronise(self, node: Node, sync: Sync) -> None:
+        if sync.kind == "wait":
+            self.clocks.wait(sync.what, sync.stream)
         self._follow([self.begin], sync.stream, node, "begin")
-        if sync.kind == "record":
+        if sync.kind == "wait":
+            self._done(node, sync.stream)
+        else:
             self.clocks.record(sync.what, sync.stream)
             last = self.last.get(sync.stream, self.begin)
             if last.stream == sync.stream and not last.event:
                 last.event = str(sync.what)
-        else:
-            self.clocks.wait(sync.what, sync.stream)
-            self._done(node, sync.stream)
 
     def _access(self, access: Access) -> None:
         self._follow([] if access.keeps else self._sources(access), access.stream, access.node, "value")

@@ -66,6 +66,8 @@ def random_orders(gm: GraphModule, inputs: Sequence[Any], *, orders: int = 20, s
         raise InputError(f"random_orders takes a torch.fx.GraphModule, got {type(gm).__name__}.")
     program = Program(gm)
     wanted = program.run(inputs, lambda ready: min(ready, key=lambda step: program.position[step]))
+    if wanted.error:
+        raise InputError(f"the graph cannot be run as it is written: {wanted.error}.")
     found: list[Difference] = []
     seen: set[tuple[str, ...]] = set()
     for number in range(orders):

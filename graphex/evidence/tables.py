@@ -39,6 +39,8 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _near_misses(journal)
     if journal.refusals:
         yield _refusals(journal)
+    if journal.streams:
+        yield _streams(journal)
     yield _memory(journal)
     yield _running(journal)
     if journal.cuts:
@@ -52,6 +54,17 @@ def _verdicts(journal: Journal) -> Any:
     for verdict in journal.verifications:
         error = f"{verdict.worst_error:.3g}"
         table.add_row(verdict.graph, verdict.status, verdict.reference, error, verdict.pass_name, verdict.reason)
+    return table
+
+
+def _streams(journal: Journal) -> Any:
+    table = _table("streams", "graph", "stream", "nodes", "events (yours, added)")
+    for record in journal.streams:
+        events = f"{record.users_events}, {record.added_events}"
+        for stream, nodes in record.streams.items():
+            names = ", ".join(nodes[:SHOWN]) + (f" ... ({len(nodes)})" if len(nodes) > SHOWN else "")
+            table.add_row(record.graph, stream, names, events)
+            events = ""
     return table
 
 

@@ -25,6 +25,11 @@ from torch import Tensor
 
 NAMESPACES = ("graphex", "air", "npugraph_ex")
 
+# What `graphex.scope` writes on the nodes of model code (`meta["custom"]`). The last two stay there.
+LABEL = "graphex_stream"
+PRIORITY = "graphex_priority"
+CORES = "graphex_cores"  # (aicore, vectorcore)
+
 _LIBRARIES: list[torch.library.Library] = []
 
 

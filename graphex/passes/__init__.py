@@ -9,6 +9,7 @@ from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
 from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
+from graphex.passes.deadlock import CheckDeadlocks
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
@@ -18,6 +19,7 @@ from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.streams import ScheduleStreams
 
 __all__ = [
+    "CheckDeadlocks",
     "FuseJointPatterns",
     "FusePatterns",
     "GraphPass",

@@ -23,9 +23,9 @@ from graphex.analysis.launches import is_work
 from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import TURN, in_turn, turn_of
 from graphex.errors import StreamError
-from graphex.ops.scope import LEXICAL, NAMESPACES
+from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES
 from graphex.passes.base import GraphPass, Work
-from graphex.passes.scopes import CORES, LABEL, Scopes, made
+from graphex.passes.scopes import Scopes, made
 from graphex.passes.torch_streams import inline_control, label_of, lower_torch_events
 
 ours = torch.ops.graphex

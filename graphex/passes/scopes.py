@@ -11,15 +11,11 @@ from torch.fx import Node
 from graphex.analysis import node_line, placement
 from graphex.analysis.launches import is_work
 from graphex.errors import StreamError
+from graphex.ops.scope import CORES, LABEL, PRIORITY
 from graphex.passes.base import Work
 from graphex.passes.metadata import MADE_BY
 from graphex.passes.torch_streams import stream_of
 from graphex.records import Refused
-
-# What `graphex.scope` leaves on the nodes of model code, and what stays there.
-LABEL = "graphex_stream"
-PRIORITY = "graphex_priority"
-CORES = "graphex_cores"  # (aicore, vectorcore)
 
 _NOT_NEEDED = {"_user_stream_id", "_user_stream_device_index", "_user_stream_device_type"}
 

@@ -31,9 +31,9 @@ from graphex.analysis.source import stream_name
 from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import in_turn
 from graphex.errors import StreamError
+from graphex.ops.scope import PRIORITY
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.place import relink
-from graphex.passes.scopes import PRIORITY
 from graphex.passes.torch_streams import label_of
 from graphex.records import StreamsScheduled
 

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 from graphex.analysis import node_line
 from graphex.compilation import Compilation
 from graphex.device import Device
-from graphex.passes.scopes import CORES
+from graphex.ops.scope import CORES
 
 
 def note_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, device: Device) -> None:

@@ -22,6 +22,8 @@ def external_object(index: int) -> Any:
 
 def is_current_stream(index: int) -> bool:
     """Whether the number stands for the stream the compiled function is called on."""
+    if not torch.accelerator.is_available():
+        return False
     if _CURRENT is not None:
         return index == _CURRENT
     stream = external_object(index)
