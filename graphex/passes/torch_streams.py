@@ -74,7 +74,8 @@ def _inlined(work: Work, body: GraphModule, values: list[Any]) -> list[Any]:
         if inner.op == "placeholder":
             env[inner] = next(given)
         elif inner.op == "output":
-            return [env.get(leaf, leaf) for leaf in inner.args[0]]
+            returned = inner.args[0] if isinstance(inner.args[0], (list, tuple)) else [inner.args[0]]
+            return [env.get(leaf, leaf) for leaf in returned]
         else:
             env[inner] = work.graph.node_copy(inner, env.__getitem__)
     return []

@@ -99,7 +99,9 @@ DEFAULT = Stream(stream_id=0)
 _current = _Current()
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Any = None) -> torch.Stream:
+    if torch.compiler.is_compiling():
+        return torch.accelerator.current_stream()  # Dynamo knows it for the stream of whoever calls
     return _current.stack[-1]
 
 
