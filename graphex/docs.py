@@ -133,6 +133,18 @@ def families_section(families: Iterable[Family]) -> str:
     return "\n".join(parts)
 
 
+def ascend_section(name: str) -> Callable[[], str]:
+    """One table about Ascend's names, options and scenarios. Its declarations come with the names themselves."""
+
+    def section() -> str:
+        from graphex.ascend import tables
+
+        head, *rows = getattr(tables, name)()
+        return table(head, rows)
+
+    return section
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
@@ -141,6 +153,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ops": ops_section,
     "fusions": lambda: families_section(FUSIONS),
     "lifts": lambda: families_section(LIFTS),
+    "ascend names": ascend_section("names"),
+    "torchair options": ascend_section("torchair_options"),
+    "npugraph ex options": ascend_section("npugraph_ex_options"),
+    "scenarios not offered": ascend_section("scenarios_not_offered"),
+    "scenarios that are better": ascend_section("better_scenarios"),
 }
 
 

@@ -219,6 +219,8 @@ BAD = {
     "dump_tensor_data": "yes",
     "data_dump_stage": "both",
     "data_dump_dir": "no/such/directory",
+    "graph_dump_type": "svg",
+    "graph_dump_path": 7,
     "verify": None,
     "strict": 0,
     "disable_passes": "remove_noops",

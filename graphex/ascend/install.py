@@ -50,6 +50,9 @@ def _install_device(target: str) -> ModuleType:
     served = ServedModule("torch.npu", names, lambda name: _home(name, target))
     module.__dict__.update({key: value for key, value in vars(served).items() if not key.startswith("__")})
     module.__class__ = ServedModule
+    from graphex.ascend.npu.autocast import install_autocast
+
+    install_autocast(None if target == "simulated" else torch.device(target))
     if target == "simulated":
         from graphex.ascend.npu.kernels import install_kernels
         from graphex.ascend.npu.storages import install_storages

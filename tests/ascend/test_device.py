@@ -217,3 +217,11 @@ def test_random_numbers_follow_the_seed_and_a_replay_draws_new_ones():
 def test_layouts_it_does_not_have_are_refused_in_one_sentence():
     with pytest.raises(NotImplementedError, match="simulated npu"):
         torch.eye(2).npu().to_sparse()
+
+
+def test_autocast_can_be_switched_off_and_says_that_there_is_none():
+    x = torch.randn(3, 3).npu()
+    with torch.autocast("npu", enabled=False):
+        assert (x @ x).dtype == torch.float32
+    with pytest.raises(NotImplementedError, match="simulated npu"):
+        torch.autocast("npu", dtype=torch.float16)

@@ -128,6 +128,11 @@ file = io.BytesIO()
 torch.save(x, file)
 file.seek(0)
 assert torch.equal(torch.load(file), x)
+def cast(x):
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        return model(x)
+
+assert cast(x).dtype == torch.compile(cast, backend="npugraph_ex")(x).dtype == torch.bfloat16
 print("equal")
 """
 
