@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ def run(device: str | None, script: str, arguments: tuple[str, ...]) -> None:
     """
     if device is not None:
         os.environ["GRAPHEX_NPU"] = device  # processes that the script starts get it too
-    from graphex.errors import InputError
+    from graphex.errors import GraphexError, InputError
 
     try:
         import graphex.ascend  # noqa: F401
@@ -36,7 +37,11 @@ def run(device: str | None, script: str, arguments: tuple[str, ...]) -> None:
         raise click.ClickException(str(error)) from error
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except GraphexError as error:  # the script's own, and not about how this command was used
+        traceback.print_exception(error)
+        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
-from torch.fx.passes.utils.fuser_utils import fuse_as_graphmodule
 
 from graphex.analysis import Aliases
 from graphex.analysis.effects import is_effectful, is_random, written_arguments
@@ -212,10 +211,10 @@ def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
 
 
 def _fuse(gm: GraphModule, nodes: list[Node], name: str) -> None:
-    inner, inputs, outputs = fuse_as_graphmodule(gm, nodes, name)
+    inner, inputs, outputs = _extracted(gm, nodes, name)
     gm.add_submodule(name, inner)
     with gm.graph.inserting_after(nodes[-1]):
-        call = gm.graph.call_module(name, inputs)
+        call = gm.graph.call_module(name, tuple(inputs))
     values = tuple(output.meta.get("val") for output in outputs)
     call.meta["val"] = values[0] if len(outputs) == 1 else values
     inherit(call, *nodes)
@@ -230,6 +229,28 @@ def _fuse(gm: GraphModule, nodes: list[Node], name: str) -> None:
         output.replace_all_uses_with(replacement)
     for node in reversed(nodes):
         gm.graph.erase_node(node)
+
+
+def _extracted(gm: GraphModule, nodes: list[Node], name: str) -> tuple[GraphModule, list[Node], list[Node]]:
+    """A module of copies of some nodes, the nodes it takes its inputs from, and those it returns."""
+    graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
+    members = set(nodes)
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+            inputs.append(node)
+        return copies[node]
+
+    for value in (value for node in nodes for value in node.all_input_nodes if value not in members):
+        copy_of(value)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    outputs = [node for node in nodes if any(user not in members for user in node.users)]
+    returned = [copies[node] for node in outputs]
+    graph.output(returned[0] if len(returned) == 1 else tuple(returned))
+    return GraphModule(gm, graph, class_name=name), inputs, outputs
 
 
 def _inputs(node: Node) -> Iterable[Node]:
