@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class Cores(NamedTuple):
 class Device:
     name = "cpu"
     captures = False
+    has_lanes = False  # whether `lanes` gives any
     limits_cores = False  # whether work can be kept to a part of the cores
 
     def pool(self) -> Any:
@@ -60,6 +62,10 @@ class Device:
         """How many cores of each kind kernels can be on at a time; None if nothing is known about it."""
         return None
 
+    def current_stream(self) -> Any:
+        """The stream that work is given to, as torch has it; None where there are none."""
+        return None
+
     def stream(self) -> Any:
         """What tells the current stream from others."""
         return None
@@ -70,6 +76,12 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether somebody else is capturing the current stream."""
         return False
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """How long the device works on what `run` gives to it."""
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
 
     def synchronize(self) -> None:
         """Wait for everything that was given to the device."""
