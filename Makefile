@@ -53,6 +53,7 @@ bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py
+	PYTHONPATH=. $(PYTHON) benchmarks/streams.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

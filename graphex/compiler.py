@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
+from graphex.auto_streams import with_two_streams
 from graphex.compilation import Compilation
 from graphex.evidence.graph_dump import dump_graph
 from graphex.passes.metadata import stamp_origins
@@ -35,7 +36,7 @@ def compile_graph(
     dump_graph(gm, config, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
-    optimise(runner)
+    functional = optimise(runner)
     dump_graph(runner.gm, config, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
@@ -43,6 +44,8 @@ def compile_graph(
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
         executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+        if functional is not None:
+            executable = with_two_streams(runner, functional, executable, static_inputs)
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
     compilation.files.journal(compilation.journal)

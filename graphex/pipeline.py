@@ -21,6 +21,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from torch.fx import GraphModule
+
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
@@ -31,6 +33,7 @@ from graphex.passes import (
     GraphPass,
     LiftIdioms,
     MergeCommonSubexpressions,
+    PlaceBranches,
     PlaceNodes,
     RemoveDeadCode,
     RemoveNoops,
@@ -43,6 +46,7 @@ from graphex.passes import (
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
+from graphex.torch_private.graphs import copy_module
 
 OURS: tuple[tuple[str, GraphPass], ...] = (
     ("place", PlaceNodes()),
@@ -66,10 +70,21 @@ LAST: tuple[tuple[str, GraphPass], ...] = (
 )
 
 
-def optimise(runner: Runner) -> None:
-    """Take a forward, backward or inference graph through every stage."""
-    for stage, graph_pass in stages(runner.compilation.config):
+AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
+
+
+def optimise(runner: Runner) -> GraphModule | None:
+    """Take a forward, backward or inference graph through every stage.
+
+    Returns the graph as it stood before the memory stage, if a version of it on two streams is to be tried.
+    """
+    config = runner.compilation.config
+    for stage, graph_pass in stages(config, last=False):
         runner.run(stage, graph_pass)
+    functional = copy_module(runner.gm) if config.auto_streams else None
+    for stage, graph_pass in stages(config, first=False):
+        runner.run(stage, graph_pass)
+    return functional
 
 
 def optimise_joint(runner: Runner) -> None:
@@ -78,11 +93,19 @@ def optimise_joint(runner: Runner) -> None:
         runner.run(stage, graph_pass)
 
 
-def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str, GraphPass]]:
-    """(stage, pass) pairs in the order they run."""
+def put_on_two_streams(runner: Runner) -> None:
+    """Take a graph, as it stands before the memory stage, through the rest with its branches placed."""
+    for stage, graph_pass in (*AUTOMATIC, *stages(runner.compilation.config, first=False)):
+        runner.run(stage, graph_pass)
+
+
+def stages(
+    config: CompilerConfig, *, joint: bool = False, first: bool = True, last: bool = True
+) -> Iterator[tuple[str, GraphPass]]:
+    """(stage, pass) pairs in the order they run: those before the memory stage, those from there on, or all."""
     pre, post = config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass
-    everything = [*_users("pre", pre), *OURS, *_users("post", post), *LAST]
-    for stage, graph_pass in everything:
+    everything = [*_users("pre", pre), *OURS, *_users("post", post)] if first else []
+    for stage, graph_pass in (*everything, *(LAST if last else ())):
         if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
             yield ("joint" if joint else stage), graph_pass
 
@@ -90,7 +113,7 @@ def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str
 def check_names(config: CompilerConfig) -> None:
     """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
     users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
-    passes = [graph_pass for _, graph_pass in (*OURS, *LAST)] + users
+    passes = [graph_pass for _, graph_pass in (*OURS, *LAST, *AUTOMATIC)] + users
     known = {
         "disable_passes": {graph_pass.name for graph_pass in passes},
         "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()}

@@ -187,6 +187,19 @@ class StreamsScheduled(Record):
 
 
 @dataclass(frozen=True)
+class AutoStreams(Record):
+    """What `auto_streams` decided for one combination of sizes: kept, dropped or not tried; medians."""
+
+    kind: ClassVar[str] = "auto streams"
+    key: str
+    status: str
+    ratio: float = 0.0
+    seconds_one: float = 0.0
+    seconds_two: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class DeadlockChecked(Record):
     """The verdict of `deadlock_check=True`: clean, risk or not checked. `str(record)` is the report."""
 
@@ -296,6 +309,10 @@ class Journal:
     @property
     def streams(self) -> list[StreamsScheduled]:
         return self.of(StreamsScheduled)
+
+    @property
+    def auto_streams(self) -> list[AutoStreams]:
+        return self.of(AutoStreams)
 
     @property
     def deadlock_checks(self) -> list[DeadlockChecked]:

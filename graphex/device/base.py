@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class Cores(NamedTuple):
 class Device:
     name = "cpu"
     captures = False
+    has_lanes = False  # whether `lanes` gives any
     limits_cores = False  # whether work can be kept to a part of the cores
 
     def pool(self) -> Any:
@@ -64,6 +66,10 @@ class Device:
         """What was set on the current stream that a captured graph keeps: another value asks for another graph."""
         return None
 
+    def current_stream(self) -> Any:
+        """The stream that work is given to, as torch has it; None where there are none."""
+        return None
+
     def stream(self) -> Any:
         """What tells the current stream from others."""
         return None
@@ -74,6 +80,12 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether somebody else is capturing the current stream."""
         return False
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """How long the device works on what `run` gives to it."""
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
 
     def synchronize(self) -> None:
         """Wait for everything that was given to the device."""

@@ -41,6 +41,7 @@ class CudaReplay(Replay):
 
 class CudaDevice(Device):
     captures = True
+    has_lanes = True
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -129,6 +130,9 @@ class CudaDevice(Device):
         count = torch.cuda.get_device_properties(self._device).multi_processor_count
         return Cores(count, count)
 
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
     def stream(self) -> Any:
         return raw_stream(self._index)
 
@@ -138,6 +142,14 @@ class CudaDevice(Device):
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(torch.cuda.current_stream(self._device))
+        run()
+        end.record(torch.cuda.current_stream(self._device))
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

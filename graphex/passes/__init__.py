@@ -4,6 +4,7 @@
 leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
 """
 
+from graphex.passes.auto_streams import PlaceBranches
 from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
@@ -25,6 +26,7 @@ __all__ = [
     "GraphPass",
     "LiftIdioms",
     "MergeCommonSubexpressions",
+    "PlaceBranches",
     "PlaceNodes",
     "Refusal",
     "RemoveDeadCode",

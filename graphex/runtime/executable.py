@@ -37,7 +37,7 @@ def build_executable(
     compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, static_inputs: Sequence[int]
 ) -> Boxed:
     """The program that runs `gm`, as the options ask for it."""
-    device = device_of(devices_of(gm))
+    device = device_for(gm)
     note_core_limits(compilation, graph_name, gm, device)
     plan = stream_plan(gm.graph)
     if plan is None:
@@ -211,6 +211,10 @@ def written_constants(gm: GraphModule) -> list[torch.Tensor]:
     attributes = [node for node in gm.graph.nodes if node.op == "get_attr" and aliases.is_written(node)]
     values = {str(node.target): attribute_of(gm, str(node.target)) for node in attributes}
     return [value for value in values.values() if isinstance(value, torch.Tensor)]
+
+
+def device_for(gm: GraphModule) -> Device:
+    return device_of(devices_of(gm))
 
 
 def devices_of(gm: GraphModule) -> set[torch.device]:

@@ -30,7 +30,7 @@ def with_outside(run: Boxed, plan: StreamPlan, device: Device) -> Boxed:
             return run(args)
         objects = {number: external_object(number) for number in (*numbers, *outside.recorded, *outside.awaited)}
         streams = [objects[number] for number in numbers if isinstance(objects[number], torch.Stream)]
-        current = torch.accelerator.current_stream()
+        current = device.current_stream()
         for stream in streams:
             current.wait_stream(stream)
         for number in outside.awaited:

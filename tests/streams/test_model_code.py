@@ -1,0 +1,111 @@
+"""Streams and events in model code: torch's own, and `graphex.scope`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.variables.streams  # defines torch.ops.streams
+from torch._inductor.fx_passes.control_dependencies import control_deps
+from torch.fx import GraphModule
+
+import graphex
+from tests.streams.support import Finished, aten, find, ours, trace
+
+X = torch.randn(4, 4)
+
+
+def test_a_stream_of_torch_in_model_code_is_a_stream_of_the_graph():
+    side = torch.Stream(device="cpu")
+
+    def fn(x):
+        with side:
+            y = x.sin()
+        return y + x.cos()
+
+    done = Finished(fn, X)
+    assert sorted(done.streams.values()) == [("cos", "add"), ("sin",)]
+    assert torch.equal(done.results, fn(X))
+
+
+def wrapped(gm: GraphModule, op: Any, *numbers: int, after: Any) -> None:
+    """torch 2.12 and newer: the op in a graph of its own, with the value that must be there before it."""
+    value = find(gm, after)
+    inner = torch.fx.Graph()
+    given = inner.placeholder("dep_0")
+    inner.output((inner.call_function(op, numbers), given))
+    name = f"subgraph_{len(gm._modules)}"
+    setattr(gm, name, GraphModule(torch.nn.Module(), inner))
+    with gm.graph.inserting_after(value):
+        body = gm.graph.get_attr(name)
+    with gm.graph.inserting_after(body):
+        both = gm.graph.call_function(control_deps, ((value,), body, value))
+    both.meta["val"] = (None, value.meta["val"])
+    with gm.graph.inserting_after(both):
+        passed = gm.graph.call_function(operator.getitem, (both, 1))
+    passed.meta["val"] = value.meta["val"]
+    value.replace_all_uses_with(passed, delete_user_cb=lambda user: user not in (both, passed))
+
+
+def test_events_of_torch_arrive_bare_and_wrapped():
+    streams = torch.ops.streams
+
+    def fn(x):
+        return x.sin() + x.cos()
+
+    for wrap in (False, True):
+        gm = trace(fn, X)
+        find(gm, aten.sin.default).meta["custom"] = {"stream": 1}
+        find(gm, aten.cos.default).meta["custom"] = {"stream": 2}
+        find(gm, aten.add.Tensor).meta["custom"] = {"stream": 2}
+        if wrap:
+            wrapped(gm, streams.record_event.default, 7, 1, after=aten.sin.default)
+            wrapped(gm, streams.wait_event.default, 7, 2, after=aten.cos.default)
+        else:
+            with gm.graph.inserting_after(find(gm, aten.sin.default)):
+                gm.graph.call_function(streams.record_event.default, (7, 1))
+            with gm.graph.inserting_after(find(gm, aten.cos.default)):
+                gm.graph.call_function(streams.wait_event.default, (7, 2))
+        done = Finished(gm, stream_safety="strict")
+        assert ("torch event 7", "torch stream 2") in done.waits()
+        assert not any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in done.gm.graph.nodes)
+        assert torch.equal(done.run(X), fn(X))
+
+
+def test_a_tensor_recorded_on_a_stream_counts_as_used_there():
+    gm = trace(lambda x: (x.sin().cos(), x.exp()), X)
+    find(gm, aten.cos.default).meta["custom"] = {"stream": 1}
+    with gm.graph.inserting_after(find(gm, aten.sin.default)):
+        gm.graph.call_function(torch.ops.streams.record_stream.default, (find(gm, aten.sin.default), 2))
+    done = Finished(gm)
+    assert any(node.target is ours.used_on.default for node in done.gm.graph.nodes)
+    assert any(stream == "torch stream 2" for _, stream in done.waits())  # it takes part, so it is closed too
+    assert torch.equal(done.run(X)[0], X.sin().cos())
+
+
+def test_scopes_of_model_code_reach_the_backward_too():
+    def fn(x, w):
+        with graphex.scope.stream("experts"):
+            y = (x @ w).relu()
+        return y + x.cos()
+
+    x, w = X.clone().requires_grad_(), torch.randn(4, 4, requires_grad=True)
+    run = torch.compile(fn, backend="graphex", options={"stream_safety": "shuffle"})
+    got = torch.autograd.grad(run(x, w).sum(), [x, w])
+    wanted = torch.autograd.grad(fn(x, w).sum(), [x, w])
+    torch.testing.assert_close(got, wanted)
+    journal = graphex.journal(run)
+    assert ["experts" in record.streams for record in journal.streams] == [True, True]
+    assert sum(counts["orders"] for counts in journal.counts.values()) == 16
+
+
+def test_bad_scopes_are_refused_at_once():
+    with pytest.raises(graphex.InputError, match="label is a word"):
+        graphex.scope.stream("")
+    with pytest.raises(graphex.InputError, match="priority of stream 'a'"):
+        graphex.scope.stream("a", priority=True)
+    for cores in ((0, 1), (1, 0), (1, 10**6), (1.0, 1), (True, 1)):
+        with pytest.raises(graphex.InputError, match="from 1 to"):
+            graphex.scope.limit_core_num(*cores)
