@@ -47,6 +47,7 @@ class NpuLanes(CudaLanes):
 
 class NpuDevice(Device):
     captures = True
+    has_lanes = True
 
     def __init__(self, index: int) -> None:
         self.name = f"npu:{index}"
@@ -108,8 +109,19 @@ class NpuDevice(Device):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "npu"
 
-    def stream(self) -> Any:
+    def current_stream(self) -> Any:
         return self._npu.current_stream(self._index)
+
+    def stream(self) -> Any:
+        return self.current_stream()
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        start, end = self._npu.Event(enable_timing=True), self._npu.Event(enable_timing=True)
+        start.record(self.current_stream())
+        run()
+        end.record(self.current_stream())
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def follow(self, stream: Any) -> None:
         self.stream().wait_stream(stream)

@@ -23,7 +23,7 @@ def keep_stream_calls(gm: GraphModule) -> None:
     """Replace the calls in place."""
     from graphex.torch_private.streams import is_object_lookup
 
-    changed = False
+    changed = _keep_uses(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_method" or node.target not in _METHODS or len(node.args) != 2:
             continue
@@ -38,6 +38,23 @@ def keep_stream_calls(gm: GraphModule) -> None:
         changed = True
     if changed:
         gm.recompile()
+
+
+def _keep_uses(gm: GraphModule) -> bool:
+    """`x.record_stream(s)`: torch 2.11 has an op for it that cannot be traced."""
+    from graphex.torch_private.streams import is_current_stream, is_object_lookup
+
+    calls = gm.graph.find_nodes(op="call_method", target="record_stream")
+    for node in calls:
+        number = _number(node.args[1], is_object_lookup)
+        if number is None or node.users:
+            return False
+        if not is_current_stream(number):
+            with gm.graph.inserting_before(node):
+                args = (node.args[0], f"torch stream {number}")
+                gm.graph.call_function(torch.ops.graphex.record_tagged_stream.default, args).meta.update(node.meta)
+        gm.graph.erase_node(node)
+    return bool(calls)
 
 
 def _number(value: object, is_lookup: object) -> int | None:
