@@ -45,7 +45,7 @@ def _install_device(target: str) -> ModuleType:
         name = torch._C._get_privateuse1_backend_name()
         raise InputError(f"torch knows one further device in a process, and here it is '{name}': there is no 'npu'.")
     module = ModuleType("torch.npu")
-    claim("npu", module)
+    claim("npu", module, accelerator=target == "simulated")
     names = [name for name in NAMES if name.module == "torch.npu"]
     served = ServedModule("torch.npu", names, lambda name: _home(name, target))
     module.__dict__.update({key: value for key, value in vars(served).items() if not key.startswith("__")})

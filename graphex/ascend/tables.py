@@ -11,6 +11,12 @@ from graphex.ascend.scenarios import BETTER, NOT_OFFERED
 Rows = Iterator[tuple[str, ...]]
 
 
+def everything() -> dict[str, list[tuple[str, ...]]]:
+    """Every table by its name."""
+    makers = (names, torchair_options, npugraph_ex_options, scenarios_not_offered, better_scenarios)
+    return {make.__name__: list(make()) for make in makers}
+
+
 def names() -> Rows:
     """(name, what it maps to, state)"""
     yield ("name", "here", "state")

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyDeviceGuard,
+    _DummyPrivateUse1Hook,
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 __all__ = [
     "allocate_on_host",
@@ -37,9 +43,14 @@ def is_claimed() -> bool:
     return bool(torch._C._get_privateuse1_backend_name() != "privateuseone")
 
 
-def claim(name: str, module: object) -> None:
-    """Name the key, and make `module` its `torch.<name>`."""
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+def claim(name: str, module: ModuleType, *, accelerator: bool) -> None:
+    """Name the key, and make `module` its `torch.<name>`. An accelerator also answers when torch asks for hooks."""
+    rename_privateuse1_backend(name)
+    generate_methods_for_privateuse1_backend()
+    torch._register_device_module(name, module)
+    if accelerator:
+        torch._C._acc.register_python_privateuseone_hook(_DummyPrivateUse1Hook())
+    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
 
 
 def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:

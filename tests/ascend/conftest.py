@@ -1,4 +1,6 @@
-"""Tests with the Ascend names and the simulated npu. Importing them changes the process: they are not undone."""
+"""Tests with the Ascend names and the simulated npu. A process cannot give them back, so they have one of their own:
+`pytest tests/ascend`. A run of all tests passes them over (`norecursedirs`).
+"""
 
 from __future__ import annotations
 

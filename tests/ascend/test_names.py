@@ -113,6 +113,8 @@ model = torch.nn.Linear(4, 4).npu()
 x = torch.randn(2, 4, device="npu")
 assert x.device == model.weight.device == torch.device(TARGET), x.device
 assert x.npu() is x and x.is_npu and torch.npu.is_available()
+accelerator = torch.accelerator.current_accelerator()
+assert accelerator is None or accelerator.type != "npu", "the machine's accelerator stays what it is"
 
 def f(x):
     y = model(x) + torch.zeros(4, device="npu") + torch.ones(2, 1).to("npu")

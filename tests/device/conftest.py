@@ -1,4 +1,4 @@
-"""Every device there is here: the CPU, the recording device, the simulated npu, and a GPU where there is one."""
+"""The CPU, the recording device, and a GPU where there is one. tests/ascend has the same tests for the npu."""
 
 from __future__ import annotations
 
@@ -30,20 +30,13 @@ def tape() -> Given:
     return Given(TapeDevice(), "cpu")
 
 
-def npu() -> Given:
-    import graphex.ascend  # noqa: F401
-    from graphex.device.npu import NpuDevice
-
-    return Given(NpuDevice(0), "npu")
-
-
 def cuda() -> Given:
     from graphex.device.cuda import CudaDevice
 
     return Given(CudaDevice(0), "cuda")
 
 
-STREAMING = [npu, pytest.param(cuda, marks=pytest.mark.cuda)]
+STREAMING = [pytest.param(cuda, marks=pytest.mark.cuda)]
 CAPTURING = [tape, *STREAMING]
 
 

@@ -184,10 +184,3 @@ def test_after_an_error_on_another_stream_the_current_one_is_back(streaming):
     with pytest.raises(ValueError, match="on the way"):
         lanes.around(body)([])
     assert streaming.device.stream() == before
-
-
-@pytest.mark.parametrize(("devices", "name"), [(set(), "cpu"), ({"cpu"}, "cpu"), ({"cpu", "npu:0"}, "npu:0")])
-def test_a_graph_runs_on_the_accelerator_its_tensors_are_on(devices, name):
-    import graphex.ascend  # noqa: F401
-
-    assert device_of({torch.device(each) for each in devices}).name == name

@@ -27,6 +27,7 @@ def install_mapping(target: torch.device) -> None:
     _libraries.append(library)
     map_fake_tensors("npu", target)
     _map_methods(target)
+    _keep_accelerator(target)
 
 
 def placed(device: Any, target: torch.device) -> torch.device:
@@ -51,6 +52,24 @@ def _empty_strided_on(target: torch.device) -> Any:
 
 def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
+
+
+def _keep_accelerator(target: torch.device) -> None:
+    """To torch a device with a name of its own is the accelerator; here it is still the one behind the name."""
+    accelerator = None if target.type == "cpu" else target
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return accelerator
+
+    torch.accelerator.current_accelerator = current_accelerator
+    if accelerator is None:
+        torch.accelerator.is_available = lambda: False
+        return
+    for name in torch.accelerator.__all__:
+        if hasattr(torch.cuda, name):
+            setattr(torch.accelerator, name, getattr(torch.cuda, name))
+    pin = Tensor.pin_memory
+    Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 
 
 def _map_methods(target: torch.device) -> None:
