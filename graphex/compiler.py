@@ -33,11 +33,11 @@ def compile_graph(
     name = _begin(gm, compilation, phase)
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
-    dump_graph(gm, config, name, "original")
+    dump_graph(compilation, gm, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
     functional = optimise(runner)
-    dump_graph(runner.gm, config, name, "optimized")
+    dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR, AscendOption
+from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR, AscendOption, same
 from graphex.config import CompilerConfig as GraphexConfig
 from graphex.config import option_names
 from graphex.errors import OptionError
@@ -99,8 +98,6 @@ class FlatConfig(Group):
 
 
 def flat_options() -> list[AscendOption]:
-    from graphex.ascend.options import same
-
     theirs = {option.path for option in NPUGRAPH_EX}
     return [*NPUGRAPH_EX, *(same(name) for name in option_names() if name not in theirs)]
 
@@ -136,16 +133,19 @@ def translated(config: Group, journal: Journal) -> GraphexConfig:
 
 def _with_config(custom: Any, config: Group) -> Any:
     """A function that takes the configuration gets the one it was written for."""
-    from graphex.passes.adapter import takes_config
+    from graphex.passes.adapter import graph_pass, name_of, takes_config
 
     if not takes_config(custom):
         return custom
 
-    @functools.wraps(custom, updated=())
+    @graph_pass(
+        name=name_of(custom),
+        stage=getattr(custom, "stage", None) or None,
+        preserves_results=getattr(custom, "preserves_results", True),
+    )
     def with_config(gm: Any, example_inputs: Any, _: Any) -> Any:
         return custom(gm, example_inputs, config)
 
-    vars(with_config).update(getattr(custom, "__dict__", {}))
     return with_config
 
 
@@ -162,6 +162,3 @@ def _read_only(config: Group) -> Group:
 def _given(config: Group) -> Iterator[tuple[str, Any]]:
     prefix = vars(config)["_prefix"]
     return ((path, value) for path, value in vars(config)["_values"].given.items() if path.startswith(prefix))
-
-
-Configure = Callable[[Journal], GraphexConfig]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from types import ModuleType
 
 import torch
 
-from graphex.ascend.catalogue import NAMES, PACKAGES, Name
+from graphex.ascend.catalogue import NAMES, Name
 from graphex.ascend.modules import Finder, ServedModule, is_installed
 from graphex.errors import InputError
 
@@ -24,9 +23,9 @@ def install(target: str | None = None) -> None:
     if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
         return  # the real device brings the rest along; or all this has been done
     finder = Finder(lambda name: _home(name, target))
-    torch_npu = _install_device(target)
+    npu = _install_device(target)
     sys.meta_path.append(finder)
-    torch_npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
+    npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
     _register_backend()
 
 
@@ -38,18 +37,14 @@ def _checked(target: str) -> str:
     return target
 
 
-def _install_device(target: str) -> ModuleType:
-    from graphex.torch_private.privateuse1 import claim, is_claimed
+def _install_device(target: str) -> ServedModule:
+    from graphex.torch_private.privateuse1 import claim, claimed_by
 
-    if is_claimed():
-        name = torch._C._get_privateuse1_backend_name()
-        raise InputError(f"torch knows one further device in a process, and here it is '{name}': there is no 'npu'.")
-    module = ModuleType("torch.npu")
+    if other := claimed_by():
+        raise InputError(f"torch knows one further device in a process, and here it is '{other}': there is no 'npu'.")
+    module = ServedModule("torch.npu")
     claim("npu", module, accelerator=target == "simulated")
-    names = [name for name in NAMES if name.module == "torch.npu"]
-    served = ServedModule("torch.npu", names, lambda name: _home(name, target))
-    module.__dict__.update({key: value for key, value in vars(served).items() if not key.startswith("__")})
-    module.__class__ = ServedModule
+    module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _home(name, target))
     from graphex.ascend.npu.autocast import install_autocast
 
     install_autocast(None if target == "simulated" else torch.device(target))
@@ -81,6 +76,3 @@ def _register_backend() -> None:
     from graphex.torch_private.dynamo import register_backend
 
     register_backend(npugraph_ex_backend, name="npugraph_ex")
-
-
-__all__ = ["PACKAGES", "TARGETS", "VARIABLE", "install"]

@@ -22,8 +22,10 @@ Home = Callable[[Name], str]
 class ServedModule(ModuleType):
     """A module whose names come from the catalogue. One that is not offered can be imported, and says why when used."""
 
-    def __init__(self, name: str, names: Sequence[Name], home_of: Home) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name, f"`{name}`, served by graphex. See docs/ascend.md.")
+
+    def serve(self, names: Sequence[Name], home_of: Home) -> None:
         for each in names:
             value = resolved(home_of(each)) if each.home else NotOffered(each)
             setattr(self, each.name.rpartition(".")[2], value)
@@ -66,10 +68,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return ServedModule(spec.name, self._modules[spec.name], self._home_of)
+        return ServedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Parts of a package are there with it: `torchair.scope` needs no import of its own."""
+        assert isinstance(module, ServedModule)
+        module.serve(self._modules[module.__name__], self._home_of)
         prefix = f"{module.__name__}."
         for name in self._modules:
             if name.startswith(prefix) and "." not in name.removeprefix(prefix):

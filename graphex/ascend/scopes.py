@@ -11,7 +11,7 @@ def npu_stream_switch(stream_tag: str, stream_priority: int = 0) -> Any:
     """`with torchair.scope.npu_stream_switch("s1"):` puts what is traced inside on a stream of its own."""
     from graphex import scope
 
-    return scope.stream(stream_tag)
+    return scope.stream(stream_tag, stream_priority or None)
 
 
 def limit_core_num(op_aicore_num: int, op_vectorcore_num: int) -> Any:

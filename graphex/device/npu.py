@@ -19,6 +19,7 @@ from graphex.errors import CaptureError
 
 _one_at_a_time = threading.RLock()
 _capture_streams: dict[int, Any] = {}  # one for each device: memory is reused within a stream only
+_waiting_to_be_freed: list[Any] = []
 
 
 class NpuReplay(Replay):
@@ -33,8 +34,8 @@ class NpuReplay(Replay):
     def free(self) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
-            torch.npu.synchronize()  # type: ignore[attr-defined]
-            graph.reset()
+            _waiting_to_be_freed.append(graph)
+            _free_what_waits()
 
 
 class NpuLanes(CudaLanes):
@@ -76,6 +77,7 @@ class NpuDevice(Device):
                 result = self._record(graph, run, pool, error_mode)
             except Exception as error:
                 raise CaptureError(str(error)) from error
+        _free_what_waits()
         return NpuReplay(graph), result
 
     def _record(self, graph: Any, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
@@ -134,3 +136,16 @@ class NpuDevice(Device):
 
     def reserved_bytes(self) -> int:
         return int(self._npu.memory_reserved(self._index))
+
+
+def _free_what_waits() -> None:
+    """Destroy graphs that nobody needs, but never while one is being captured: a finalizer may run at any time."""
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    if not _waiting_to_be_freed or npu.is_current_stream_capturing() or not _one_at_a_time.acquire(blocking=False):
+        return
+    try:
+        npu.synchronize()
+        while _waiting_to_be_freed:
+            _waiting_to_be_freed.pop().reset()
+    finally:
+        _one_at_a_time.release()

@@ -28,8 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import node_line
-from graphex.compilation import readable
-from graphex.config import CompilerConfig
+from graphex.compilation import Compilation, readable
 from graphex.records import current_rank
 
 _DTYPES = {
@@ -50,16 +49,23 @@ _DTYPES = {
 }
 
 
-def dump_graph(gm: GraphModule, config: CompilerConfig, graph_name: str, moment: str) -> None:
-    """Write one graph, if it was asked for."""
-    if config.graph_dump_type is None:
+def dump_graph(compilation: Compilation, gm: GraphModule, graph_name: str, moment: str) -> None:
+    """Write one graph, if it was asked for. What cannot be written is on record, and the model runs."""
+    kind = compilation.config.graph_dump_type
+    if kind is None:
         return
+    try:
+        text = _WRITERS[kind](gm)
+        folder = Path(compilation.config.graph_dump_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{_file_name(graph_name, moment)}.{kind}").write_text(text)
+    except Exception as error:
+        compilation.fall_back(graph_name, f"the graph is not dumped as {kind}", error)
+
+
+def _file_name(graph_name: str, moment: str) -> str:
     rank = f"_rank_{rank}" if (rank := current_rank()) else ""
-    name = f"graph_{re.sub(r'[^0-9A-Za-z]+', '_', graph_name).strip('_')}_{moment}{rank}"
-    folder = Path(config.graph_dump_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    text = _WRITERS[config.graph_dump_type](gm)
-    (folder / f"{name}.{config.graph_dump_type}").write_text(text)
+    return f"graph_{re.sub(r'[^0-9A-Za-z]+', '_', graph_name).strip('_')}_{moment}{rank}"
 
 
 def as_python(gm: GraphModule) -> str:

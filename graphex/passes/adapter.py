@@ -84,7 +84,7 @@ class CustomGraphPass(GraphPass):
 
     def __init__(self, custom: Any, run: Callable[[Work], GraphModule | None]) -> None:
         self.custom = custom
-        self.name = _name_of(custom)
+        self.name = name_of(custom)
         self.stage = str(getattr(custom, "stage", "") or "")
         self.preserves_results = bool(getattr(custom, "preserves_results", True))
         self._run = run
@@ -139,7 +139,7 @@ def _module_of(custom: Any, result: Any) -> GraphModule | None:
     if result is None or isinstance(result, GraphModule):
         return result
     raise TypeError(
-        f"'{_name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult"
+        f"'{name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult"
     )
 
 
@@ -160,10 +160,10 @@ def _positional_count(custom: Any) -> int:
     return len(required) if required else len(positional)
 
 
-def _name_of(custom: Any) -> str:
+def name_of(custom: Any) -> str:
     for attribute in ("name", "__name__"):
         value = getattr(custom, attribute, None)
         if isinstance(value, str) and value:
             return value
     inner = getattr(custom, "func", None)  # functools.partial
-    return _name_of(inner) if inner is not None else type(custom).__name__
+    return name_of(inner) if inner is not None else type(custom).__name__

@@ -25,7 +25,7 @@ __all__ = [
     "as_host",
     "as_npu",
     "claim",
-    "is_claimed",
+    "claimed_by",
     "map_fake_tensors",
     "set_metadata",
     "storage_as_npu",
@@ -38,9 +38,10 @@ _HOST, _TWIN = "_graphex_host", "_graphex_npu"  # each storage knows the one wit
 aten = torch.ops.aten
 
 
-def is_claimed() -> bool:
-    """Whether the key has a name already. It can be given once in a process."""
-    return bool(torch._C._get_privateuse1_backend_name() != "privateuseone")
+def claimed_by() -> str:
+    """The name that the key has already; empty if it has none. It can be given once in a process."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return "" if name == "privateuseone" else name
 
 
 def claim(name: str, module: ModuleType, *, accelerator: bool) -> None:

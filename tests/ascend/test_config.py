@@ -160,3 +160,19 @@ def test_decompositions_of_the_user_are_used():
     torch.compile(torch.nn.functional.silu, backend=backend)(torch.randn(3))
     assert torch.ops.aten.sigmoid.default in seen
     assert torch.ops.aten.silu.default not in seen
+
+
+def test_a_pass_keeps_its_name_and_what_it_declares():
+    class Doubles:
+        name = "doubles"
+        preserves_results = False
+
+        def __call__(self, gm, example_inputs, config):
+            for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+                node.target = torch.ops.aten.mul.Tensor
+
+    options = {"post_grad_custom_pre_pass": Doubles(), "verify": True}
+    compiled = torch.compile(lambda x: x + 5, backend="npugraph_ex", options=options)
+    assert compiled(torch.full((2,), 3.0)).tolist() == [15.0, 15.0]
+    assert "doubles" in [record.name for record in graphex.journal(compiled).passes]
+    assert graphex.journal(compiled).verifications[0].status == "equal"

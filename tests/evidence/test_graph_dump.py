@@ -143,3 +143,12 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(graphex.OptionError, match="graph_dump_path"):
         graphex.CompilerConfig(graph_dump_path=tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_made_is_on_record_and_the_model_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    options = {"graph_dump_type": "txt", "graph_dump_path": tmp_path / "file" / "below"}
+    compiled = torch.compile(lambda x: x + 1, backend="graphex", options=options)
+    with pytest.warns(graphex.GraphexWarning, match="not dumped as txt"):
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert len(graphex.journal(compiled).fallbacks) == 2
