@@ -24,7 +24,6 @@ from graphex.torch_private.privateuse1 import (
     storage_as_npu,
     without_kernels_of_its_own,
 )
-from graphex.torch_private.trees import pytree
 
 KEY = "PrivateUse1"
 NOT_TRACED = "a kernel is below what Dynamo traces"
@@ -58,31 +57,60 @@ def install_kernels() -> None:
 
 def run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any op: the CPU's kernel on the memory of the arguments."""
-    given: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def to_host(value: Any) -> Any:
-        if is_npu(value):
-            host = as_host(value)
-            given[id(host)] = (host, value)
-            return host
-        return _host_device(value) if isinstance(value, torch.device) else value
-
-    def from_host(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            return value
-        if (pair := given.get(id(value))) is not None:  # written in place, or with out=
-            return _grown(*pair)
-        if value.layout != torch.strided:
-            raise NotImplementedError(f"{op}: the simulated npu has no tensors of the layout {value.layout}.")
-        return as_npu(value)
-
-    _check_devices(op, args, kwargs)
-    host_args, host_kwargs = pytree.tree_map(to_host, (args, kwargs))
+    call = _Call(op)
+    host_args = [call.to_host(value) for value in args]
+    host_kwargs = {name: call.to_host(value) for name, value in kwargs.items()}
     tape = recorder()
     result = op(*host_args, **host_kwargs) if tape is None else tape.run(op, host_args, host_kwargs)
-    for host, tensor in given.values():
+    for host, tensor in call.given.values():
         _grown(host, tensor)
-    return pytree.tree_map(from_host, result)
+    return call.from_host(result)
+
+
+class _Call:
+    """What one call was given, with both labels. Ops cost little enough for a pytree to be felt."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+        self._on_host = False
+
+    def to_host(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device.type != "npu":
+                self._on_host |= value.dim() > 0
+                self._check()
+                return value
+            host = as_host(value)
+            self.given[id(host)] = (host, value)
+            self._check()
+            return host
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.to_host(each) for each in value])
+        if isinstance(value, torch.device) and value.type == "npu":
+            return torch.device("cpu")
+        return value
+
+    def from_host(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return value
+            if (pair := self.given.get(id(value))) is not None:  # written in place, or with out=
+                return pair[1]
+            if value.layout != torch.strided:
+                raise NotImplementedError(f"{self.op}: the simulated npu has no tensors of the layout {value.layout}.")
+            return as_npu(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.from_host(each) for each in value])
+        return value
+
+    def _check(self) -> None:
+        """The CPU's kernels would take a CPU tensor for one of ours. Numbers and indices may come from the host."""
+        if self._on_host and self.given and self.op.overloadpacket not in INDEXING:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! "
+                f"({self.op})"
+            )
 
 
 def _grown(host: Tensor, tensor: Tensor) -> Tensor:
@@ -93,23 +121,8 @@ def _grown(host: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check_devices(op: Any, args: Any, kwargs: Any) -> None:
-    """The CPU's kernels would take a CPU tensor for one of ours. Numbers and indices may come from the host."""
-    if op.overloadpacket in INDEXING:
-        return
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if any(map(is_npu, tensors)) and any(leaf.device.type == "cpu" and leaf.dim() for leaf in tensors):
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! ({op})"
-        )
-
-
 def is_npu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "npu"
-
-
-def _host_device(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "npu" else device
 
 
 def _check_index(device: torch.device | None) -> None:
