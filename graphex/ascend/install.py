@@ -5,16 +5,34 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from graphex.ascend.catalogue import NAMES, Name
-from graphex.ascend.modules import Finder, ServedModule, is_installed
+from graphex.ascend.modules import Finder, ServedModule, is_installed, resolved
 from graphex.errors import InputError
 
 VARIABLE = "GRAPHEX_NPU"
 TARGETS = ("simulated", "cuda", "cpu")
 _ON_CUDA = {"NPUGraph": "CUDAGraph"}  # whose name differs there
+_TAKE_A_DEVICE = frozenset(
+    {
+        "set_device",
+        "device",
+        "synchronize",
+        "get_device_name",
+        "get_device_properties",
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+        "get_rng_state",
+        "set_rng_state",
+        "default_stream",
+    }
+)
 
 
 def install(target: str | None = None) -> None:
@@ -22,9 +40,8 @@ def install(target: str | None = None) -> None:
     target = _checked(target or os.environ.get(VARIABLE, TARGETS[0]))
     if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
         return  # the real device brings the rest along; or all this has been done
-    finder = Finder(lambda name: _home(name, target))
     npu = _install_device(target)
-    sys.meta_path.append(finder)
+    sys.meta_path.append(Finder())
     npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
     _register_backend()
 
@@ -44,7 +61,7 @@ def _install_device(target: str) -> ServedModule:
         raise InputError(f"torch knows one further device in a process, and here it is '{other}': there is no 'npu'.")
     module = ServedModule("torch.npu")
     claim("npu", module, accelerator=target == "simulated")
-    module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _home(name, target))
+    module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _value(name, target))
     from graphex.ascend.npu.autocast import install_autocast
 
     install_autocast(None if target == "simulated" else torch.device(target))
@@ -61,14 +78,15 @@ def _install_device(target: str) -> ServedModule:
     return module
 
 
-def _home(name: Name, target: str) -> str:
+def _value(name: Name, target: str) -> Any:
     """On a GPU torch.npu is torch.cuda as far as that goes."""
     attribute = name.name.rpartition(".")[2]
-    if target == "cuda" and name.module == "torch.npu":
-        theirs = _ON_CUDA.get(attribute, attribute)
-        if hasattr(torch.cuda, theirs):
-            return f"torch.cuda:{theirs}"
-    return name.home
+    theirs = getattr(torch.cuda, _ON_CUDA.get(attribute, attribute), None) if target == "cuda" else None
+    if theirs is None:
+        return resolved(name.home)
+    from graphex.ascend.npu.mapped import with_device_mapped
+
+    return with_device_mapped(theirs, torch.device(target)) if attribute in _TAKE_A_DEVICE else theirs
 
 
 def _register_backend() -> None:

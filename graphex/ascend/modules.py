@@ -16,7 +16,7 @@ import torch
 from graphex.ascend.catalogue import PACKAGES, Name, modules
 from graphex.errors import NotOfferedError
 
-Home = Callable[[Name], str]
+Values = Callable[[Name], Any]  # what stands for a name
 
 
 class ServedModule(ModuleType):
@@ -25,10 +25,9 @@ class ServedModule(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name, f"`{name}`, served by graphex. See docs/ascend.md.")
 
-    def serve(self, names: Sequence[Name], home_of: Home) -> None:
+    def serve(self, names: Sequence[Name], values: Values) -> None:
         for each in names:
-            value = resolved(home_of(each)) if each.home else NotOffered(each)
-            setattr(self, each.name.rpartition(".")[2], value)
+            setattr(self, each.name.rpartition(".")[2], values(each) if each.home else NotOffered(each))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"module '{self.__name__}', which graphex serves, has no '{name}'. See docs/ascend.md.")
@@ -58,8 +57,7 @@ def resolved(home: str) -> Any:
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stands last in `sys.meta_path`: a package that is installed is found before."""
 
-    def __init__(self, home_of: Home) -> None:
-        self._home_of = home_of
+    def __init__(self) -> None:
         self._modules = {name: names for name, names in modules().items() if name.split(".")[0] in PACKAGES}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -73,7 +71,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Parts of a package are there with it: `torchair.scope` needs no import of its own."""
         assert isinstance(module, ServedModule)
-        module.serve(self._modules[module.__name__], self._home_of)
+        module.serve(self._modules[module.__name__], lambda name: resolved(name.home))
         prefix = f"{module.__name__}."
         for name in self._modules:
             if name.startswith(prefix) and "." not in name.removeprefix(prefix):

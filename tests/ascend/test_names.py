@@ -13,6 +13,7 @@ import torch
 
 import graphex
 from graphex.ascend.catalogue import NAMES, modules
+from graphex.ascend.npu.mapped import with_device_mapped
 from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,10 @@ MAPPED = """
 import graphex.ascend, torch, torch_npu, io
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+torch.npu.set_device("npu:0")
+torch.npu.synchronize(torch.device("npu"))
+with torch.npu.device("npu:0"):
+    assert torch.npu.current_device() == 0
 model = torch.nn.Linear(4, 4).npu()
 x = torch.randn(2, 4, device="npu")
 assert x.device == model.weight.device == torch.device(TARGET), x.device
@@ -137,6 +142,13 @@ def cast(x):
 assert cast(x).dtype == torch.compile(cast, backend="npugraph_ex")(x).dtype == torch.bfloat16
 print("equal")
 """
+
+
+def test_functions_of_the_other_device_take_the_npus_names():
+    seen = with_device_mapped(lambda *args, **kwargs: (args, kwargs), torch.device("cuda"))
+    args, kwargs = seen("npu:1", torch.device("npu"), 0, device="npu", name="npu_0")
+    assert args == (torch.device("cuda", 1), torch.device("cuda"), 0)
+    assert kwargs == {"device": torch.device("cuda"), "name": "npu_0"}
 
 
 def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):

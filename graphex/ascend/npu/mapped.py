@@ -9,6 +9,8 @@ then on everything is that device's own: no op is slower for it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +36,21 @@ def placed(device: Any, target: torch.device) -> torch.device:
     """The device that a device of the npu stands for: the same index, where there is one."""
     index = getattr(device, "index", None)
     return target if index is None or target.type == "cpu" else torch.device(target.type, index)
+
+
+def with_device_mapped(function: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
+    """A function of the other device's that takes "npu:0" for a device."""
+
+    def there(value: Any) -> Any:
+        if isinstance(value, str) and value.partition(":")[0] == "npu":
+            value = torch.device(value)
+        return placed(value, target) if isinstance(value, torch.device) and value.type == "npu" else value
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+
+    return mapped
 
 
 def _empty_on(target: torch.device) -> Any:
