@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+# A method -> the op, how many objects it takes with the one it is called on, and whether the event comes first.
 _METHODS = {
-    "wait_stream": ("wait_stream", False),
-    "wait_event": ("wait_event", True),
-    "record_event": ("record_event", True),
+    "wait_stream": ("streams.wait_stream", 2, False),
+    "wait_event": ("streams.wait_event", 2, True),
+    "record_event": ("streams.record_event", 2, True),
+    "synchronize": ("graphex.host_wait", 1, False),
 }
 
 
@@ -25,19 +27,25 @@ def keep_stream_calls(gm: GraphModule) -> None:
 
     changed = False
     for node in list(gm.graph.nodes):
-        if node.op != "call_method" or node.target not in _METHODS or len(node.args) != 2:
+        if node.op != "call_method" or node.target not in _METHODS or node.users:
             continue
         numbers = [_number(value, is_object_lookup) for value in node.args]
-        if None in numbers or node.users:
+        op, count, event_first = _METHODS[str(node.target)]
+        if None in numbers or len(numbers) != count:
             continue
-        name, event_first = _METHODS[str(node.target)]
+        args = () if count == 1 else tuple(reversed(numbers) if event_first else numbers)
         with gm.graph.inserting_before(node):
-            op = getattr(torch.ops.streams, name).default
-            gm.graph.call_function(op, tuple(reversed(numbers) if event_first else numbers)).meta.update(node.meta)
+            gm.graph.call_function(_op(op), args).meta.update(node.meta)
         gm.graph.erase_node(node)
         changed = True
     if changed:
         gm.recompile()
+
+
+def _op(name: str) -> torch._ops.OpOverload:
+    namespace, _, short = name.partition(".")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), short).default
+    return op
 
 
 def _number(value: object, is_lookup: object) -> int | None:

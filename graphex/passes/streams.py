@@ -34,7 +34,7 @@ from graphex.errors import StreamError
 from graphex.ops.scope import PRIORITY
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.place import relink
-from graphex.passes.torch_streams import label_of
+from graphex.passes.torch_streams import label_of, name_streams
 from graphex.records import StreamsScheduled
 
 ours = torch.ops.graphex
@@ -45,6 +45,7 @@ class ScheduleStreams(GraphPass):
     rule = "event"
 
     def apply(self, work: Work) -> None:
+        name_streams(work.graph)  # where `place_nodes` is left out
         streams = {placement(node) for node in work.graph.nodes if is_work(node)}
         if streams <= {None}:
             _forget_events(work, self.rule)

@@ -162,7 +162,7 @@ def test_the_users_stream_is_in_order_with_the_call():
     def fn(x):
         with torch.cuda.stream(side):
             y = x * 2
-        return y
+        return y + 0
 
     compiled = compile_it(fn)
     x = torch.zeros(2**22, device=CUDA)
@@ -176,6 +176,24 @@ def test_the_users_stream_is_in_order_with_the_call():
             z = y + 1
         torch.cuda.synchronize()
         assert z.min() == z.max() == 2 * number + 1
+
+
+@torch.no_grad()
+def test_a_host_that_waits_for_a_stream_inside_has_waited_for_its_work():
+    side = torch.cuda.Stream()
+
+    def fn(x):
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+            y = (x @ x).relu().sum(0).to("cpu", non_blocking=True)
+        side.synchronize()
+        return y
+
+    compiled = torch.compile(fn, backend="graphex")
+    x = torch.randn(4096, 4096, device=CUDA)
+    wanted = (x @ x).relu().sum(0).cpu()
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x).clone(), wanted, rtol=1e-3, atol=1e-1)
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [
-    ROOT / "examples" / f"{name}.py" for name in ("custom_pass", "explain_model", "fusion_rule", "stream_pass", "verify_a_pass")
+    ROOT / "examples" / f"{name}.py"
+    for name in ("custom_pass", "explain_model", "fusion_rule", "stream_pass", "verify_a_pass")
 ]
 
 

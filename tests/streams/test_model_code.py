@@ -12,6 +12,7 @@ from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx import GraphModule
 
 import graphex
+from graphex.frontend.streams import keep_stream_calls
 from tests.streams.support import Finished, aten, find, ours, trace
 
 X = torch.randn(4, 4)
@@ -109,3 +110,53 @@ def test_bad_scopes_are_refused_at_once():
     for cores in ((0, 1), (1, 0), (1, 10**6), (1.0, 1), (True, 1)):
         with pytest.raises(graphex.InputError, match="from 1 to"):
             graphex.scope.limit_core_num(*cores)
+
+
+def test_a_host_that_waits_is_kept_and_is_not_captured():
+    synchronize = getattr(torch.ops.streams, "synchronize_stream", None)
+    if synchronize is None:
+        pytest.skip("torch 2.11 calls a method; see below")
+    gm = trace(lambda x: x.sin() + x.cos(), X)
+    find(gm, aten.sin.default).meta["custom"] = {"stream": 1}
+    with gm.graph.inserting_after(find(gm, aten.sin.default)):
+        gm.graph.call_function(synchronize.default, (1,))
+    done = Finished(gm)
+    assert "host_wait_default" in " ".join(done.order())
+    assert not done.journal.fallbacks
+    assert torch.equal(done.run(X), X.sin() + X.cos())
+
+
+def test_methods_that_tracing_would_lose_become_ops():
+    """torch 2.11 leaves `s.wait_stream(t)` as a call on objects, which AOTAutograd would run once and forget."""
+    look_up = torch._dynamo.graph_bytecode_inputs.get_external_object_by_index
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(look_up, (number,)) for number in (3, 5))
+    graph.call_method("wait_stream", (first, second))
+    graph.call_method("record_event", (first, second))
+    graph.call_method("wait_event", (first, second))
+    graph.call_method("synchronize", (first,))
+    graph.call_method("wait_stream", (x, first))  # not a stream that is known
+    graph.output(x)
+    gm = GraphModule(torch.nn.Module(), graph)
+    keep_stream_calls(gm)
+    streams = torch.ops.streams
+    assert [(node.target, node.args) for node in gm.graph.nodes if node.op == "call_function"][2:] == [
+        (streams.wait_stream.default, (3, 5)),
+        (streams.record_event.default, (5, 3)),
+        (streams.wait_event.default, (5, 3)),
+        (ours.host_wait.default, ()),
+    ]
+    assert [node.target for node in gm.graph.nodes if node.op == "call_method"] == ["wait_stream"]
+
+
+def test_left_out_passes_leave_one_stream():
+    def fn(x):
+        with graphex.scope.stream("side"):
+            y = x.sin()
+        return y + x.cos()
+
+    for left_out in (["place_nodes"], ["schedule_streams"], ["place_nodes", "schedule_streams"]):
+        done = Finished(fn, X, disable_passes=left_out)
+        assert not done.journal.streams
+        assert torch.equal(done.results, fn(X))
