@@ -12,12 +12,15 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.passes.torch_streams import label_of, stream_of
+
 # A method -> the op, how many objects it takes with the one it is called on, and whether the event comes first.
 _METHODS = {
     "wait_stream": ("streams.wait_stream", 2, False),
     "wait_event": ("streams.wait_event", 2, True),
     "record_event": ("streams.record_event", 2, True),
     "synchronize": ("graphex.host_wait", 1, False),
+    "record_stream": ("graphex.record_tagged_stream", 2, False),
 }
 
 
@@ -30,6 +33,9 @@ def keep_stream_calls(gm: GraphModule) -> None:
         if node.op != "call_method" or node.target not in _METHODS or node.users:
             continue
         numbers = [_number(value, is_object_lookup) for value in node.args]
+        if node.target == "record_stream":
+            changed |= _keep_record_stream(gm, node, numbers)
+            continue
         op, count, event_first = _METHODS[str(node.target)]
         if None in numbers or len(numbers) != count:
             continue
@@ -40,6 +46,17 @@ def keep_stream_calls(gm: GraphModule) -> None:
         changed = True
     if changed:
         gm.recompile()
+
+
+def _keep_record_stream(gm: GraphModule, node: Node, numbers: list[int | None]) -> bool:
+    """`tensor.record_stream(s)`"""
+    if len(numbers) != 2 or numbers[0] is not None or numbers[1] is None:
+        return False
+    label = label_of(stream_of(numbers[1]))
+    with gm.graph.inserting_before(node):
+        gm.graph.call_function(torch.ops.graphex.record_tagged_stream.default, (node.args[0], label))
+    gm.graph.erase_node(node)
+    return True
 
 
 def _op(name: str) -> torch._ops.OpOverload:

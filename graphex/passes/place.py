@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import placement
 from graphex.analysis.effects import operator_of
 from graphex.analysis.launches import is_work
-from graphex.analysis.synchronisation import placed_events
+from graphex.analysis.synchronisation import CURRENT, placed_events
 from graphex.analysis.turns import TURN, in_turn, turn_of
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES
@@ -36,9 +36,10 @@ class PlaceNodes(GraphPass):
     name = "place_nodes"
     rule = "placement"
 
+    def concerns(self, graph: Graph) -> bool:
+        return any(map(_is_concerned, graph.nodes))
+
     def apply(self, work: Work) -> None:
-        if not any(map(_is_concerned, work.graph.nodes)):
-            return
         inline_control(work)
         _put_in_turn(work)
         _Placing(work, self.rule).run()
@@ -133,7 +134,8 @@ class _Placing:
         self.wait(self.tags[tag], self.scopes.stream(node), after=node)
 
     def _record_tagged_stream(self, node: Node) -> None:
-        self.used_on(node.args[0], str(node.args[1]), before=node)
+        label = str(node.args[1])
+        self.used_on(node.args[0], None if label == CURRENT else label, before=node)
 
     def _event_of(self, value: Node) -> str:
         """The event behind a value: the one that `record` made, or one recorded where the value is made."""

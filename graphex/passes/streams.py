@@ -18,7 +18,7 @@ what the user's program says, and nobody can tell which of the two orders was me
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import placement
 from graphex.analysis.accesses import Access
@@ -43,6 +43,9 @@ ours = torch.ops.graphex
 class ScheduleStreams(GraphPass):
     name = "schedule_streams"
     rule = "event"
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(placement(node) is not None or node.target in _EVENTS for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
         name_streams(work.graph)  # where `place_nodes` is left out
