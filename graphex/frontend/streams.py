@@ -4,7 +4,10 @@
     after:   streams.wait_stream(0, 1)
 
 torch 2.12 and newer make these ops themselves. Before, such a call would run once, while the graph is being traced,
-and be gone.
+and be gone. So would `set_stream`, in every version; what follows it is placed on that stream instead:
+
+    before:  set_stream(s); y = sin(x); set_stream(current)
+    after:   y = sin(x)                                              meta: stream 1
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.errors import StreamError
 from graphex.passes.torch_streams import label_of, stream_of
 
 # A method -> the op, how many objects it takes with the one it is called on, and whether the event comes first.
@@ -24,11 +28,14 @@ _METHODS = {
 }
 
 
+_SETTERS = (torch.cuda.set_stream, torch.accelerator.set_stream)
+
+
 def keep_stream_calls(gm: GraphModule) -> None:
     """Replace the calls in place."""
     from graphex.torch_private.streams import is_object_lookup
 
-    changed = False
+    changed = _place_by_set_stream(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_method" or node.target not in _METHODS or node.users:
             continue
@@ -46,6 +53,27 @@ def keep_stream_calls(gm: GraphModule) -> None:
         changed = True
     if changed:
         gm.recompile()
+
+
+def _place_by_set_stream(gm: GraphModule) -> bool:
+    from graphex.torch_private.streams import is_current_stream, is_object_lookup
+
+    changed, entered = False, None
+    for node in list(gm.graph.nodes):
+        if node.target in _SETTERS and len(node.args) == 1:
+            number = _number(node.args[0], is_object_lookup)
+            if number is not None:
+                entered = None if is_current_stream(number) else number
+                gm.graph.erase_node(node)
+                changed = True
+        elif entered is not None and node.op.startswith("call"):
+            node.meta["custom"] = {"stream": entered, **(node.meta.get("custom") or {})}
+    if entered is not None:
+        raise StreamError(
+            "the compiled function calls set_stream() and does not set the stream it was called on back before it ends or "
+            "breaks the graph. Set it back, or use `with torch.cuda.stream(...)`."
+        )
+    return changed
 
 
 def _keep_record_stream(gm: GraphModule, node: Node, numbers: list[int | None]) -> bool:

@@ -141,8 +141,15 @@ def test_streams_and_events_of_torch_inside_a_compiled_function():
             y = (x @ x).relu()
         return y + x.cos()
 
+    def with_set_stream(x):
+        current = torch.cuda.current_stream()
+        torch.cuda.set_stream(side)
+        y = (x @ x).relu()
+        torch.cuda.set_stream(current)
+        return y + x.cos()
+
     x = torch.randn(256, 256, device=CUDA)
-    for fn in (with_stream, with_events, without_events):
+    for fn in (with_stream, with_events, without_events, with_set_stream):
         torch._dynamo.reset()
         torch.cuda.synchronize()
         compiled = compile_it(fn)

@@ -153,6 +153,28 @@ def test_methods_that_tracing_would_lose_become_ops():
     assert [node.target for node in gm.graph.nodes if node.op == "call_method"] == ["wait_stream"]
 
 
+@pytest.mark.parametrize("restored", [True, False])
+def test_set_stream_places_what_follows_and_has_to_be_set_back(monkeypatch, restored):
+    monkeypatch.setattr("graphex.torch_private.streams.is_current_stream", lambda number: number == 0)
+    look_up = torch._dynamo.graph_bytecode_inputs.get_external_object_by_index
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first, second, current = (graph.call_function(look_up, (number,)) for number in (1, 2, 0))
+    before = graph.call_function(torch.sin, (x,))
+    for stream in (first, second, first, current)[: 4 if restored else 3]:
+        graph.call_function(torch.cuda.set_stream, (stream,))
+        graph.call_function(torch.cos, (before,))
+    graph.output(before)
+    gm = GraphModule(torch.nn.Module(), graph)
+    if not restored:
+        with pytest.raises(graphex.StreamError, match="does not set the stream it was called on back"):
+            keep_stream_calls(gm)
+        return
+    keep_stream_calls(gm)
+    calls = [node for node in gm.graph.nodes if node.target in (torch.sin, torch.cos, torch.cuda.set_stream)]
+    assert [(node.meta.get("custom") or {}).get("stream") for node in calls] == [None, 1, 2, 1, None]
+
+
 def test_left_out_passes_leave_one_stream():
     def fn(x):
         with graphex.scope.stream("side"):
