@@ -70,8 +70,8 @@ def _place_by_set_stream(gm: GraphModule) -> bool:
             node.meta["custom"] = {"stream": entered, **(node.meta.get("custom") or {})}
     if entered is not None:
         raise StreamError(
-            "the compiled function calls set_stream() and does not set the stream it was called on back before it ends or "
-            "breaks the graph. Set it back, or use `with torch.cuda.stream(...)`."
+            "the compiled function calls set_stream() and does not set the stream it was called on back before it "
+            "ends, or before the graph breaks. Set it back, or use `with torch.cuda.stream(...)`."
         )
     return changed
 
