@@ -4,8 +4,8 @@
 
 Two blocks in bfloat16: a mixture of experts (a shared expert beside routed ones) and two branches of small matrix
 products. All variants are graphex's, captured, timed in turn with events on the device. `x one stream` above 1 is
-faster than one stream. `overlap` is how much of the shorter branch ran beside the longer one: (a + b - both) / min(a, b),
-from the time of each branch alone.
+faster than one stream. `overlap` is how much of the shorter branch ran beside the longer one, from the time of each
+branch alone: (left + right - both) / min(left, right).
 """
 
 from __future__ import annotations

@@ -61,6 +61,8 @@ class Runner:
         self._show("original", stage="as given")
 
     def run(self, stage: str, graph_pass: GraphPass) -> None:
+        if not graph_pass.concerns(self.gm.graph):
+            return
         snapshot = self._take_snapshot()
         records: list[Record] = []
         before, started = _targets(self.gm.graph), time.perf_counter()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch.fx import Node
 
 from graphex.analysis.effects import operator_of
-from graphex.analysis.synchronisation import synchronisation
+from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.torch_private.schemas import is_composite
 
 
@@ -23,9 +24,12 @@ def is_kernel(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output") or is_number(node):
         return False
     op = operator_of(node)
-    if op is None:
-        return node.target is not operator.getitem
-    if synchronisation(node) is not None or op is torch.ops.graphex.used_on.default:
+    return node.target is not operator.getitem if op is None else _launches(op)
+
+
+@cache
+def _launches(op: torch._ops.OpOverload) -> bool:
+    if op._schema.name in NOTHING_TO_RUN or op.namespace == "streams":
         return False
     views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
     return not views or is_composite(op)  # `reshape` copies where it cannot be a view

@@ -59,7 +59,7 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
     if order.one_stream:
         return None
     for user in (user for value in values for user in aliases.users_of_memory(value)):
-        if user is writer or not is_work(user) or order.before(user, writer) or order.before(writer, user):
+        if user is writer or order.before(user, writer) or order.before(writer, user) or not is_work(user):
             continue
         reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
         return Obstacle(reason, user, on_another_stream=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class Program:
                 return Ran(tuple(order), [], [], f"an op failed: {type(error).__name__}")
         return Ran(tuple(order), *memory.left)
 
-    def _in_some_order(self, choose: Callable[[list[Step]], Step]) -> Any:
+    def _in_some_order(self, choose: Callable[[list[Step]], Step]) -> Iterator[Step]:
         queues = {stream: deque(step for step in self.steps if step.stream == stream) for stream in self.streams}
         recordable = {step.event for step in self.steps if step.kind == "record"}
         effects = deque(step for step in self.steps if step.in_order)
@@ -154,7 +154,7 @@ class Program:
             raise RuntimeError(f"the streams wait for each other at {', '.join(stuck)}")
 
 
-def _steps(gm: GraphModule) -> Any:
+def _steps(gm: GraphModule) -> Iterator[Step]:
     free = frees(gm.graph)
     aliases = Aliases(gm.graph)
     names = Counter(storage for node in gm.graph.nodes for storage in aliases.storages(node))
@@ -230,9 +230,10 @@ class _Memory:
     def value(self, node: Node) -> Any:
         if node not in self._values:
             if node.op == "get_attr":
-                self._values[node] = attribute_of(self._gm, str(node.target))
+                held = attribute_of(self._gm, str(node.target))
+                self._values[node] = held.clone() if isinstance(held, Tensor) else held  # the graph may write to it
             elif is_work(node):
-                self._values[node] = pytree.tree_map_only(Tensor, _garbage, self._like[node])
+                self._values[node] = pytree.tree_map_only(_Shape, _garbage, self._like[node])
                 self._promised.add(node)
             else:
                 self._values[node] = self._called(node)
@@ -248,12 +249,22 @@ class _Memory:
         return node.target(*args, **kwargs)
 
 
-def _shape(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+@dataclass(frozen=True)
+class _Shape:
+    """What a tensor looks like without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _garbage(like: Tensor) -> Tensor:
-    made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+def _shape(tensor: Tensor) -> _Shape:
+    return _Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _garbage(like: _Shape) -> Tensor:
+    made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
     _spoil(made)
     return made
 
@@ -263,6 +274,3 @@ def _spoil(tensor: Tensor) -> None:
     memory = tensor.untyped_storage()
     bits = 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0
     torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory, 0, (memory.nbytes(),), (1,)).fill_(bits)
-
-
-__all__ = ["Difference", "Orders", "random_orders"]

@@ -8,9 +8,11 @@
     record_tagged_stream(x, "side")                     `x` is in use on that stream
 
 They exist under the namespaces `graphex`, `air` and `npugraph_ex` alike and do nothing when called: `place` turns them
-into metadata of the nodes around them and into the two ops that stay, which name their stream:
+into metadata of the nodes around them and into the ops that stay:
 
     event_record(event, stream, turn); event_wait(event, stream, turn)
+    used_on(x)                                          the memory of `x` is in use on the stream of this node
+    host_wait()                                         the host goes on when all streams have finished
 
 `turn` counts the records and waits of one stream, so that their place among the nodes does not matter.
 """
@@ -37,6 +39,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """The effect of these ops is in the graph, not in the call."""
 
 
+def _wait_on_the_host() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def _moment(*, device: torch.device | None = None) -> Tensor:
     """What `record` returns: a value to hand to `wait`."""
     return torch.zeros((), device=device)
@@ -55,7 +62,9 @@ PLACED: dict[str, tuple[str, Callable[..., Any]]] = {
     "event_record": ("(str event, str stream, int turn) -> ()", _nothing),
     "event_wait": ("(str event, str stream, int turn) -> ()", _nothing),
     "used_on": ("(Tensor x) -> ()", _nothing),
+    "host_wait": ("() -> ()", _wait_on_the_host),
 }
+NOTHING_TO_RUN = frozenset(f"graphex::{name}" for name, (_, run) in PLACED.items() if run is _nothing)
 
 
 def _define() -> None:
@@ -68,7 +77,8 @@ def _define() -> None:
                 continue  # somebody else's, with the same meaning
             library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, run, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{namespace}::{name}", run, lib=library)
+            fake = _moment if run is _moment else _nothing
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
             torch.fx.has_side_effect(getattr(getattr(torch.ops, namespace), name).default)
 
 

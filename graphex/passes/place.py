@@ -15,18 +15,20 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import placement
 from graphex.analysis.effects import operator_of
 from graphex.analysis.launches import is_work
-from graphex.analysis.synchronisation import placed_events
+from graphex.analysis.synchronisation import CURRENT, placed_events
 from graphex.analysis.turns import TURN, in_turn, turn_of
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.scopes import Scopes, made
 from graphex.passes.torch_streams import inline_control, label_of, lower_torch_events
+
+_TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by
 
 ours = torch.ops.graphex
 _OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL}
@@ -36,9 +38,10 @@ class PlaceNodes(GraphPass):
     name = "place_nodes"
     rule = "placement"
 
+    def concerns(self, graph: Graph) -> bool:
+        return any(map(_is_concerned, graph.nodes))
+
     def apply(self, work: Work) -> None:
-        if not any(map(_is_concerned, work.graph.nodes)):
-            return
         inline_control(work)
         _put_in_turn(work)
         _Placing(work, self.rule).run()
@@ -59,6 +62,8 @@ def _put_in_turn(work: Work) -> None:
         return
     order = in_turn(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
     if isinstance(order, Node):
+        if not work.config.post_grad_custom_post_pass:
+            raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
         raise StreamError(
             f"{made(order)} contradicts the events that were there before: no order of the nodes keeps all of them. "
             "Insert it on the other side of the record or wait it depends on."
@@ -90,6 +95,8 @@ class _Placing:
         for node in list(self.work.graph.nodes):
             name = _OPS.get(operator_of(node))
             if name is None:
+                if _TAG in node.meta:
+                    self.tags[node.meta[_TAG]] = str(node.args[0])
                 if node.op.startswith("call"):
                     self.scopes.place(node)
                 continue
@@ -112,7 +119,8 @@ class _Placing:
 
     def _tagged_event_record(self, node: Node) -> None:
         tag = str(node.args[0])
-        self.tags[tag] = self.record(self.name(tag), self.scopes.stream(node), after=node)
+        self.tags[tag] = self.name(tag)
+        self._event(ours.event_record.default, self.tags[tag], self.scopes.stream(node), node).meta[_TAG] = tag
 
     def _wait(self, node: Node) -> None:
         values = node.args[0]
@@ -133,7 +141,8 @@ class _Placing:
         self.wait(self.tags[tag], self.scopes.stream(node), after=node)
 
     def _record_tagged_stream(self, node: Node) -> None:
-        self.used_on(node.args[0], str(node.args[1]), before=node)
+        label = str(node.args[1])
+        self.used_on(node.args[0], None if label == CURRENT else label, before=node)
 
     def _event_of(self, value: Node) -> str:
         """The event behind a value: the one that `record` made, or one recorded where the value is made."""
@@ -164,11 +173,12 @@ class _Placing:
         node.meta.update(val=None, custom={"stream": stream} if stream is not None else {})
         self.work.changes += 1
 
-    def _event(self, op: Any, event: str, stream: object, place: Node) -> None:
+    def _event(self, op: Any, event: str, stream: object, place: Node) -> Node:
         with self.work.graph.inserting_after(place):
             node = self.work.graph.call_function(op, (event, label_of(stream), 0))
         node.meta["val"] = None
         self.work.changes += 1
+        return node
 
 
 def _behind_inputs(node: Node) -> Node:

@@ -18,7 +18,7 @@ what the user's program says, and nobody can tell which of the two orders was me
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import placement
 from graphex.analysis.accesses import Access
@@ -34,7 +34,7 @@ from graphex.errors import StreamError
 from graphex.ops.scope import PRIORITY
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.place import relink
-from graphex.passes.torch_streams import label_of
+from graphex.passes.torch_streams import label_of, name_streams
 from graphex.records import StreamsScheduled
 
 ours = torch.ops.graphex
@@ -44,7 +44,11 @@ class ScheduleStreams(GraphPass):
     name = "schedule_streams"
     rule = "event"
 
+    def concerns(self, graph: Graph) -> bool:
+        return any(placement(node) is not None or node.target in _EVENTS for node in graph.nodes)
+
     def apply(self, work: Work) -> None:
+        name_streams(work.graph)  # where `place_nodes` is left out
         streams = {placement(node) for node in work.graph.nodes if is_work(node)}
         if streams <= {None}:
             _forget_events(work, self.rule)

@@ -16,8 +16,10 @@ from __future__ import annotations
 import operator
 from typing import Any, Protocol
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis import placement
 from graphex.analysis.effects import operator_of
 from graphex.analysis.plan import OUTSIDE, Outside
 from graphex.analysis.synchronisation import CURRENT, control_body, synchronisation
@@ -48,6 +50,15 @@ def stream_of(found: object) -> object:
     if not isinstance(found, int):
         return found
     return None if is_current_stream(found) else f"{STREAM}{found}"
+
+
+def name_streams(graph: Graph) -> None:
+    """Let nodes that still have torch's number for their stream have its label."""
+    for node in graph.nodes:
+        if isinstance(number := placement(node), int):
+            stream = stream_of(number)
+            custom = {key: value for key, value in node.meta["custom"].items() if key != "stream"}
+            node.meta["custom"] = custom if stream is None else {**custom, "stream": stream}
 
 
 def inline_control(work: Work) -> None:
@@ -92,8 +103,11 @@ def lower_torch_events(work: Work, writer: Writer) -> None:
         if op._schema.name == "streams::record_stream":
             value, number = node.args
             writer.used_on(value, stream_of(number), before=node)
+        elif op._schema.name.startswith("streams::synchronize"):
+            with work.graph.inserting_before(node):
+                work.graph.call_function(torch.ops.graphex.host_wait.default).meta.update(node.meta)
         elif (sync := synchronisation(node)) is None:
-            continue  # it makes the host wait, and stays
+            continue  # not understood: it stays
         elif sync.kind == "wait_stream":
             event = writer.name(node.name)
             writer.wait(event, stream_of(sync.stream), after=node)

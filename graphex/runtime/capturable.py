@@ -43,7 +43,7 @@ def why_not_captured(node: Node, device: Device) -> str:
         return "it reads a value back to the host"
     if op is not None and _UNSAFE_TAG is not None and _UNSAFE_TAG in op.tags:
         return "it is marked as unsafe to capture"
-    if op is not None and op.namespace == "streams":
+    if op is torch.ops.graphex.host_wait.default:
         return "it makes the host wait for a stream"
     if is_collective(node):
         return "it communicates with other processes"

@@ -43,7 +43,7 @@ from graphex.analysis.liveness import frees
 from graphex.analysis.synchronisation import synchronisation
 from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
-from graphex.ops.scope import PLACED
+from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.runtime.spelling import spell
 
 Boxed = Callable[[list[Any]], Any]
@@ -210,10 +210,7 @@ class _Writer:
 def _does_nothing(node: Node) -> bool:
     """Whether a node is about streams only: one that `lanes` see to, or one that says that memory is in use."""
     op = operator_of(node)
-    return op is not None and op.namespace == "graphex" and op._schema.name in _ABOUT_STREAMS
-
-
-_ABOUT_STREAMS = frozenset(f"graphex::{name}" for name in PLACED)
+    return op is not None and op._schema.name in NOTHING_TO_RUN
 
 
 def attribute_of(gm: GraphModule, target: str) -> Any:

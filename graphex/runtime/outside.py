@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from graphex.analysis.plan import StreamPlan
+from graphex.analysis.plan import Outside, StreamPlan
 from graphex.device import Device
 from graphex.passes.torch_streams import STREAM
 from graphex.runtime.codegen import Boxed
 
 
-def with_outside(run: Boxed, plan: StreamPlan, device: Device) -> Boxed:
+def with_outside(run: Boxed, plan: StreamPlan, device: Device, *, events: bool) -> Boxed:
     """`run`, ordered with the user's own streams and events; `run` itself if there are none."""
     from graphex.torch_private.streams import external_object
 
     numbers = [int(label.removeprefix(STREAM)) for label in plan.priorities if label.startswith(STREAM)]
-    outside = plan.outside
+    outside = plan.outside if events else Outside()
     if not (numbers or outside.recorded or outside.awaited):
         return run
 

@@ -141,8 +141,15 @@ def test_streams_and_events_of_torch_inside_a_compiled_function():
             y = (x @ x).relu()
         return y + x.cos()
 
+    def with_set_stream(x):
+        current = torch.cuda.current_stream()
+        torch.cuda.set_stream(side)
+        y = (x @ x).relu()
+        torch.cuda.set_stream(current)
+        return y + x.cos()
+
     x = torch.randn(256, 256, device=CUDA)
-    for fn in (with_stream, with_events, without_events):
+    for fn in (with_stream, with_events, without_events, with_set_stream):
         torch._dynamo.reset()
         torch.cuda.synchronize()
         compiled = compile_it(fn)
@@ -162,7 +169,7 @@ def test_the_users_stream_is_in_order_with_the_call():
     def fn(x):
         with torch.cuda.stream(side):
             y = x * 2
-        return y
+        return y + 0
 
     compiled = compile_it(fn)
     x = torch.zeros(2**22, device=CUDA)
@@ -176,6 +183,24 @@ def test_the_users_stream_is_in_order_with_the_call():
             z = y + 1
         torch.cuda.synchronize()
         assert z.min() == z.max() == 2 * number + 1
+
+
+@torch.no_grad()
+def test_a_host_that_waits_for_a_stream_inside_has_waited_for_its_work():
+    side = torch.cuda.Stream()
+
+    def fn(x):
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+            y = (x @ x).relu().sum(0).to("cpu", non_blocking=True)
+        side.synchronize()
+        return y
+
+    compiled = torch.compile(fn, backend="graphex")
+    x = torch.randn(4096, 4096, device=CUDA)
+    wanted = (x @ x).relu().sum(0).cpu()
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x).clone(), wanted, rtol=1e-3, atol=1e-1)
 
 
 @torch.no_grad()

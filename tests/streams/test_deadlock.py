@@ -49,6 +49,7 @@ def test_kernels_that_need_too_many_cores_together_are_reported(monkeypatch, nee
     assert bool([warning for warning in recwarn if "may wait for each other" in str(warning.message)]) is bool(sets)
 
 
+@pytest.mark.filterwarnings("ignore:graphex. core limits are not applied")
 def test_order_and_limits_take_the_risk_away(monkeypatch):
     monkeypatch.setattr(Device, "cores", lambda self: Cores(24, 32))
     graphex.register_core_need(exchange, vectorcore=32)

@@ -201,3 +201,32 @@ def test_strict_names_the_event_that_is_missing():
 
     done = Finished(branches, X, passes=with_events, stream_safety="strict")
     assert torch.equal(done.results, branches(X))
+
+
+def test_a_later_pass_can_wait_for_the_tag_of_an_earlier_one():
+    def recording(gm, example_inputs, config):
+        scoped(gm, "side", aten.sin.default, aten.sin.default)
+        keys = (["_user_stream_label"], ["side"])
+        with gm.graph.inserting_before(find(gm, aten.add.Tensor)):
+            gm.graph.call_function(ours.scope_enter.default, keys)
+            gm.graph.call_function(ours.tagged_event_record.default, ("ready",))
+            gm.graph.call_function(ours.scope_exit.default, ())
+
+    def waiting(gm, example_inputs, config):
+        with gm.graph.inserting_before(find(gm, aten.cos.default)):
+            gm.graph.call_function(ours.tagged_event_wait.default, ("ready",))
+
+    done = Finished(two, X, passes=recording, after=waiting)
+    order = done.order()
+    assert order.index("record ready") < order.index("wait ready on (current)", order.index("add")) < order.index("cos")
+
+
+def test_a_graph_without_inputs_has_a_beginning():
+    def fn():
+        with graphex.scope.stream("side"):
+            y = torch.arange(4) * 2
+        return y + torch.arange(4)
+
+    done = Finished(fn)
+    assert ("begin", "side") in done.waits()
+    assert torch.equal(done.results, fn())

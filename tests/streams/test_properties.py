@@ -81,7 +81,7 @@ def results(run: Any) -> list[Tensor]:
     return [*run(*inputs), *inputs]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(instructions, places, syncs)
 def test_added_events_make_every_legal_order_equal_to_eager(program, where, wanted):
     done = compiled(program, where, wanted)
@@ -95,7 +95,7 @@ def test_added_events_make_every_legal_order_equal_to_eager(program, where, want
         assert not tried.differences, tried.differences[0]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(reading, places, syncs)
 def test_without_writes_nothing_is_refused_and_no_added_event_is_superfluous(program, where, wanted):
     done = compiled(program, where, wanted)
@@ -111,7 +111,7 @@ def test_without_writes_nothing_is_refused_and_no_added_event_is_superfluous(pro
             assert not graphex.random_orders(less, INPUTS, orders=6).differences
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(instructions, places, syncs)
 def test_what_the_prover_lets_through_is_right_whatever_event_is_missing(program, where, wanted):
     done = compiled(program, where, wanted)
