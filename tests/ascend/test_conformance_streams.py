@@ -92,6 +92,35 @@ def test_scenario_40_streams_that_are_entered_are_left_in_their_order():
     assert streams_of(compiled) == 3
 
 
+def test_scenario_40_set_stream_places_what_follows_until_it_is_set_back():
+    side = torch.npu.Stream()
+
+    def f(x):
+        current = torch.npu.current_stream()
+        side.wait_stream(current)
+        torch.npu.set_stream(side)
+        y = x.sin()
+        torch.npu.set_stream(current)
+        current.wait_stream(side)
+        return y * 2
+
+    compiled = Compiled(f)
+    for _ in range(3):
+        compiled(*on_npu(torch.randn(3)))
+    assert streams_of(compiled) == 2
+
+
+def test_scenario_40_a_stream_that_is_not_set_back_is_an_error():
+    side = torch.npu.Stream()
+
+    def f(x):
+        torch.npu.set_stream(side)
+        return x.sin()
+
+    with pytest.raises(graphex.GraphexError, match="set_stream"):
+        torch.compile(f, backend="npugraph_ex")(*on_npu(torch.randn(3)))
+
+
 def test_scenario_40_a_scope_that_is_not_left_is_an_error():
     def enter_only(gm, example_inputs, config):
         first = next(node for node in gm.graph.nodes if node.op == "call_function")

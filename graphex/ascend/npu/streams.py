@@ -110,7 +110,10 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    _current.stack[-1] = stream
+    if torch.compiler.is_compiling():
+        torch.accelerator.set_stream(stream)  # Dynamo knows it; graphex places what follows
+    else:
+        _current.stack[-1] = stream
 
 
 def stream(stream: Stream | None) -> Any:
