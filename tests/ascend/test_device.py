@@ -63,7 +63,7 @@ X, Y = torch.randn(4, 6), torch.randn(4, 6)
     lambda x, y: torch.stack(torch.topk(x, 2)[:1])[0] + y.view(6, 4).t()[:, :2],
     lambda x, y: torch.einsum("ij,kj->ik", x, y).softmax(-1),
     lambda x, y: torch.add(x, y, out=torch.empty(0, device=x.device)),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_ops_compute_what_the_cpu_computes(f):
     on_both(f, X, Y)
 
