@@ -32,6 +32,7 @@ class Experts(nn.Module):
 
     def __init__(self, width: int = 2048, hidden: int = 1408, experts: int = 8) -> None:
         super().__init__()
+        self.width = width
         self.gate = nn.Linear(width, experts, bias=False)
         self.up = nn.Parameter(torch.randn(experts, width, hidden) / 45)
         self.down = nn.Parameter(torch.randn(experts, hidden, width) / 37)
@@ -52,6 +53,7 @@ class Branches(nn.Module):
 
     def __init__(self, width: int = 1024, depth: int = 4) -> None:
         super().__init__()
+        self.width = width
         self.first = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
         self.second = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
 
@@ -102,8 +104,7 @@ def main() -> int:
 
 def rows(inner: Experts | Branches, batch: int, rounds: int) -> None:
     torch.manual_seed(0)
-    width = next(inner.parameters()).shape[-1]
-    x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(batch, inner.width, device="cuda", dtype=torch.bfloat16)
     automatic = compiled(Block(inner, by_hand=False), auto_streams=True)
     programs = {
         "one stream": compiled(Block(inner, by_hand=False)),

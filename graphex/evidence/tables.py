@@ -41,6 +41,9 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _refusals(journal)
     if journal.streams:
         yield _streams(journal)
+    if journal.auto_streams:
+        yield _auto_streams(journal)
+    yield from map(str, journal.deadlock_checks)
     yield _memory(journal)
     yield _running(journal)
     if journal.cuts:
@@ -65,6 +68,14 @@ def _streams(journal: Journal) -> Any:
             names = ", ".join(nodes[:SHOWN]) + (f" ... ({len(nodes)})" if len(nodes) > SHOWN else "")
             table.add_row(record.graph, stream, names, events)
             events = ""
+    return table
+
+
+def _auto_streams(journal: Journal) -> Any:
+    table = _table("automatic streams", "graph", "sizes", "two streams", "x one stream", "reason")
+    for decision in journal.auto_streams:
+        ratio = f"{decision.ratio:.3f}" if decision.ratio else ""
+        table.add_row(decision.graph, decision.key, decision.status, ratio, decision.reason)
     return table
 
 

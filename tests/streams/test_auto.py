@@ -100,6 +100,14 @@ def test_a_device_without_streams_tries_nothing():
     assert [decision.reason for decision in journal.auto_streams] == ["the device 'cpu' has no streams"]
 
 
+def test_explain_shows_decisions_and_verdicts():
+    report = graphex.explain(block, (X, *WEIGHTS), options={"auto_streams": True, "deadlock_check": True}, calls=1)
+    text = str(report)
+    assert "automatic streams" in text
+    assert "not tried" in text
+    assert "not checked for deadlocks" in text
+
+
 def test_the_version_on_two_streams_is_right_in_every_order():
     """`attention`-like: three branches meet, two of them go to the other stream."""
 
