@@ -30,9 +30,11 @@ format: $(READY)
 
 test: lint
 	$(RUN) -m pytest -n $(JOBS) -m 'not full and not cuda'
+	$(RUN) -m pytest -n $(JOBS) -m 'not full and not cuda' tests/ascend
 
 test-full: lint
 	$(RUN) -m pytest -n $(JOBS) -m 'not cuda'
+	$(RUN) -m pytest -n $(JOBS) -m 'not cuda' tests/ascend
 
 fuzz: $(READY)
 	$(RUN) -m tests.fuzz.run --programs 20000 --jobs $(JOBS)
@@ -52,11 +54,13 @@ bench: $(READY)
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m 'not full' tests
+	PYTHONPATH=. $(PYTHON) -m pytest -m 'not full' tests/ascend
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py
+	PYTHONPATH=. $(PYTHON) benchmarks/streams.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -12,13 +12,16 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
+from graphex import scope as scope
 
 if TYPE_CHECKING:
+    from graphex.analysis.deadlock import register_core_need
     from graphex.analysis.declared_twins import register_inplace_twin
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
-    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError
+    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
+    from graphex.evidence.orders import random_orders
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.passes.adapter import Rewrite, graph_pass
     from graphex.passes.base import GraphPass, Refusal, Work
@@ -42,6 +45,7 @@ __all__ = [
     "Report",
     "Rewrite",
     "RuleError",
+    "StreamError",
     "Work",
     "compile_fx",
     "explain",
@@ -49,10 +53,13 @@ __all__ = [
     "graph_pass",
     "journal",
     "node_info",
+    "random_orders",
+    "register_core_need",
     "register_inplace_twin",
     "register_replacement",
     "replacement",
     "replayer",
+    "scope",
     "warm_up",
 ]
 
@@ -71,6 +78,7 @@ _HOMES = {
     "Report": "evidence.explain",
     "Rewrite": "passes.adapter",
     "RuleError": "errors",
+    "StreamError": "errors",
     "Work": "passes.base",
     "compile_fx": "backend",
     "explain": "evidence.explain",
@@ -78,8 +86,10 @@ _HOMES = {
     "graph_pass": "passes.adapter",
     "journal": "backend",
     "node_info": "fusion.register",
+    "random_orders": "evidence.orders",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
+    "register_core_need": "analysis.deadlock",
     "register_inplace_twin": "analysis.declared_twins",
     "replayer": "runtime.replayer",
     "warm_up": "runtime.warm_up",

@@ -27,15 +27,27 @@ _CODES = "_graphex_codes"
 
 def graphex_backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None) -> Any:
     """What `torch.compile(model, backend="graphex", mode=..., options=...)` calls for every graph it finds."""
-    owner = dynamo.compiling_backend()
+    return compile_by_name(gm, example_inputs, lambda journal: config_from(options, mode))
+
+
+graphex_backend.is_graphex = True  # type: ignore[attr-defined]  # what `journal` looks for
+
+
+def compile_by_name(
+    gm: GraphModule, example_inputs: Sequence[Any], configure: Callable[[Journal], CompilerConfig]
+) -> Any:
+    """Compile for a backend that `torch.compile` knows by name; `configure` reads its options."""
+    journal = _journal_on(dynamo.compiling_backend())
     try:
-        return _compile(gm, example_inputs, config_from(options, mode), _journal_on(owner), None)
+        return _compile(gm, example_inputs, configure(journal), journal, None)
     except GraphexError as error:
         raise dynamo.surfaced(error) from error.__cause__
 
 
 class Backend:
     """A configured backend: pass it as `torch.compile(model, backend=...)`. It keeps its own journal."""
+
+    is_graphex = True
 
     def __init__(self, config: CompilerConfig, custom_decompositions: Decompositions | None = None) -> None:
         self.__name__ = "graphex"
@@ -81,13 +93,18 @@ def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, opt
 
     The result takes what `gm` takes and returns what `gm` returns, so it can serve as a `fw_compiler`.
     """
+    return compile_aten_graph(gm, example_inputs, config_from(options), Journal())
+
+
+def compile_aten_graph(
+    gm: GraphModule, example_inputs: Sequence[Any] | None, config: CompilerConfig, journal: Journal
+) -> Callable[..., Any]:
+    """`compile_fx` with a journal that was begun before."""
     from graphex.frontend.exported import compile_aten
 
     if not isinstance(gm, GraphModule):
         raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}.")
-    own = Journal()
-    config = config_from(options)
-    return gm if _is_off(own) else compile_aten(gm, example_inputs, _begin(config, own))
+    return gm if _is_off(journal) else compile_aten(gm, example_inputs, _begin(config, journal))
 
 
 def journal(compiled: object) -> Journal:
@@ -103,7 +120,7 @@ def journal(compiled: object) -> Journal:
     found = getattr(owner, _JOURNAL, None)
     if isinstance(found, Journal):
         return found
-    if not dynamo.uses(owner, graphex_backend, Backend):
+    if not dynamo.is_graphex(owner):
         raise InputError('this was compiled with another backend; pass backend="graphex" to torch.compile.')
     code = dynamo.code_of(compiled)
     for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig
 from graphex.evidence.dump import DebugFiles
+from graphex.evidence.timelines import timelines_text
 from graphex.records import FellBack, Journal
 
 log = logging.getLogger("graphex")
@@ -52,6 +53,6 @@ def one_line(reason: object) -> str:
 
 
 def readable(gm: GraphModule) -> str:
-    """A graph as text, with types, strides and devices."""
+    """A graph as text, with types, strides, devices and streams."""
     text: str = gm.print_readable(print_output=False, include_stride=True, include_device=True)
-    return text
+    return text + timelines_text(gm.graph)

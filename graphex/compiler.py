@@ -8,7 +8,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
+from graphex.auto_streams import with_two_streams
 from graphex.compilation import Compilation
+from graphex.evidence.graph_dump import dump_graph
 from graphex.passes.metadata import correct_layouts, stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, MemoryPredicted, Verified
@@ -31,15 +33,19 @@ def compile_graph(
     name = _begin(gm, compilation, phase)
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
+    dump_graph(compilation, gm, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
-    optimise(runner)
+    functional = optimise(runner)
+    dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
         executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+        if functional is not None:
+            executable = with_two_streams(runner, functional, executable, static_inputs)
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
     compilation.files.journal(compilation.journal, compilation.compile_id)

@@ -146,6 +146,26 @@ class ExistingDirectory(Kind[str]):
         return str(value)
 
 
+class OptionalChoice(Kind["str | None"]):
+    """One of some words, or None."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = (None, *values)
+        self.allowed = ", ".join(repr(value) for value in self.values)
+
+    def check(self, name: str, value: Any) -> str | None:
+        return None if value is None else Choice(*filter(None, self.values)).check(name, value)
+
+
+class Folder(Kind[str]):
+    allowed = "the path of a folder, which is made if it does not exist"
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, (str, Path)) or (Path(value).exists() and not Path(value).is_dir()):
+            raise self.refuse(name, value)
+        return str(value)
+
+
 class Names(Kind[tuple[str, ...]]):
     """A list of names. Which names exist is known to the pipeline, which checks them when compilation starts."""
 
@@ -268,6 +288,23 @@ class CompilerConfig:
     post_grad_custom_post_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs after graphex's own. See docs/passes.md."
     )
+    stream_safety = Option(
+        Choice("auto", "strict", "shuffle"),
+        "auto",
+        "What happens where one stream uses what another makes and no event of yours orders the two. `auto`: the event "
+        "is added. `strict`: it is an error. `shuffle`: as `auto`, and every call also runs in several random orders "
+        "that the events allow, whose results must be equal (for tests; no capture). See docs/streams.md.",
+    )
+    auto_streams = Option(
+        Flag(),
+        False,
+        "Put independent branches on a second stream where that is measured to be faster. See docs/streams.md.",
+    )
+    deadlock_check = Option(
+        Flag(),
+        False,
+        "Report kernels that may run at one time and together need more cores than there are. See docs/streams.md.",
+    )
     dump_tensor_data = Option(Flag(), False, "Save the tensors that every node computes (runs without capture).")
     data_dump_stage = Option(
         Choice("original", "optimized"),
@@ -275,6 +312,13 @@ class CompilerConfig:
         "Which graph `dump_tensor_data` saves: the one before any pass, or the final one.",
     )
     data_dump_dir = Option(ExistingDirectory(), "./", "Where `dump_tensor_data` writes.")
+    graph_dump_type = Option[str | None](
+        OptionalChoice("txt", "py", "pbtxt"),
+        None,
+        "Write every graph, before and after optimisation: as text, as Python code, or as a GraphDef that Netron and "
+        "TensorBoard open.",
+    )
+    graph_dump_path = Option(Folder(), "./", "Where `graph_dump_type` writes.")
     verify = Option(
         Flag(),
         False,

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -158,6 +162,26 @@ def _commands(group: click.Group, context: click.Context, path: str) -> Iterator
             yield f"{path} {name}", command
 
 
+def ascend_section(name: str) -> Callable[[], str]:
+    """One table about Ascend's names, options and scenarios."""
+
+    def section() -> str:
+        head, *rows = _ascend_tables()[name]
+        return table(head, rows)
+
+    return section
+
+
+@cache
+def _ascend_tables() -> dict[str, list[list[str]]]:
+    """From a process of its own: importing `graphex.ascend` gives this one a device "npu" for good."""
+    code = "import json; from graphex.ascend import tables; print(json.dumps(tables.everything()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GRAPHEX_NPU": "simulated"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, list[list[str]]] = json.loads(done.stdout)
+    return found
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
@@ -167,6 +191,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "commands": commands_section,
     "fusions": lambda: families_section(FUSIONS),
     "lifts": lambda: families_section(LIFTS),
+    "ascend names": ascend_section("names"),
+    "torchair options": ascend_section("torchair_options"),
+    "npugraph ex options": ascend_section("npugraph_ex_options"),
+    "scenarios not offered": ascend_section("scenarios_not_offered"),
+    "scenarios that are better": ascend_section("better_scenarios"),
 }
 
 

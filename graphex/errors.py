@@ -19,8 +19,16 @@ class RuleError(GraphexError):
     """A fusion rule cannot work as it was written: it can never match, changes results, or its check raised."""
 
 
+class StreamError(GraphexError):
+    """Work was placed on streams in a way that cannot be right: bad nesting, an event that is missing, a race."""
+
+
 class InputError(GraphexError, TypeError):
     """A public function was called with something it cannot work on."""
+
+
+class NotOfferedError(GraphexError, NotImplementedError):
+    """A name of an Ascend package that graphex knows and does not offer was used."""
 
 
 class CaptureError(GraphexError):

@@ -1,6 +1,7 @@
 """The stages a graph goes through, in order, in one place.
 
     pre    the user's passes, before ours
+    place  scopes, records and waits become metadata and events (again after post)
     clean  no-ops, redundant casts, dead code
     lift   idioms of plain PyTorch become named ops
     unify  common subexpressions (after lift: it would give the inside of an idiom further users)
@@ -9,6 +10,7 @@
     memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
            the graph is not functional from here on. Rules that need a write in place run between the two
     tidy   dead code that the stages before have left
+    streams events are added where one stream uses what another makes; races are refused
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
 partitioned into the forward and backward graphs, which then take the path above, each for itself.
@@ -19,27 +21,35 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
+from torch.fx import GraphModule
+
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
 from graphex.passes import (
+    CheckDeadlocks,
     FuseJointPatterns,
     FusePatterns,
     GraphPass,
     LiftIdioms,
     MergeCommonSubexpressions,
+    PlaceBranches,
+    PlaceNodes,
     RemoveDeadCode,
     RemoveNoops,
     RemoveRedundantCopies,
     RestoreInputWrites,
     ReuseDeadMemory,
+    ScheduleStreams,
     WritePartsOfCat,
     WriteRotaryToCache,
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
+from graphex.torch_private.graphs import copy_module
 
 OURS: tuple[tuple[str, GraphPass], ...] = (
+    ("place", PlaceNodes()),
     ("clean", RemoveNoops()),
     ("clean", RemoveRedundantCopies()),
     ("clean", RemoveDeadCode()),
@@ -49,18 +59,32 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("fuse", FuseJointPatterns()),
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
+    ("place", PlaceNodes()),
     ("memory", WritePartsOfCat()),
     ("memory", RestoreInputWrites()),
     ("memory", WriteRotaryToCache()),
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),
+    ("streams", ScheduleStreams()),
+    ("streams", CheckDeadlocks()),
 )
 
 
-def optimise(runner: Runner) -> None:
-    """Take a forward, backward or inference graph through every stage."""
-    for stage, graph_pass in stages(runner.compilation.config):
+AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
+
+
+def optimise(runner: Runner) -> GraphModule | None:
+    """Take a forward, backward or inference graph through every stage.
+
+    Returns the graph as it stood before the memory stage, if a version of it on two streams is to be tried.
+    """
+    config = runner.compilation.config
+    for stage, graph_pass in stages(config, last=False):
         runner.run(stage, graph_pass)
+    functional = copy_module(runner.gm) if config.auto_streams else None
+    for stage, graph_pass in stages(config, first=False):
+        runner.run(stage, graph_pass)
+    return functional
 
 
 def optimise_joint(runner: Runner) -> None:
@@ -69,11 +93,19 @@ def optimise_joint(runner: Runner) -> None:
         runner.run(stage, graph_pass)
 
 
-def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str, GraphPass]]:
-    """(stage, pass) pairs in the order they run."""
+def put_on_two_streams(runner: Runner) -> None:
+    """Take a graph, as it stands before the memory stage, through the rest with its branches placed."""
+    for stage, graph_pass in (*AUTOMATIC, *stages(runner.compilation.config, first=False)):
+        runner.run(stage, graph_pass)
+
+
+def stages(
+    config: CompilerConfig, *, joint: bool = False, first: bool = True, last: bool = True
+) -> Iterator[tuple[str, GraphPass]]:
+    """(stage, pass) pairs in the order they run: those before the memory stage, those from there on, or all."""
     pre, post = config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass
-    everything = [*_users("pre", pre), *OURS, *_users("post", post), *LAST]
-    for stage, graph_pass in everything:
+    everything = [*_users("pre", pre), *OURS, *_users("post", post)] if first else []
+    for stage, graph_pass in (*everything, *(LAST if last else ())):
         if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
             yield ("joint" if joint else stage), graph_pass
 
@@ -81,7 +113,7 @@ def stages(config: CompilerConfig, *, joint: bool = False) -> Iterator[tuple[str
 def check_names(config: CompilerConfig) -> None:
     """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
     users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
-    passes = [graph_pass for _, graph_pass in (*OURS, *LAST)] + users
+    passes = [graph_pass for _, graph_pass in (*OURS, *LAST, *AUTOMATIC)] + users
     known = {
         "disable_passes": {graph_pass.name for graph_pass in passes},
         "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()}

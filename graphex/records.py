@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from graphex.errors import GraphexWarning
 
 if TYPE_CHECKING:
+    from graphex.analysis.deadlock import Risk
     from graphex.evidence.report.film import Film
 
 SCHEMA_VERSION = 1
@@ -177,6 +178,54 @@ class Cut(Record):
 
 
 @dataclass(frozen=True)
+class StreamsScheduled(Record):
+    """A graph with several streams: the nodes of each in the order they run, and its events, the user's and ours."""
+
+    kind: ClassVar[str] = "streams"
+    streams: dict[str, tuple[str, ...]]
+    users_events: int
+    added_events: int
+
+
+@dataclass(frozen=True)
+class AutoStreams(Record):
+    """What `auto_streams` decided for one combination of sizes: kept, dropped or not tried; medians."""
+
+    kind: ClassVar[str] = "auto streams"
+    key: str
+    status: str
+    ratio: float = 0.0
+    seconds_one: float = 0.0
+    seconds_two: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class DeadlockChecked(Record):
+    """The verdict of `deadlock_check=True`: clean, risk or not checked. `str(record)` is the report."""
+
+    kind: ClassVar[str] = "deadlock check"
+    status: str
+    ops: int
+    cores: tuple[int, int] = (0, 0)
+    risks: tuple[Risk, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.status == "not checked":
+            return f"{self.graph}: not checked for deadlocks: {self.reason}."
+        if not self.risks:
+            return f"{self.graph}: no deadlock risk among {self.ops} ops with a declared need of cores."
+        lines = [f"{self.graph}: {len(self.risks)} sets of kernels may wait for each other for ever"]
+        for risk in self.risks:
+            lines.append(f"  together more than {self.cores[0]} aicores or {self.cores[1]} vectorcores, in any order:")
+            for node, stream, need, line in zip(risk.nodes, risk.streams, risk.needs, risk.lines, strict=True):
+                where = f" ({line})" if line else ""
+                lines.append(f"    '{node}' on {stream}: {need[0]} aicores, {need[1]} vectorcores{where}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Verified(Record):
     """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
 
@@ -258,6 +307,18 @@ class Journal:
     @property
     def memory(self) -> list[MemoryPredicted]:
         return self.of(MemoryPredicted)
+
+    @property
+    def streams(self) -> list[StreamsScheduled]:
+        return self.of(StreamsScheduled)
+
+    @property
+    def auto_streams(self) -> list[AutoStreams]:
+        return self.of(AutoStreams)
+
+    @property
+    def deadlock_checks(self) -> list[DeadlockChecked]:
+        return self.of(DeadlockChecked)
 
     @property
     def verifications(self) -> list[Verified]:

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
-from graphex.errors import PassError, RuleError
+from graphex.errors import PassError, RuleError, StreamError
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
 from graphex.records import PassRan, Record
@@ -61,6 +61,8 @@ class Runner:
         self._show("original", stage="as given")
 
     def run(self, stage: str, graph_pass: GraphPass) -> None:
+        if not graph_pass.concerns(self.gm.graph):
+            return
         snapshot = self._take_snapshot()
         records: list[Record] = []
         before, started = _targets(self.gm.graph), time.perf_counter()
@@ -151,14 +153,14 @@ class Runner:
         self, stage: str, graph_pass: GraphPass, error: Exception, before: Counter[str], seconds: float
     ) -> None:
         users = graph_pass.foreign or isinstance(error, RuleError)
-        stops = users and self.compilation.config.strict
+        stops = (users and self.compilation.config.strict) or isinstance(error, StreamError)
         status, reason = ("failed" if stops else "rolled back"), one_line(error)
         size = before.total()
         self.compilation.journal.add(
             PassRan(self.graph_name, stage, graph_pass.name, status, seconds, size, size, reason=reason)
         )
         if stops:
-            if isinstance(error, (PassError, RuleError)):
+            if isinstance(error, (PassError, RuleError, StreamError)):
                 raise error
             raise PassError(
                 f"your pass '{graph_pass.name}' raised {reason}{_raised_at(error)}. "

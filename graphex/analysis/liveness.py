@@ -1,8 +1,14 @@
-"""When a value is used for the last time."""
+"""When a value is used for the last time, and when its memory may be given back."""
 
 from __future__ import annotations
 
 from torch.fx import Graph, Node
+
+from graphex.analysis.accesses import Access, accesses
+from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.clocks import Clocks, Stream
+from graphex.analysis.source import placement
+from graphex.analysis.synchronisation import Sync
 
 
 def last_uses(graph: Graph) -> dict[Node, list[Node]]:
@@ -25,3 +31,45 @@ def last_uses(graph: Graph) -> dict[Node, list[Node]]:
         if user.op != "output":
             dying.setdefault(user, []).append(value)
     return dying
+
+
+def frees(graph: Graph) -> dict[Node, list[Node]]:
+    """`last_uses` for a graph with several streams: for each node, the values to let go of behind it.
+
+    Memory belongs to the stream it was allocated on, whose next allocation may take it. So a value is kept until that
+    stream waits for everybody who uses the memory:
+
+        a = sin(x)  side;  b = cos(a)  main;  c = exp(x)  side           `a` stays: `exp` could be given its memory
+        ...                event: side waits for b                       here it may go
+    """
+    aliases = Aliases(graph)
+    dying = last_uses(graph)
+    clocks = Clocks()
+    used: dict[Storage, dict[Stream, int]] = {}  # the last use of a memory on each stream
+    held: list[Node] = []
+    free: dict[Node, list[Node]] = {}
+    for position, (node, what) in enumerate(accesses(graph, aliases)):
+        if isinstance(what, Access):
+            clocks.run(what.stream, position)
+            for storage in what.reads | what.writes:
+                used.setdefault(storage, {})[what.stream] = position
+        elif isinstance(what, Sync):
+            (clocks.record if what.kind == "record" else clocks.wait)(what.what, what.stream)
+        asked = [*held, *dying.get(node, ())] if isinstance(what, Sync) else dying.get(node, [])
+        going = [value for value in asked if _nobody_else_runs(aliases.storages(value), used, clocks)]
+        if going:
+            free[node] = going
+        if isinstance(what, Sync):
+            held = []
+        held += [value for value in asked if value not in going]
+    return free
+
+
+def _nobody_else_runs(storages: frozenset[Storage], used: dict[Storage, dict[Stream, int]], clocks: Clocks) -> bool:
+    """Whether the streams that own some memory have waited for every use of it."""
+    return all(
+        clocks.knows(placement(owner), stream, position)
+        for owner, _ in storages
+        for storage in storages
+        for stream, position in used.get(storage, {}).items()
+    )

@@ -19,18 +19,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from typing import Any
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases
-from graphex.analysis.effects import operator_of, written_arguments
+from graphex.analysis.clocks import Clock, Clocks, later
+from graphex.analysis.effects import written_arguments
 from graphex.analysis.source import placement
+from graphex.analysis.synchronisation import Sync, synchronisation
 
 _STAMP = "graphex_writes_before"
 
 Stamp = dict[str, int]
-Clock = dict[Hashable, int]  # for each stream, the position up to which its nodes are known to have finished
 
 
 class Order:
@@ -43,10 +43,9 @@ class Order:
     def __init__(self, graph: Graph, *, data: bool = True) -> None:
         self._position = {node: index for index, node in enumerate(graph.nodes)}
         self._data = data
-        self._clocks: dict[Node, Clock] = {}
-        self._streams: dict[Hashable, Clock] = {}
-        self._events: dict[Hashable, Clock] = {}
-        self.one_stream = len({placement(node) for node in graph.nodes if node.op.startswith("call")}) <= 1
+        self._before: dict[Node, Clock] = {}  # what has finished when a node starts
+        self._clocks = Clocks()
+        self.one_stream = len({_stream(node) for node in graph.nodes if _is_placed(node)}) <= 1
         if not self.one_stream:
             for node in graph.nodes:
                 self._visit(node)
@@ -59,62 +58,45 @@ class Order:
             return False
         if self.one_stream or not first.op.startswith("call"):
             return True
-        return self._clocks[second].get(_stream(first), -1) >= self._position[first]
+        return self._before[second].get(_stream(first), -1) >= self._position[first]
 
     def _visit(self, node: Node) -> None:
         if not node.op.startswith("call"):
-            self._clocks[node] = self._after_inputs(node) if node.op == "output" else {}
+            self._before[node] = self._after_inputs(node) if node.op == "output" else {}
             return
-        synchronisation = _synchronisation(node)
-        if synchronisation is not None:
-            self._synchronise(*synchronisation)
-        clock = _later(self._streams.get(_stream(node), {}), self._after_inputs(node))
-        self._clocks[node] = clock
-        self._streams[_stream(node)] = {**clock, _stream(node): self._position[node]}
+        if (sync := synchronisation(node)) is not None:
+            self._synchronise(sync)
+        clock = later(self._clocks.of(_stream(node)), self._after_inputs(node))
+        self._before[node] = clock
+        if _is_placed(node):
+            self._clocks.learn(_stream(node), clock)
+            self._clocks.run(_stream(node), self._position[node])
 
     def _after_inputs(self, node: Node) -> Clock:
         clock: Clock = {}
         for value in node.all_input_nodes if self._data else ():
             if value.op.startswith("call"):
-                clock = _later(clock, {**self._clocks[value], _stream(value): self._position[value]})
+                clock = later(clock, {**self._before[value], _stream(value): self._position[value]})
         return clock
 
-    def _synchronise(self, what: str, args: tuple[Any, ...]) -> None:
-        if what == "streams::record_event":
-            event, stream = args
-            self._events[event] = dict(self._streams.get(stream, {}))
-        elif what == "streams::wait_event":
-            event, stream = args
-            self._streams[stream] = _later(self._streams.get(stream, {}), self._events.get(event, {}))
-        elif what == "streams::wait_stream":
-            waiting, waited_for = args
-            self._streams[waiting] = _later(self._streams.get(waiting, {}), self._streams.get(waited_for, {}))
+    def _synchronise(self, sync: Sync) -> None:
+        if sync.kind == "record":
+            self._clocks.record(sync.what, sync.stream)
+        elif sync.kind == "wait":
+            self._clocks.wait(sync.what, sync.stream)
+        else:
+            self._clocks.learn(sync.stream, self._clocks.of(sync.what))
+
+
+def _is_placed(node: Node) -> bool:
+    """Events name their streams; where they stand themselves means nothing."""
+    return node.op.startswith("call") and synchronisation(node) is None
 
 
 def _stream(node: Node) -> Hashable:
     """Nodes that are placed nowhere share one stream, which is no other one."""
     found = placement(node)
     return found if isinstance(found, Hashable) else repr(found)
-
-
-def _later(left: Clock, right: Clock) -> Clock:
-    return {stream: max(left.get(stream, -1), right.get(stream, -1)) for stream in {**left, **right}}
-
-
-def _synchronisation(node: Node) -> tuple[str, tuple[Any, ...]] | None:
-    """The name and the (event and stream) numbers of an op that orders streams, bare or wrapped in `control_deps`."""
-    op = operator_of(node)
-    if op is not None and op.namespace == "streams":
-        numbers = tuple(node.args) + tuple(node.kwargs.values())
-        return (op._schema.name, numbers) if len(numbers) == 2 and all(type(n) is int for n in numbers) else None
-    if str(getattr(node.target, "__name__", "")) != "control_deps":
-        return None
-    for value in node.all_input_nodes:
-        body = getattr(node.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            inner = [found for each in body.graph.nodes if (found := _synchronisation(each)) is not None]
-            return inner[0] if len(inner) == 1 else None
-    return None
 
 
 def stamp_order(graph: Graph, aliases: Aliases) -> None:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.beginnings import beginning_of
+from graphex.analysis.launches import is_work
 from graphex.analysis.order import Order
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line
@@ -58,7 +59,7 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
     if order.one_stream:
         return None
     for user in (user for value in values for user in aliases.users_of_memory(value)):
-        if user is writer or not user.op.startswith("call") or order.before(user, writer) or order.before(writer, user):
+        if user is writer or order.before(user, writer) or order.before(writer, user) or not is_work(user):
             continue
         reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
         return Obstacle(reason, user, on_another_stream=True)

@@ -47,3 +47,8 @@ def placement(node: Node) -> object:
     """The stream a node is placed on (None: the current one). Nodes on different streams are never merged."""
     custom = node.meta.get("custom")
     return custom.get("stream") if isinstance(custom, dict) else None
+
+
+def stream_name(stream: object) -> str:
+    """A stream as a sentence speaks of it."""
+    return "the current stream" if stream is None else f"stream '{stream}'"

@@ -1,6 +1,7 @@
-"""What a device can do for a graph. `cpu` runs it, `cuda` can also replay it as one device graph."""
+"""What a device can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph."""
 
-from graphex.device.base import Device, Replay
+from graphex.device.base import Cores, Device, Replay
+from graphex.device.lanes import Lanes
 from graphex.device.select import device_of
 
-__all__ = ["Device", "Replay", "device_of"]
+__all__ = ["Cores", "Device", "Lanes", "Replay", "device_of"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from graphex.analysis.plan import StreamPlan
+from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
 
 
@@ -23,9 +26,18 @@ class Replay(ABC):
         """Give the graph's memory back. It may still be running."""
 
 
+class Cores(NamedTuple):
+    """Cores for matrix and for vector work. Where there is one kind, both are its number."""
+
+    aicore: int
+    vectorcore: int
+
+
 class Device:
     name = "cpu"
     captures = False
+    has_lanes = False  # whether `lanes` gives any
+    limits_cores = False  # whether work can be kept to a part of the cores
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -42,6 +54,22 @@ class Device:
         """Whether a (fake) tensor is in the device's memory, and not in the host's."""
         return True
 
+    def lanes(self, plan: StreamPlan) -> Lanes | None:
+        """Streams for a graph; None where there is but one, on which the order of the graph is right too."""
+        return None
+
+    def cores(self) -> Cores | None:
+        """How many cores of each kind kernels can be on at a time; None if nothing is known about it."""
+        return None
+
+    def settings(self) -> Hashable:
+        """What was set on the current stream that a captured graph keeps: another value asks for another graph."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The stream that work is given to, as torch has it; None where there are none."""
+        return None
+
     def stream(self) -> Any:
         """What tells the current stream from others."""
         return None
@@ -52,6 +80,12 @@ class Device:
     def is_capturing(self) -> bool:
         """Whether somebody else is capturing the current stream."""
         return False
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """How long the device works on what `run` gives to it."""
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
 
     def synchronize(self) -> None:
         """Wait for everything that was given to the device."""

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from graphex.device.base import Device, Replay
+from graphex.analysis.plan import StreamPlan
+from graphex.device.base import Cores, Device, Replay
+from graphex.device.cuda_lanes import CudaLanes
+from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
 from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream, stop_allocating_to
 
@@ -38,6 +41,7 @@ class CudaReplay(Replay):
 
 class CudaDevice(Device):
     captures = True
+    has_lanes = True
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -119,6 +123,16 @@ class CudaDevice(Device):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cuda"
 
+    def lanes(self, plan: StreamPlan) -> Lanes:
+        return CudaLanes(self._device, plan)
+
+    def cores(self) -> Cores:
+        count = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return Cores(count, count)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
     def stream(self) -> Any:
         return raw_stream(self._index)
 
@@ -128,6 +142,14 @@ class CudaDevice(Device):
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(torch.cuda.current_stream(self._device))
+        run()
+        end.record(torch.cuda.current_stream(self._device))
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -16,4 +16,8 @@ def device_of(devices: set[torch.device]) -> Device:
             from graphex.device.cuda import CudaDevice
 
             return CudaDevice(only.index or 0)
+        if only.type == "npu":
+            from graphex.device.npu import NpuDevice
+
+            return NpuDevice(only.index or 0)
     return Device()

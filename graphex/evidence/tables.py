@@ -39,6 +39,11 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _near_misses(journal)
     if journal.refusals:
         yield _refusals(journal)
+    if journal.streams:
+        yield _streams(journal)
+    if journal.auto_streams:
+        yield _auto_streams(journal)
+    yield from map(str, journal.deadlock_checks)
     yield _memory(journal)
     yield _running(journal)
     if journal.cuts:
@@ -52,6 +57,25 @@ def _verdicts(journal: Journal) -> Any:
     for verdict in journal.verifications:
         error = f"{verdict.worst_error:.3g}"
         table.add_row(verdict.graph, verdict.status, verdict.reference, error, verdict.pass_name, verdict.reason)
+    return table
+
+
+def _streams(journal: Journal) -> Any:
+    table = _table("streams", "graph", "stream", "nodes", "events (yours, added)")
+    for record in journal.streams:
+        events = f"{record.users_events}, {record.added_events}"
+        for stream, nodes in record.streams.items():
+            names = ", ".join(nodes[:SHOWN]) + (f" ... ({len(nodes)})" if len(nodes) > SHOWN else "")
+            table.add_row(record.graph, stream, names, events)
+            events = ""
+    return table
+
+
+def _auto_streams(journal: Journal) -> Any:
+    table = _table("automatic streams", "graph", "sizes", "two streams", "x one stream", "reason")
+    for decision in journal.auto_streams:
+        ratio = f"{decision.ratio:.3f}" if decision.ratio else ""
+        table.add_row(decision.graph, decision.key, decision.status, ratio, decision.reason)
     return table
 
 

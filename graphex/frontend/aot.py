@@ -20,6 +20,7 @@ from graphex.compilation import Compilation
 from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
 from graphex.frontend.decompositions import decompositions
+from graphex.frontend.streams import keep_stream_calls
 from graphex.records import FellBack
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.aot import (
@@ -50,6 +51,7 @@ def compile_with_aot(
         flattened: Compiled = flatten_graph_inputs(gm, example_inputs, again)
         return flattened
     _note_subclasses(example_inputs, compilation)
+    keep_stream_calls(gm)
     try:
         return _aot(gm, example_inputs, compilation, custom_decompositions)
     except (GraphexError, TensorifyScalarRestartAnalysis):

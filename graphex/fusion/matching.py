@@ -17,6 +17,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
+from graphex.analysis.launches import is_kernel
+from graphex.analysis.turns import turn_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, source_of, value_of
 from graphex.fusion.making import pattern_of
@@ -164,11 +166,14 @@ def _within(user: Node, inside: set[Node]) -> bool:
 
 
 def _streams(nodes: list[Node]) -> Refusal | None:
-    streams = {placement(node) for node in nodes}
-    if len(streams) == 1:
-        return None
-    other = next(node for node in nodes if placement(node) != placement(nodes[0]))
-    return Refusal(f"'{nodes[0].name}' and '{other.name}' run on different streams", other)
+    kernels = list(filter(is_kernel, nodes)) or nodes
+    first = kernels[0]
+    if (other := next((node for node in kernels if placement(node) != placement(first)), None)) is not None:
+        return Refusal(f"'{first.name}' and '{other.name}' run on different streams", other)
+    timed = [node for node in kernels if turn_of(node) is not None]
+    if (other := next((node for node in timed if turn_of(node) != turn_of(timed[0])), None)) is not None:
+        return Refusal(f"their stream records or waits between '{timed[0].name}' and '{other.name}'", other)
+    return None
 
 
 def _checked(rule: Rule, match: Match) -> Refusal | None:

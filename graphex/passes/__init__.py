@@ -4,29 +4,37 @@
 leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
 """
 
+from graphex.passes.auto_streams import PlaceBranches
 from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
 from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
+from graphex.passes.deadlock import CheckDeadlocks
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
+from graphex.passes.place import PlaceNodes
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_write import WriteRotaryToCache
+from graphex.passes.streams import ScheduleStreams
 
 __all__ = [
+    "CheckDeadlocks",
     "FuseJointPatterns",
     "FusePatterns",
     "GraphPass",
     "LiftIdioms",
     "MergeCommonSubexpressions",
+    "PlaceBranches",
+    "PlaceNodes",
     "Refusal",
     "RemoveDeadCode",
     "RemoveNoops",
     "RemoveRedundantCopies",
     "RestoreInputWrites",
     "ReuseDeadMemory",
+    "ScheduleStreams",
     "Work",
     "WritePartsOfCat",
     "WriteRotaryToCache",

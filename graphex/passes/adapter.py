@@ -9,7 +9,7 @@ transformations:
 a `torch.fx.Transformer` subclass           is instantiated on the module and run
 a `PassBase` or `PassManager` instance      is called; its own checks run and may raise
 ``(pattern, replacement[, filters])``       goes through the subgraph rewriter (see also `Rewrite`)
-an `OperatorSupportBase` instance           what it supports is fused into submodules by the capability partitioner
+an `OperatorSupportBase` instance           what it supports is fused into submodules by the linear partitioner
 a `graphex.GraphPass` instance              is used as it is
 ==========================================  ================================================================
 
@@ -84,7 +84,7 @@ class CustomGraphPass(GraphPass):
 
     def __init__(self, custom: Any, run: Callable[[Work], GraphModule | None]) -> None:
         self.custom = custom
-        self.name = _name_of(custom)
+        self.name = name_of(custom)
         self.stage = str(getattr(custom, "stage", "") or "")
         self.preserves_results = bool(getattr(custom, "preserves_results", True))
         self._run = run
@@ -112,6 +112,12 @@ def as_graph_pass(custom: Any) -> GraphPass:
     return CustomGraphPass(custom, lambda work: _ignored(custom(work.gm, list(work.example_inputs), work.config)))
 
 
+def takes_config(custom: Any) -> bool:
+    """Whether it has the form ``fn(gm, example_inputs, config)``."""
+    other_forms = isinstance(custom, (GraphPass, type, tuple)) or hasattr(custom, "is_node_supported")
+    return callable(custom) and not other_forms and _positional_count(custom) != 1
+
+
 def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
     if len(pair) not in (2, 3) or not all(callable(part) for part in pair[:2]):
         raise OptionError(
@@ -122,10 +128,9 @@ def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
 
 
 def _partition(gm: GraphModule, support: Any) -> GraphModule:
-    from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+    from graphex.passes.partition import Partitioner
 
-    partitioner = CapabilityBasedPartitioner(gm, support)
-    return partitioner.fuse_partitions(partitioner.propose_partitions())
+    return Partitioner(gm, support).partition_and_fuse()
 
 
 def _module_of(custom: Any, result: Any) -> GraphModule | None:
@@ -134,7 +139,7 @@ def _module_of(custom: Any, result: Any) -> GraphModule | None:
     if result is None or isinstance(result, GraphModule):
         return result
     raise TypeError(
-        f"'{_name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult"
+        f"'{name_of(custom)}' returned {type(result).__name__}; expected None, a GraphModule or a PassResult"
     )
 
 
@@ -155,10 +160,10 @@ def _positional_count(custom: Any) -> int:
     return len(required) if required else len(positional)
 
 
-def _name_of(custom: Any) -> str:
+def name_of(custom: Any) -> str:
     for attribute in ("name", "__name__"):
         value = getattr(custom, attribute, None)
         if isinstance(value, str) and value:
             return value
     inner = getattr(custom, "func", None)  # functools.partial
-    return _name_of(inner) if inner is not None else type(custom).__name__
+    return name_of(inner) if inner is not None else type(custom).__name__

@@ -146,6 +146,10 @@ class GraphPass(ABC):
     def enabled(self, config: CompilerConfig) -> bool:
         return self.name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
 
+    def concerns(self, graph: Graph) -> bool:
+        """Whether there is anything for the pass in a graph; if not, it does not run and leaves no record."""
+        return True
+
     def rules(self) -> tuple[str, ...]:
         """The names of the rules this pass applies, for `disable_rules`."""
         return (self.rule,) if self.rule else ()

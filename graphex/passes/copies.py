@@ -1,6 +1,6 @@
-"""Shorten chains of casts that lose nothing on the way.
+"""Shorten chains of casts that lose nothing on the way, and drop copies of memory to itself.
 
-    before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64)
+    before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64); copy_(x, x)
     after:   b is x_bf16;                                  c = to(x_bf16, float64)
 
 Going through a type that holds every value of the first one exactly is as if one had not gone there. Only such
@@ -15,7 +15,9 @@ from torch.fx import Node
 from graphex.analysis import known_equal, same_layout
 from graphex.passes.base import GraphPass, Work
 
-cast = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+cast = aten._to_copy.default
+_COPIES: dict[object, int] = {aten.clone.default: 0, aten.copy.default: 1}  # and which argument they copy
 
 _SMALL_FLOATS = (torch.float16, torch.bfloat16)
 
@@ -36,12 +38,19 @@ EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
 
 class RemoveRedundantCopies(GraphPass):
     name = "remove_redundant_copies"
+    moves_writes = True  # it takes some away
 
     def rules(self) -> tuple[str, ...]:
-        return ("cast_back", "cast_through")
+        return ("cast_back", "cast_through", "self_copy")
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
+            if node.target is aten.copy_.default and work.allows("self_copy") and _writes_what_is_there(work, node):
+                target = node.args[0]
+                assert isinstance(target, Node)
+                node.replace_all_uses_with(target)
+                work.erase(node, rule="self_copy", because="the memory has these values already")
+                continue
             detour = _detour(node)
             if detour is None:
                 continue
@@ -70,6 +79,19 @@ class RemoveRedundantCopies(GraphPass):
             return
         node.replace_input_with(middle, source)
         work.rewired(node, rule=rule, because=exact)
+
+
+def _writes_what_is_there(work: Work, node: Node) -> bool:
+    """copy_(x, x), or copy_(x, c) where c is a copy of x and neither was written to since it was made."""
+    target, source = node.args[:2]
+    if source is target:
+        return True
+    if not (isinstance(target, Node) and isinstance(source, Node)) or source.target not in _COPIES:
+        return False
+    aliases = work.aliases
+    is_copy = source.args[_COPIES[source.target]] is target and same_layout(source.meta.get("val"), target.meta["val"])
+    written = aliases.is_written(source) or aliases.written_between(target, source, aliases.position(node) - 1)
+    return is_copy and not written
 
 
 def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str | None:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graphex.analysis import known_equal
+from graphex.analysis import known_equal, placement
+from graphex.analysis.launches import is_work
+from graphex.analysis.turns import TURN, turn_of
 from graphex.errors import PassError
 from graphex.passes.base import ORIGINS, inherit
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode
 from graphex.torch_private.trees import pytree
 
+MADE_BY = "graphex_made_by"  # the user's pass that put a node there
 _INHERITED = ("stack_trace", "custom", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
@@ -78,6 +81,7 @@ def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
     known = copies | watch.nodes
     new = [node for node in gm.graph.nodes if node not in known and node.op not in ("placeholder", "output")]
     for node in new:
+        node.meta[MADE_BY] = pass_name
         inherit_all(node, _ancestors(node, watch, elsewhere))
     for node in reversed(new):  # the inside of a replacement: from the part of it that is known
         if ORIGINS not in node.meta:
@@ -180,6 +184,17 @@ def inherit_all(node: Node, ancestors: list[Node]) -> None:
         found = next((old.meta[key] for old in ancestors if old.meta.get(key) is not None), None)
         if found is not None:
             node.meta.setdefault(key, found)
+    _inherit_place(node, [old for old in ancestors if is_work(old)])
+
+
+def _inherit_place(node: Node, kernels: list[Node]) -> None:
+    """What replaces work of one stream is on that stream, between the events that it was between."""
+    streams = {placement(old) for old in kernels}
+    if len(streams) == 1 and placement(node) is None and (stream := streams.pop()) is not None:
+        node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
+    turns = {turn_of(old) for old in kernels}
+    if len(turns) == 1 and (turn := turns.pop()) is not None:
+        node.meta.setdefault(TURN, turn)
 
 
 def _is_changed(node: Node, watch: Watch) -> bool:

@@ -49,7 +49,7 @@ class WriteRotaryToCache(GraphPass):
 
 def _rotary(node: Node) -> Rotary | None:
     """The rotary embedding of a key, alone or with its query, at this node."""
-    if node.op != "call_function" or node.kwargs:
+    if node.op != "call_function" or node.kwargs or not node.args:
         return None
     interleaved = bool(node.args[-1]) if isinstance(node.args[-1], bool) else False
     if node.target is ops.rotary.default:

@@ -43,17 +43,13 @@ def why_not_captured(node: Node, device: Device) -> str:
         return "it reads a value back to the host"
     if op is not None and _UNSAFE_TAG is not None and _UNSAFE_TAG in op.tags:
         return "it is marked as unsafe to capture"
+    if op is torch.ops.graphex.host_wait.default:
+        return "it makes the host wait for a stream"
     if is_collective(node):
         return "it communicates with other processes"
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
         return f"a {node.target.name()} may decide on the host"
     return ""
-
-
-def is_number(node: Node) -> bool:
-    """Whether the node computes a number from sizes and numbers: it costs nothing and can be computed anywhere."""
-    value = node.meta.get("val")
-    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _moves_between_devices(node: Node) -> bool:

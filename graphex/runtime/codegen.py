@@ -11,6 +11,13 @@
                  del mm
                  return (relu,)
 
+A graph with several streams says which one its calls are for, and keeps values until their memory is safe to reuse:
+
+                 enter('side')
+                 mm = mm_default(x, w)
+                 record('mm', 'side')
+                 wait('mm', None)
+
 `args` is a list that the function empties, so that inputs nobody else holds are freed at their last use too. A
 `call_module` node is the seam for a compiled region: whatever callable the module holds stands for many nodes.
 """
@@ -23,14 +30,20 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.analysis import last_uses
+from graphex.analysis import last_uses, placement
 from graphex.analysis.effects import operator_of
+from graphex.analysis.launches import is_work
+from graphex.analysis.liveness import frees
+from graphex.analysis.synchronisation import synchronisation
+from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
+from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.runtime.spelling import spell
 
 Boxed = Callable[[list[Any]], Any]
@@ -54,14 +67,16 @@ class Code:
         return forward
 
 
-def generate(gm: GraphModule) -> Code:
-    """The program of a graph. Raises GraphexError for a node that has no place in one."""
-    return _Writer(gm).write()
+def generate(gm: GraphModule, lanes: Lanes | None = None) -> Code:
+    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one."""
+    return _Writer(gm, lanes).write()
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, lanes: Lanes | None) -> None:
         self.gm = gm
+        self.lanes = lanes
+        self._stream: object = None
         self.code = Code()
         self.lines: list[str] = []
         self.names: dict[Node, str] = {}
@@ -71,7 +86,7 @@ class _Writer:
         self._bound: dict[int | str, str] = {}
 
     def write(self) -> Code:
-        dying = last_uses(self.gm.graph)
+        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph)
         placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
         for node in self.gm.graph.nodes:
             self.names[node] = _identifier(node.name)
@@ -89,12 +104,26 @@ class _Writer:
         return self.code
 
     def _statement(self, node: Node) -> None:
-        if node.op == "output":
+        if self.lanes is not None:
+            self._enter(None if node.op == "output" else placement(node), node)
+        if _does_nothing(node):
+            if self.lanes is not None and (sync := synchronisation(node)) is not None:
+                self._lane(sync.kind, sync.what, sync.stream)
+        elif node.op == "output":
             self.lines.append(f"return {self._returned(node.args[0])}")
         elif node.op == "get_attr":
             self.names[node] = self._bind(attribute_of(self.gm, str(node.target)), str(node.target))
         else:
             self.lines.append(f"{self.names[node]} = {self._call(node)}")
+
+    def _enter(self, stream: object, node: Node) -> None:
+        if stream != self._stream and (node.op == "output" or is_work(node)):
+            self._lane("enter", stream)
+            self._stream = stream
+
+    def _lane(self, name: str, *args: object) -> None:
+        function = self._bind(getattr(self.lanes, name), f"graphex.device.one_stream.{name}", hint=name)
+        self.lines.append(f"{function}({', '.join(map(repr, args))})")
 
     def _call(self, node: Node) -> str:
         if node.op == "call_module":
@@ -157,7 +186,7 @@ class _Writer:
 
     def _bind(self, value: Any, text: str, hint: str = "") -> str:
         """A free name of the program for an object; the same object gets the same name."""
-        identity = text if isinstance(value, (torch.device, torch.dtype)) else id(value)
+        identity = text if isinstance(value, (torch.device, torch.dtype, MethodType)) else id(value)
         known = self._bound.get(identity)
         if known is not None:
             return known
@@ -173,9 +202,15 @@ class _Writer:
         return name
 
     def _free(self, values: list[Node]) -> None:
-        names = [self.names[value] for value in values if value.op != "get_attr"]
+        names = [self.names[value] for value in values if value.op != "get_attr" and not _does_nothing(value)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
+
+
+def _does_nothing(node: Node) -> bool:
+    """Whether a node is about streams only: one that `lanes` see to, or one that says that memory is in use."""
+    op = operator_of(node)
+    return op is not None and op._schema.name in NOTHING_TO_RUN
 
 
 def attribute_of(gm: GraphModule, target: str) -> Any:

@@ -13,17 +13,22 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.launches import is_kernel
+from graphex.analysis.plan import stream_plan
 from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
-from graphex.device import Device, device_of
+from graphex.device import Device, Lanes, device_of
 from graphex.records import Cut, FellBack
 from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
+from graphex.runtime.core_limits import note_core_limits
 from graphex.runtime.entries import output_leaves
-from graphex.runtime.pieces import Division, divide, is_kernel
+from graphex.runtime.outside import with_outside
+from graphex.runtime.pieces import Division, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
+from graphex.runtime.shuffle import shuffled
 from graphex.torch_private.kernels import BelowAutograd
 from graphex.torch_private.tracing import profiler_enabled
 
@@ -32,12 +37,35 @@ def build_executable(
     compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, static_inputs: Sequence[int]
 ) -> Boxed:
     """The program that runs `gm`, as the options ask for it."""
+    device = device_for(gm)
+    note_core_limits(compilation, graph_name, gm, device)
+    plan = stream_plan(gm.graph)
+    if plan is None:
+        return _build(compilation, graph_name, folder, gm, static_inputs, device, None)
+    if compilation.config.stream_safety == "shuffle":
+        return shuffled(graph_name, gm, compilation.journal.counter(graph_name))
+    lanes = device.lanes(plan)
+    run = _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
+    if lanes is None:
+        return run
+    # When a backward runs, torch's numbers may stand for the events of another function.
+    return with_outside(run, plan, device, events=not folder.startswith("backward"))
+
+
+def _build(
+    compilation: Compilation,
+    graph_name: str,
+    folder: str,
+    gm: GraphModule,
+    static_inputs: Sequence[int],
+    device: Device,
+    lanes: Lanes | None,
+) -> Boxed:
     counter = compilation.journal.counter(graph_name)
-    run = eager_program(compilation, graph_name, folder, gm, counter)
+    run = eager_program(compilation, graph_name, folder, gm, counter, lanes)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
         return run
-    device = device_of(devices_of(gm))
     if not device.captures:
         return run
     if not any(map(is_kernel, gm.graph.nodes)):
@@ -50,7 +78,7 @@ def build_executable(
         if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
             return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
         return Capturing(compilation, graph_name, device, run, gm, static_inputs)
-    if not division.captured:
+    if not division.captured or stream_plan(gm.graph) is not None:  # streams would have to meet at every cut
         node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
             graph_name,
@@ -149,20 +177,26 @@ def _record_cuts(compilation: Compilation, graph_name: str, division: Division) 
 
 
 def eager_program(
-    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, counter: Counter[str]
+    compilation: Compilation,
+    graph_name: str,
+    folder: str,
+    gm: GraphModule,
+    counter: Counter[str],
+    lanes: Lanes | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     from graphex.evidence.output_code import write_output_code
 
     try:
-        code = generate(gm)
+        code = generate(gm, lanes)
         body = code.function(f"<graphex {graph_name}>")
     except Exception as error:
         compilation.fall_back(graph_name, "the graph is interpreted node by node", error)
         return _boxed(interpreted(gm))
     if compilation.files.wanted:
         compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm))
-    return _observed(graph_name, _below_autograd(body) if _is_plain(gm) else body, counter)
+    body = _below_autograd(body) if _is_plain(gm) else body
+    return _observed(graph_name, body if lanes is None else lanes.around(body), counter)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
@@ -180,6 +214,10 @@ def written_constants(gm: GraphModule) -> list[torch.Tensor]:
     attributes = [node for node in gm.graph.nodes if node.op == "get_attr" and aliases.is_written(node)]
     values = {str(node.target): attribute_of(gm, str(node.target)) for node in attributes}
     return [value for value in values.values() if isinstance(value, torch.Tensor)]
+
+
+def device_for(gm: GraphModule) -> Device:
+    return device_of(devices_of(gm))
 
 
 def devices_of(gm: GraphModule) -> set[torch.device]:

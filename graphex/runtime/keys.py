@@ -42,6 +42,7 @@ class KeyReader:
                     found.setdefault(symbol, (index, dim))
                 elif index not in self._whole:
                     self._whole.append(index)
+        self._settings = device.settings
         self._numbers = sorted(numbers)
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())
@@ -57,7 +58,7 @@ class KeyReader:
             key.append(repr(args[index]))
         for index in self.hosts:
             key.append(repr(args[index].item()))
-        key.append(numerics())
+        key.append((numerics(), self._settings()))
         return tuple(key)
 
     def text(self, key: Key) -> str:

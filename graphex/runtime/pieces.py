@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis import Aliases, is_effectful, is_random, written_arguments
-from graphex.analysis.aliasing import Storage
+from graphex.analysis import Aliases
+from graphex.analysis.dependencies import what_runs_before
 from graphex.analysis.effects import PURE_NAMESPACES, node_leaves, operator_of
+from graphex.analysis.launches import is_kernel, is_number
 from graphex.device import Device
-from graphex.runtime.capturable import is_number, why_not_captured
+from graphex.runtime.capturable import why_not_captured
 
 WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
 
@@ -58,7 +59,7 @@ def divide(gm: GraphModule, device: Device) -> Division:
         return Division([Piece(gm, True, inputs, [], [])], {})
     free |= {node for node in gm.graph.nodes if is_number(node) and node not in obstacles}
     aliases = Aliases(gm.graph)
-    before = _what_runs_before(gm.graph, aliases)
+    before = what_runs_before(gm.graph, aliases)
     outside = set(obstacles)
     while True:
         levels = _levels(gm.graph, before, free, outside)
@@ -79,40 +80,6 @@ def _cannot_hand_over(pieces: list[Piece], aliases: Aliases) -> bool:
         isinstance(node.meta.get("val"), (list, tuple)) or (node.op != "placeholder" and aliases.is_absolute(node))
         for node in crossing
     )
-
-
-def _what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
-    """For every node, others that have to run before it."""
-    before: dict[Node, set[Node]] = {}
-    last_write: dict[Storage, Node] = {}
-    reads: dict[Storage, list[Node]] = {}
-    last_effect: Node | None = None
-    for node in graph.nodes:
-        found = set(node.all_input_nodes)
-        written = {storage for value in written_arguments(node) for storage in aliases.storages(value)}
-        read = {storage for value in node.all_input_nodes for storage in aliases.storages(value)}
-        for storage in read | written:
-            if storage in last_write:
-                found.add(last_write[storage])
-        for storage in written:
-            found.update(reads.pop(storage, ()))
-            last_write[storage] = node
-        for storage in read - written:
-            reads.setdefault(storage, []).append(node)
-        if _keeps_its_turn(node):
-            if last_effect is not None:
-                found.add(last_effect)
-            last_effect = node
-        before[node] = found - {node}
-    return before
-
-
-def _keeps_its_turn(node: Node) -> bool:
-    """Whether the node has an effect besides writing to memory that it says it writes to."""
-    if node.op in ("placeholder", "output") or not is_effectful(node):
-        return False
-    op = operator_of(node)
-    return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable
 
 
 def _levels(graph: Graph, before: dict[Node, set[Node]], free: set[Node], outside: set[Node]) -> dict[Node, int]:
@@ -139,17 +106,6 @@ def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
             pieces.setdefault(level, []).append(node)
     small = [nodes for nodes in pieces.values() if sum(map(is_kernel, nodes)) < WORTH_CAPTURING]
     return {node for nodes in small for node in nodes}
-
-
-def is_kernel(node: Node) -> bool:
-    """Whether a node launches something: views, numbers and parts of tuples do not."""
-    if node.op in ("placeholder", "get_attr", "output") or is_number(node):
-        return False
-    op = operator_of(node)
-    if op is None:
-        return node.target is not operator.getitem
-    views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
-    return not views
 
 
 def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: Aliases) -> list[Piece]:

@@ -30,9 +30,9 @@ __all__ = [
     "debug_directory",
     "disable",
     "flatten_graph_inputs",
+    "is_graphex",
     "register_backend",
     "surfaced",
-    "uses",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,10 +97,9 @@ def backend_of(compiled: object) -> object | None:
     return None if callback is None else _innermost(callback)
 
 
-def uses(backend: object, function: object, kind: type) -> bool:
-    """Whether a backend object calls `function`, or an instance of `kind`."""
-    inner = getattr(backend, "compiler_fn", backend)
-    return inner is function or isinstance(inner, kind)
+def is_graphex(backend: object) -> bool:
+    """Whether a backend object calls something of ours, by whatever name."""
+    return bool(getattr(getattr(backend, "compiler_fn", backend), "is_graphex", False))
 
 
 def code_of(compiled: object) -> CodeType | None:

@@ -1,8 +1,17 @@
-"""FX graphs: copies that share nothing but values."""
+"""FX graphs: copies that share nothing but values, and the names of what nodes call."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import _get_qualified_name
+
+
+def qualified_name(target: Callable[..., Any]) -> str:
+    """`torch.ops.aten.add.Tensor`"""
+    return _get_qualified_name(target)
 
 
 def copy_graph(graph: Graph) -> Graph:

@@ -12,42 +12,23 @@ import dataclasses
 import os
 import re
 import runpy
-import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from graphex import docs, records
+from tests.docs.blocks import Block, blocks, run_block
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [
     ROOT / "examples" / f"{name}.py"
-    for name in ("custom_pass", "explain_model", "fusion_rule", "one_norm", "verify_a_pass")
+    for name in ("custom_pass", "explain_model", "fusion_rule", "one_norm", "stream_pass", "verify_a_pass")
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    language: str
-    marker: str
-    line: int
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-    text = page.read_text()
-    for found in fence.finditer(text):
-        before = text[: found.start()].rstrip().rsplit("\n", 1)[-1]
-        marker = re.fullmatch(r"<!-- (.*) -->", before)
-        line = text.count("\n", 0, found.start()) + 1
-        yield Block(found[2], marker[1] if marker else "", line, textwrap.dedent(found[3]))
 
 
 def name_of(path: Path) -> str:
@@ -65,7 +46,10 @@ def test_every_python_block_runs_and_prints_what_the_page_shows(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for block in blocks(page):
-            if block.language == "python":
+            if block.language == "python" and "import graphex.ascend" in block.text:
+                code, printed = run_block(block, tmp_path)  # it gives its process a device that cannot be taken back
+                assert code == 0, printed
+            elif block.language == "python":
                 program += "\n" * bool(program)
                 script.write_text(program + block.text)
                 run(block, "\n" * program.count("\n") + block.text, script, namespace, page)

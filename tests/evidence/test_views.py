@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,9 +225,34 @@ def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path
 def test_structured_traces_hold_our_graphs(tmp_path):
     run(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     (trace,) = (tmp_path / "trace").glob("*.log")
-    text = trace.read_text()
-    assert '"name": "graphex_inference_000_original"' in text
-    assert '"name": "graphex_journal"' in text
+    artifacts = {
+        record["artifact"]["name"]: (record["artifact"]["encoding"], payload)
+        for record, payload in traced(trace.read_text())
+        if "artifact" in record
+    }
+    encoding, graph = artifacts["graphex_inference_000_original"]
+    assert encoding == "string"
+    assert "torch.ops.aten.addmm.default" in graph
+    encoding, journal = artifacts["graphex_journal"]
+    assert encoding == "json"
+    assert json.loads(journal)["schema_version"] == SCHEMA_VERSION
+
+
+def traced(text: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a structured trace with their payloads, read as tlparse reads them: the hashes must be right."""
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        if line.startswith("\t"):
+            continue
+        prefix, _, found = line.partition("] ")
+        assert re.match(r"[VIWE]\d{4} [\d:.]+ \d+ \S+:\d+$", prefix), line
+        record = json.loads(found)
+        payload = "\n".join(
+            each[1:] for each in itertools.takewhile(lambda each: each.startswith("\t"), lines[place + 1 :])
+        )
+        if "has_payload" in record:
+            assert hashlib.md5(payload.encode()).hexdigest() == record["has_payload"]
+        yield record, payload
 
 
 def test_torch_logs_turns_the_logger_on_and_it_is_silent_otherwise(tmp_path):

@@ -191,3 +191,40 @@ def test_the_pass_can_be_disabled():
         disable_passes=["remove_redundant_copies"],
     )
     assert made.count(cast) == 2
+
+
+# -- copies of memory to itself ----------------------------------------------------------------------------------------
+
+
+def copied_to_itself(x):
+    aten.copy_(x, x)
+    return x + 1
+
+
+def copied_back(x):
+    old = x.clone()
+    seen = x.sum()
+    x.copy_(old)
+    return seen + x
+
+
+def restored(x):
+    old = x.clone()
+    x.add_(1)
+    seen = x.sum()
+    x.copy_(old)
+    return seen
+
+
+def copy_changed(x):
+    new = x.clone()
+    new.mul_(2)
+    return x.copy_(new) + 1
+
+
+@pytest.mark.parametrize(("f", "dropped"), [(copied_to_itself, 1), (copied_back, 1), (restored, 0), (copy_changed, 0)])
+def test_memory_is_not_copied_to_itself(f, dropped):
+    x = torch.randn(2, 3)
+    optimised = Optimised(f, x)
+    assert [record.rule for record in optimised.journal.rewrites].count("self_copy") == dropped
+    assert_same_to_user(optimised.run, f, x)

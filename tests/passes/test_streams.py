@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -23,11 +24,13 @@ def placed(gm: GraphModule, streams: dict[Any, int]) -> GraphModule:
     return gm
 
 
-def after(gm: GraphModule, target: Any, op: Any, *numbers: int) -> None:
+def after(gm: GraphModule, target: Any, op: Any, *numbers: int | str) -> Node:
     """Insert a synchronisation after the first call of `target`."""
     node: Node = next(node for node in gm.graph.nodes if node.target is target)
     with gm.graph.inserting_after(node):
-        gm.graph.call_function(op, numbers).meta["val"] = None
+        made = gm.graph.call_function(op, numbers)
+    made.meta["val"] = None
+    return made
 
 
 def rules(gm: GraphModule) -> tuple[list[str], list[str]]:
@@ -66,9 +69,17 @@ def test_an_event_makes_it_safe():
 
 def test_an_input_read_on_another_stream_is_not_written_in_place():
     assert "write_input_in_place" in rules(trace(update, X, X + 1))[0]
-    made, refused = rules(placed(trace(update, X, X + 1), {aten.cos.default: 1}))
+    gm = placed(trace(update, X, X + 1), {aten.cos.default: 1})
+    after(gm, aten.cos.default, torch.ops.graphex.tagged_event_record.default, "read").meta["custom"] = {"stream": 1}
+    after(gm, aten.relu.default, torch.ops.graphex.tagged_event_wait.default, "read")  # in time for the copy alone
+    made, refused = rules(gm)
     assert "write_input_in_place" not in made
     assert any(UNORDERED in reason for reason in refused)
+
+
+def test_a_write_that_nothing_orders_with_a_read_of_another_stream_is_refused():
+    with pytest.raises(graphex.StreamError, match=r"'copy_' on the current stream writes .* which 'cos' on stream"):
+        rules(placed(trace(update, X, X + 1), {aten.cos.default: 1}))
 
 
 def test_equal_calls_on_two_streams_stay_two_and_the_journal_says_so():

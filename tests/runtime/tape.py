@@ -124,7 +124,7 @@ class TapeDevice(Device):
         self.replayed: list[Tape] = []
         self.pools = 0
         self.fail_at = ""
-        self.current_stream = 0
+        self.stream_number = 0
         self.waits: list[tuple[int, int]] = []
         self.user_captures = False
         self._busy = threading.Lock()
@@ -172,10 +172,10 @@ class TapeDevice(Device):
                         _spoil(leaf)
 
     def stream(self) -> int:
-        return self.current_stream
+        return self.stream_number
 
     def follow(self, stream: int) -> None:
-        self.waits.append((self.current_stream, stream))
+        self.waits.append((self.stream_number, stream))
 
     def is_capturing(self) -> bool:
         return self.user_captures

@@ -198,7 +198,7 @@ def test_the_error_mode_reaches_the_device(tape):
 def test_a_replay_on_another_stream_waits_for_the_last_one(tape):
     compiled = compile_it(lambda x: x * 2 + 1)
     for stream in (0, 0, 0, 5, 5, 0):
-        tape.current_stream = stream
+        tape.stream_number = stream
         compiled(torch.ones(3))
     assert tape.waits == [(5, 0), (0, 5)]
 

@@ -1,0 +1,52 @@
+"""Which memory the work of a node reads and writes, and on which stream.
+
+Views and parts of tuples touch nothing: what matters is who reads and writes the memory they look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.clocks import Stream
+from graphex.analysis.effects import written_arguments
+from graphex.analysis.launches import is_work
+from graphex.analysis.source import placement
+from graphex.analysis.synchronisation import Sync, synchronisation
+
+
+@dataclass(frozen=True)
+class Access:
+    """Work of a stream. `keeps` is work that touches no data and only says that memory is in use."""
+
+    node: Node
+    stream: Stream
+    reads: frozenset[Storage]
+    writes: frozenset[Storage]
+    keeps: bool = False
+
+
+def accesses(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Access | Sync | None]]:
+    """Every node in order, with what it does to memory or to the order of streams, if anything."""
+    for node in graph.nodes:
+        yield node, _access(node, aliases)
+
+
+def _access(node: Node, aliases: Aliases) -> Access | Sync | None:
+    if not node.op.startswith("call"):
+        return None
+    if (sync := synchronisation(node)) is not None:
+        return sync
+    keeps = node.target is torch.ops.graphex.used_on.default
+    if not keeps and not is_work(node):
+        return None
+    read = frozenset().union(*(aliases.storages(value) for value in node.all_input_nodes))
+    if keeps:
+        return Access(node, placement(node), read, frozenset(), keeps=True)
+    written = frozenset().union(*(aliases.storages(value) for value in written_arguments(node)))
+    fresh = frozenset(storage for storage in aliases.storages(node) if storage[0] is node)
+    return Access(node, placement(node), read, written | fresh)

@@ -1,0 +1,164 @@
+"""Every Ascend name: where it is served from, or why it is not. The modules and `docs/ascend.md` are made from this.
+
+A home is `module:attribute`, the module under `graphex.ascend` if it starts with a dot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name of torch_npu, torchair, npugraph_ex or torch.npu. Without a home it is not offered; `note` says why."""
+
+    name: str
+    home: str = ""
+    note: str = ""
+    does_nothing: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def state(self) -> str:
+        if not self.home:
+            return "not offered"
+        return "ignored" if self.does_nothing else "works"
+
+
+def served(module: str, home: str, names: str, note: str = "", *, does_nothing: bool = False) -> Iterator[Name]:
+    """Several names of one module; `theirs=ours` for one that has another name at home."""
+    for name in names.split():
+        theirs, _, here = name.partition("=")
+        yield Name(f"{module}.{theirs}", f"{home}:{here or theirs}", note, does_nothing)
+
+
+def not_offered(module: str, names: str, why: str) -> Iterator[Name]:
+    for name in names.split():
+        yield Name(f"{module}.{name}", note=why)
+
+
+PACKAGES = ("torch_npu", "torchair", "npugraph_ex")
+
+_CACHE = "graphex does not keep compiled graphs between processes yet"
+_STREAMS = "graphex.scope"
+_AIR = "there is no .air file without CANN; torch.export and graphex.compile_fx take exported programs"
+_GE = "there is no GE graph engine here"
+_GEARS = "the option capture_sizes pads calls to sizes that were captured"
+_UPDATE = "tasks of a captured graph cannot be changed here; another length is another key"
+_COLLECTIVES = "collectives are not offered yet"
+
+NAMES: tuple[Name, ...] = (
+    # -- the device -----------------------------------------------------------------------------------------------
+    *served(
+        "torch.npu",
+        ".npu.module",
+        "is_available is_initialized init device_count current_device set_device device synchronize get_device_name"
+        " get_device_properties manual_seed manual_seed_all seed seed_all get_rng_state set_rng_state"
+        " get_amp_supported_dtype is_bf16_supported _is_in_bad_fork _lazy_init",
+    ),
+    *served(
+        "torch.npu",
+        ".npu.module",
+        "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats",
+        "the simulated device does not count the host's memory",
+    ),
+    *served("torch.npu", ".npu.module", "set_compile_mode config", "switches of CANN", does_nothing=True),
+    *served("torch.npu", ".npu.streams", "Stream Event stream current_stream default_stream set_stream"),
+    *served(
+        "torch.npu",
+        ".npu.streams",
+        "set_stream_limit get_stream_limit reset_stream_limit",
+        "remembered; only an NPU has cores to limit",
+        does_nothing=True,
+    ),
+    *served("torch.npu", ".npu.graphs", "NPUGraph graph graph_pool_handle is_current_stream_capturing"),
+    *not_offered("torch.npu", "make_graphed_callables", "torch.compile(backend='npugraph_ex') captures"),
+    *not_offered(
+        "torch.npu",
+        "graph_task_group_begin graph_task_group_end graph_task_update_begin graph_task_update_end",
+        _UPDATE,
+    ),
+    *not_offered(
+        "torch.npu", "super_kernel_scope_begin super_kernel_scope_end", "super kernels are binaries for the NPU"
+    ),
+    # -- torch_npu ------------------------------------------------------------------------------------------------
+    *served(
+        "torch_npu",
+        "torch.ops.npu",
+        "npu_rms_norm npu_add_rms_norm npu_add_rms_norm_cast npu_add_rms_norm_quant npu_add_rms_norm_dynamic_quant"
+        " npu_dynamic_quant npu_quantize npu_transpose_batchmatmul npu_swiglu npu_rotary_mul npu_scatter_nd_update"
+        " npu_scatter_nd_update_ _npu_dtype_cast npu_dtype_cast=_npu_dtype_cast",
+        "docs/ops.md",
+    ),
+    *not_offered(
+        "torch_npu",
+        "npu_fused_infer_attention_score npu_fused_infer_attention_score_v2 npu_fusion_attention"
+        " npu_prompt_flash_attention npu_incre_flash_attention _npu_paged_attention npu_grouped_matmul"
+        " npu_moe_gating_top_k npu_kv_rmsnorm_rope_cache npu_mla_prolog_v3"
+        " npu_weight_quant_batchmatmul npu_quant_matmul scatter_update"
+        " npu_quant_scatter npu_format_cast save_npugraph_tensor print_npugraph_tensor",
+        "graphex has no reference for it yet; define it with torch.library in the namespace `npu`",
+    ),
+    *served(
+        "torch_npu.profiler",
+        ".profiler",
+        "profile schedule tensorboard_trace_handler ProfilerActivity ProfilerLevel AiCMetrics ExportType"
+        " supported_activities",
+        "torch.profiler",
+    ),
+    *served(
+        "torch_npu.profiler",
+        ".profiler",
+        "_ExperimentalConfig",
+        "counters of the NPU's cores: a warning says that they are ignored",
+        does_nothing=True,
+    ),
+    # -- torchair -------------------------------------------------------------------------------------------------
+    *served("torchair", ".config", "CompilerConfig", "the options below"),
+    *served("torchair", ".api", "get_npu_backend get_compiler register_replacement"),
+    *served("torchair", ".logger", "logger=torchair", "at DEBUG, every changed graph on stdout"),
+    *served("torchair.core.utils", ".logger", "logger=torchair"),
+    *served("torchair.configs.compiler_config", ".config", "CompilerConfig"),
+    *served("torchair.scope", ".scopes", "npu_stream_switch limit_core_num npu_wait_tensor", _STREAMS),
+    *served("torchair.ops", ".scopes", "record wait npu_wait_tensor", _STREAMS),
+    *served("torchair", ".api", "use_internal_format_weight", "private formats are the NPU's", does_nothing=True),
+    *not_offered("torchair.scope", "super_kernel op_never_timeout data_dump", "about binaries and tasks of the NPU"),
+    *not_offered(
+        "torchair.ops",
+        "npu_create_tagged_event npu_tagged_event_record npu_tagged_event_wait npu_record_tagged_stream",
+        "use torch.npu.Event and Stream.record_stream, or graphex.scope",
+    ),
+    *not_offered("torchair.ops", "npu_print", "data_dump and print outside of the compiled function show values"),
+    *not_offered("torchair.inference", "cache_compile readable_cache", _CACHE),
+    *not_offered("torchair.inference", "set_dim_gears", _GEARS),
+    *not_offered("torchair", "dynamo_export", _AIR),
+    *not_offered("torchair", "register_fx_node_ge_converter", _GE),
+    *not_offered("torchair", "patch_for_hcom", _COLLECTIVES),
+    # -- npugraph_ex ----------------------------------------------------------------------------------------------
+    *served("npugraph_ex", ".config", "CompilerConfig=FlatConfig", "the options below"),
+    *served(
+        "npugraph_ex",
+        ".api",
+        "get_npu_backend=get_npugraph_ex_backend get_compiler compile_fx register_replacement",
+    ),
+    *served("npugraph_ex", ".logger", "logger=npugraph_ex", "at DEBUG, every changed graph on stdout"),
+    *served("npugraph_ex.core.utils", ".logger", "logger=npugraph_ex"),
+    *served("npugraph_ex.scope", ".scopes", "limit_core_num", _STREAMS),
+    *not_offered("npugraph_ex.inference", "cache_compile readable_cache", _CACHE),
+)
+
+
+def modules() -> dict[str, list[Name]]:
+    """Every module there is to serve, with its names. A package whose parts alone have names is one too."""
+    found: dict[str, list[Name]] = {}
+    for name in NAMES:
+        found.setdefault(name.module, []).append(name)
+        parent = name.module.rpartition(".")[0]
+        while parent and parent != "torch":
+            found.setdefault(parent, [])
+            parent = parent.rpartition(".")[0]
+    return found

@@ -1,0 +1,85 @@
+"""Ops that place work on streams: what a pass writes into a graph, and what the finished graph holds.
+
+    scope_enter(["_user_stream_label"], ["side"])       what follows runs on the stream `side` ...
+    scope_exit()                                        ... up to here; scopes nest
+    moment = record()                                   the work of this stream up to here
+    wait([moment])                                      this stream goes on after that moment
+    tagged_event_record("ready"); tagged_event_wait("ready")     the same, by name
+    record_tagged_stream(x, "side")                     `x` is in use on that stream
+
+They exist under the namespaces `graphex`, `air` and `npugraph_ex` alike and do nothing when called: `place` turns them
+into metadata of the nodes around them and into the ops that stay:
+
+    event_record(event, stream, turn); event_wait(event, stream, turn)
+    used_on(x)                                          the memory of `x` is in use on the stream of this node
+    host_wait()                                         the host goes on when all streams have finished
+
+`turn` counts the records and waits of one stream, so that their place among the nodes does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACES = ("graphex", "air", "npugraph_ex")
+
+# What `graphex.scope` writes on the nodes of model code (`meta["custom"]`). The last two stay there.
+LABEL = "graphex_stream"
+PRIORITY = "graphex_priority"
+CORES = "graphex_cores"  # (aicore, vectorcore)
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The effect of these ops is in the graph, not in the call."""
+
+
+def _wait_on_the_host() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _moment(*, device: torch.device | None = None) -> Tensor:
+    """What `record` returns: a value to hand to `wait`."""
+    return torch.zeros((), device=device)
+
+
+LEXICAL: dict[str, tuple[str, Callable[..., Any]]] = {
+    "scope_enter": ("(str[] keys, str[] values, bool need_execute=False) -> ()", _nothing),
+    "scope_exit": ("(bool need_execute=False) -> ()", _nothing),
+    "record": ("(*, Device? device=None) -> Tensor", _moment),
+    "wait": ("(Tensor[] x) -> ()", _nothing),
+    "tagged_event_record": ("(str tag, bool created_inside=False) -> ()", _nothing),
+    "tagged_event_wait": ("(str tag, bool created_inside=False) -> ()", _nothing),
+    "record_tagged_stream": ("(Tensor input, str tag) -> ()", _nothing),
+}
+PLACED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "event_record": ("(str event, str stream, int turn) -> ()", _nothing),
+    "event_wait": ("(str event, str stream, int turn) -> ()", _nothing),
+    "used_on": ("(Tensor x) -> ()", _nothing),
+    "host_wait": ("() -> ()", _wait_on_the_host),
+}
+NOTHING_TO_RUN = frozenset(f"graphex::{name}" for name, (_, run) in PLACED.items() if run is _nothing)
+
+
+def _define() -> None:
+    for namespace in NAMESPACES:
+        library = torch.library.Library(namespace, "FRAGMENT")
+        _LIBRARIES.append(library)
+        ops = {**LEXICAL, **PLACED} if namespace == "graphex" else LEXICAL
+        for name, (signature, run) in ops.items():
+            if hasattr(getattr(torch.ops, namespace), name):
+                continue  # somebody else's, with the same meaning
+            library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+            library.impl(name, run, "CompositeExplicitAutograd")
+            fake = _moment if run is _moment else _nothing
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+            torch.fx.has_side_effect(getattr(getattr(torch.ops, namespace), name).default)
+
+
+_define()

@@ -1,0 +1,202 @@
+"""Turn scopes, records and waits into streams of nodes, and into events that say whose they are.
+
+    before:  scope_enter(["_user_stream_label"], ["side"]); a = mm(x, x); r = record(); scope_exit(); wait([r])
+    after:   a = mm(x, x)                                      meta: stream "side", turn 0
+             event_record("r", "side", 1); event_wait("r", "(current)", 1)
+
+Runs after the user's passes: what they write means something by where it stands, and every later pass may move it.
+Streams and events of model code (`torch.cuda.stream`, `torch.Event`, `graphex.scope.stream`) become the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.analysis import placement
+from graphex.analysis.effects import operator_of
+from graphex.analysis.launches import is_work
+from graphex.analysis.synchronisation import CURRENT, placed_events
+from graphex.analysis.turns import TURN, in_turn, turn_of
+from graphex.errors import StreamError
+from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES
+from graphex.passes.base import GraphPass, Work
+from graphex.passes.scopes import Scopes, made
+from graphex.passes.torch_streams import inline_control, label_of, lower_torch_events
+
+_TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by
+
+ours = torch.ops.graphex
+_OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL}
+
+
+class PlaceNodes(GraphPass):
+    name = "place_nodes"
+    rule = "placement"
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(map(_is_concerned, graph.nodes))
+
+    def apply(self, work: Work) -> None:
+        inline_control(work)
+        _put_in_turn(work)
+        _Placing(work, self.rule).run()
+        _number(work)
+
+
+def _is_concerned(node: Node) -> bool:
+    custom = node.meta.get("custom")
+    if isinstance(custom, dict) and not custom.keys().isdisjoint((LABEL, CORES)):
+        return True
+    op = operator_of(node)
+    return op in _OPS or placement(node) is not None or (op is not None and op.namespace == "streams")
+
+
+def _put_in_turn(work: Work) -> None:
+    """Nodes that a pass has moved away from their events go back, before new events get their numbers."""
+    if not any(placed_events(list(work.graph.nodes))):
+        return
+    order = in_turn(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
+    if isinstance(order, Node):
+        if not work.config.post_grad_custom_post_pass:
+            raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
+        raise StreamError(
+            f"{made(order)} contradicts the events that were there before: no order of the nodes keeps all of them. "
+            "Insert it on the other side of the record or wait it depends on."
+        )
+    relink(work, order)
+
+
+def relink(work: Work, order: list[Node]) -> None:
+    """Put the nodes of the graph in this order."""
+    if order == list(work.graph.nodes):
+        return
+    for node, following in pairwise(order):
+        node.append(following)
+    work.changes += 1
+
+
+class _Placing:
+    """One walk over the nodes as they stand."""
+
+    def __init__(self, work: Work, rule: str) -> None:
+        self.work = work
+        self.rule = rule
+        self.scopes = Scopes(work)
+        self.tags: dict[str, str] = {}  # a tag -> the event that its last record is
+        self.names: Counter[str] = Counter(str(sync.what) for _, sync in placed_events(list(work.graph.nodes)))
+
+    def run(self) -> None:
+        lower_torch_events(self.work, self)
+        for node in list(self.work.graph.nodes):
+            name = _OPS.get(operator_of(node))
+            if name is None:
+                if _TAG in node.meta:
+                    self.tags[node.meta[_TAG]] = str(node.args[0])
+                if node.op.startswith("call"):
+                    self.scopes.place(node)
+                continue
+            getattr(self, f"_{name}")(node)
+        self.scopes.close()
+        for node in reversed(list(self.work.graph.nodes)):
+            if operator_of(node) in _OPS:
+                self.work.erase(node, rule=self.rule, because="it is on the nodes now")
+
+    # -- one method for each op ---------------------------------------------------------------------------------
+
+    def _scope_enter(self, node: Node) -> None:
+        self.scopes.enter(node)
+
+    def _scope_exit(self, node: Node) -> None:
+        self.scopes.leave(node)
+
+    def _record(self, node: Node) -> None:
+        node.meta["graphex_event"] = self.record(self.name(node.name), self.scopes.stream(node), after=node)
+
+    def _tagged_event_record(self, node: Node) -> None:
+        tag = str(node.args[0])
+        self.tags[tag] = self.name(tag)
+        self._event(ours.event_record.default, self.tags[tag], self.scopes.stream(node), node).meta[_TAG] = tag
+
+    def _wait(self, node: Node) -> None:
+        values = node.args[0]
+        if not isinstance(values, (list, tuple)) or not values:
+            raise StreamError(f"{made(node)} waits for nothing. Give it a list of what record() returned.")
+        for value in values:
+            if not isinstance(value, Node):
+                raise StreamError(f"{made(node)} waits for {value!r}, which nothing in the graph has recorded.")
+            self.wait(self._event_of(value), self.scopes.stream(node), after=node)
+
+    def _tagged_event_wait(self, node: Node) -> None:
+        tag = str(node.args[0])
+        if tag not in self.tags:
+            raise StreamError(
+                f"{made(node)} waits for the event '{tag}', which nothing before it records. Insert "
+                f"tagged_event_record('{tag}') where the work it stands for is done."
+            )
+        self.wait(self.tags[tag], self.scopes.stream(node), after=node)
+
+    def _record_tagged_stream(self, node: Node) -> None:
+        label = str(node.args[1])
+        self.used_on(node.args[0], None if label == CURRENT else label, before=node)
+
+    def _event_of(self, value: Node) -> str:
+        """The event behind a value: the one that `record` made, or one recorded where the value is made."""
+        while value.op.startswith("call") and "graphex_event" not in value.meta and not is_work(value):
+            value = value.all_input_nodes[0]
+        event: str | None = value.meta.get("graphex_event")
+        if event is None:
+            event = value.meta["graphex_event"] = self.record(self.name(value.name), placement(value), after=value)
+        return event
+
+    # -- what they are made of ----------------------------------------------------------------------------------
+
+    def name(self, wanted: str) -> str:
+        """An event is recorded once: what is recorded again has another name."""
+        self.names[wanted] += 1
+        return wanted if self.names[wanted] == 1 else f"{wanted} {self.names[wanted]}"
+
+    def record(self, event: str, stream: object, *, after: Node) -> str:
+        self._event(ours.event_record.default, event, stream, _behind_inputs(after))
+        return event
+
+    def wait(self, event: str, stream: object, *, after: Node) -> None:
+        self._event(ours.event_wait.default, event, stream, after)
+
+    def used_on(self, value: Any, stream: object, *, before: Node) -> None:
+        with self.work.graph.inserting_before(before):
+            node = self.work.graph.call_function(ours.used_on.default, (value,))
+        node.meta.update(val=None, custom={"stream": stream} if stream is not None else {})
+        self.work.changes += 1
+
+    def _event(self, op: Any, event: str, stream: object, place: Node) -> Node:
+        with self.work.graph.inserting_after(place):
+            node = self.work.graph.call_function(op, (event, label_of(stream), 0))
+        node.meta["val"] = None
+        self.work.changes += 1
+        return node
+
+
+def _behind_inputs(node: Node) -> Node:
+    """Placeholders stay together at the start."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _number(work: Work) -> None:
+    """Count the events of each stream, and note on every node which of them it is behind."""
+    turns: Counter[object] = Counter()
+    events = dict(placed_events(list(work.graph.nodes)))
+    for node in work.graph.nodes:
+        if node in events:
+            stream = events[node].stream
+            turns[stream] += 1
+            node.args = (*node.args[:2], turns[stream])
+        elif is_work(node) and turn_of(node) != turns[placement(node)]:
+            node.meta[TURN] = turns[placement(node)]
+            work.changes += 1

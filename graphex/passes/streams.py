@@ -1,0 +1,124 @@
+"""Give every use of a value on another stream the event it needs, and refuse what no event can be added for.
+
+    before:  a = sin(x)      side
+             b = add(a, 1)
+    after:   event_record("begin", "(current)"); event_wait("begin", "side")
+             a = sin(x)      side
+             event_record("a", "side"); event_wait("a", "(current)")
+             b = add(a, 1)
+
+What the user's own events order, and what another event implies, gets none. Streams start behind the work that the
+caller has given out, and the graph ends when all of them have finished: that is what a capture needs, and what makes
+memory of one call safe to use in the next.
+
+A write to memory that another stream may still be reading is an error that names both: an event there would change
+what the user's program says, and nobody can tell which of the two orders was meant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.analysis import placement
+from graphex.analysis.accesses import Access
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.clocks import Stream
+from graphex.analysis.launches import is_work
+from graphex.analysis.plan import OUTSIDE, PLAN, Outside, StreamPlan
+from graphex.analysis.races import Done, Walk, racing
+from graphex.analysis.source import stream_name
+from graphex.analysis.synchronisation import placed_events
+from graphex.analysis.turns import in_turn
+from graphex.errors import StreamError
+from graphex.ops.scope import PRIORITY
+from graphex.passes.base import GraphPass, Work
+from graphex.passes.place import relink
+from graphex.passes.torch_streams import label_of, name_streams
+from graphex.records import StreamsScheduled
+
+ours = torch.ops.graphex
+
+
+class ScheduleStreams(GraphPass):
+    name = "schedule_streams"
+    rule = "event"
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(placement(node) is not None or node.target in _EVENTS for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        name_streams(work.graph)  # where `place_nodes` is left out
+        streams = {placement(node) for node in work.graph.nodes if is_work(node)}
+        if streams <= {None}:
+            _forget_events(work, self.rule)
+            return
+        order = in_turn(work.graph)
+        if isinstance(order, Node):
+            raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
+        relink(work, order)
+        schedule = _Schedule(work, self.rule)
+        schedule.run()
+        schedule.note_plan()
+
+
+def _forget_events(work: Work, rule: str) -> None:
+    """Events of a graph that has one stream order nothing."""
+    for node in list(work.graph.nodes):
+        if node.op == "call_function" and node.target in _EVENTS:
+            work.erase(node, rule=rule, because="all work is on one stream")
+
+
+_EVENTS = (ours.event_record.default, ours.event_wait.default, ours.used_on.default)
+
+
+class _Schedule(Walk):
+    """Adds the events that are missing, and refuses the races that are left."""
+
+    def __init__(self, work: Work, rule: str) -> None:
+        super().__init__(work.graph)
+        self.work = work
+        self.rule = rule
+        self.names = {str(sync.what) for _, sync in placed_events(list(work.graph.nodes))}
+        self.users = len(self.names)
+
+    def missing(self, done: Done, stream: Stream, node: Node, kind: str) -> None:
+        if kind == "value" and self.work.config.stream_safety == "strict":
+            super().missing(done, stream, node, kind)
+            raise StreamError(f"{self.races[-1].sentence} stream_safety='auto' would add it.")
+        if not done.event:
+            done.event = self._name("begin" if done is self.begin else done.node.name)
+            self._insert(ours.event_record.default, done.event, done.stream, done.node)
+        self._insert(ours.event_wait.default, done.event, stream, node.prev)
+
+    def race(self, access: Access, reader: Done, storage: Storage) -> None:
+        raise StreamError(racing(access, reader, storage))
+
+    def _name(self, wanted: str) -> str:
+        name, copy = wanted, 1
+        while name in self.names:
+            copy += 1
+            name = f"{wanted} {copy}"
+        self.names.add(name)
+        return name
+
+    def _insert(self, op: torch._ops.OpOverload, event: str, stream: Stream, place: Node) -> None:
+        with self.graph.inserting_after(place):
+            node = self.graph.call_function(op, (event, label_of(stream), 0))
+        node.meta["val"] = None
+        self.work.rewired(node, rule=self.rule, because=f"{stream_name(stream)} meets another one at '{event}'")
+
+    def note_plan(self) -> None:
+        """What the runtime needs to know, and what the journal says."""
+        priorities: dict[str, int] = {str(stream): 0 for stream in self.last if stream is not None}
+        placed: dict[str, list[str]] = {}
+        for node in filter(is_work, self.graph.nodes):
+            label, custom = label_of(placement(node)), node.meta.get("custom") or {}
+            placed.setdefault(label, []).append(node.name)
+            if PRIORITY in custom and label in priorities:
+                priorities[label] = custom[PRIORITY]
+        output = self.graph.output_node()
+        output.meta[PLAN] = StreamPlan(priorities, output.meta.get(OUTSIDE, Outside()))
+        names = {stream: tuple(nodes) for stream, nodes in placed.items()}
+        added = len(self.names) - self.users
+        self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, added))

@@ -1,0 +1,126 @@
+"""PrivateUse1, the dispatch key that torch keeps for devices it does not know: here the device "npu" without hardware.
+
+A tensor of it is a plain `torch.Tensor` whose storage says "npu" and whose memory is a CPU storage. `as_host` and
+`as_npu` change the label and copy nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.backend_registration import (
+    _DummyDeviceGuard,
+    _DummyPrivateUse1Hook,
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
+
+__all__ = [
+    "allocate_on_host",
+    "as_host",
+    "as_npu",
+    "claim",
+    "claimed_by",
+    "map_fake_tensors",
+    "set_metadata",
+    "storage_as_npu",
+    "without_kernels_of_its_own",
+]
+
+_HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_HOST, _TWIN = "_graphex_host", "_graphex_npu"  # each storage knows the one with the other label
+
+aten = torch.ops.aten
+
+
+def claimed_by() -> str:
+    """The name that the key has already; empty if it has none. It can be given once in a process."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return "" if name == "privateuseone" else name
+
+
+def claim(name: str, module: ModuleType, *, accelerator: bool) -> None:
+    """Name the key, and make `module` its `torch.<name>`. An accelerator also answers when torch asks for hooks."""
+    rename_privateuse1_backend(name)
+    generate_methods_for_privateuse1_backend()
+    torch._register_device_module(name, module)
+    if accelerator:
+        torch._C._acc.register_python_privateuseone_hook(_DummyPrivateUse1Hook())
+    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
+
+
+def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The storage that says "npu" and is this memory; the same one as long as somebody holds it."""
+    twin = getattr(host, _TWIN, None)
+    found: Any = twin() if twin is not None else None
+    if found is None or (found.data_ptr(), found.nbytes()) != (host.data_ptr(), host.nbytes()):
+        found = torch._C._construct_storage_from_data_pointer(host.data_ptr(), torch.device("npu", 0), host.nbytes())
+        setattr(found, _HOST, host)  # keeps the memory alive
+        setattr(host, _TWIN, weakref.ref(found))
+    twin_storage: torch.UntypedStorage = found
+    return twin_storage
+
+
+def as_npu(host: Tensor) -> Tensor:
+    """A CPU tensor as one of the npu, on the same memory."""
+    made: Tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
+    return set_metadata(made, storage_as_npu(host.untyped_storage()), host)
+
+
+def as_host(tensor: Tensor) -> Tensor:
+    """A tensor of the npu as one of the CPU, on the same memory."""
+    storage = tensor.untyped_storage()
+    host: Any = getattr(storage, _HOST, None)
+    if host is None:  # made from an address; whoever did so keeps the memory alive
+        host = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+        setattr(storage, _HOST, host)
+        setattr(host, _TWIN, weakref.ref(storage))
+    made = torch.empty(0, dtype=tensor.dtype)
+    return set_metadata(made, host, tensor)
+
+
+def set_metadata(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """Let `tensor` be what `like` is, on `storage`."""
+    where = (storage, like.storage_offset(), like.size(), like.stride())
+    changed: Tensor = aten.set_.source_Storage_storage_offset.redispatch(_HOST_KEYS, tensor, *where)
+    return changed
+
+
+def without_kernels_of_its_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The kernel of the CPU for an op that looks at no memory: it takes tensors with any label."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(_HOST_KEYS, *args, **kwargs)
+
+    return kernel
+
+
+def allocate_on_host() -> None:
+    """Storages that Python makes on the npu get the host's memory; torch would crash without an allocator in C++."""
+    make = torch.UntypedStorage.__new__
+
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and torch.device(kwargs["device"]).type == "npu":
+            return storage_as_npu(make(cls, *args, **{**kwargs, "device": "cpu"}))
+        return make(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = made  # type: ignore[method-assign]
+
+
+def map_fake_tensors(name: str, to: torch.device) -> None:
+    """From now on a fake tensor that would be on the device `name` is on `to`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    make = FakeTensor.__new__
+
+    def mapped(cls: Any, fake_mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.device(device).type == name:
+            device = to
+        return make(cls, fake_mode, elem, device, *args, **kwargs)
+
+    FakeTensor.__new__ = mapped  # type: ignore[method-assign, assignment]

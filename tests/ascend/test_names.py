@@ -1,0 +1,160 @@
+"""The names of torch_npu, torchair and npugraph_ex: served where they are missing, replaced nowhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import graphex
+from graphex.ascend.catalogue import NAMES, modules
+from graphex.ascend.npu.mapped import with_device_mapped
+from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(code: str, folder: Path, **environment: str) -> str:
+    """What a process of its own prints: the names cannot be taken back."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.home], ids=lambda name: name.name)
+def test_a_name_that_the_catalogue_has_is_there(name):
+    module = torch.npu if name.module == "torch.npu" else import_module(name.module)
+    assert getattr(module, name.name.rpartition(".")[2]) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.home], ids=lambda name: name.name)
+def test_a_name_that_is_not_offered_can_be_imported_and_says_why_when_it_is_used(name):
+    module = torch.npu if name.module == "torch.npu" else import_module(name.module)
+    with pytest.raises(graphex.GraphexError, match="not offered here"):
+        getattr(module, name.name.rpartition(".")[2])()
+
+
+def test_no_name_is_listed_twice():
+    names = [name.name for name in NAMES]
+    assert len(names) == len(set(names))
+
+
+def test_every_option_leads_to_one_of_ours_or_says_why_it_does_not():
+    ours = vars(graphex.CompilerConfig)
+    for option in (*NPUGRAPH_EX, *TORCHAIR):
+        assert (option.to in ours) != bool(option.ignored), option.path
+        option.kind.check(option.path, option.default)
+
+
+def test_an_unknown_name_says_where_to_look():
+    import torchair
+
+    with pytest.raises(AttributeError, match=r"docs/ascend\.md"):
+        torchair.no_such_thing
+    assert not hasattr(torchair, "no_such_thing")
+
+
+def test_every_module_can_be_imported_by_its_whole_name():
+    for name in modules():
+        if name != "torch.npu":
+            assert sys.modules.get(name) or import_module(name)
+
+
+def test_packages_that_are_installed_are_not_replaced(tmp_path):
+    (tmp_path / "torchair.py").write_text("mine = True\n")
+    code = "import graphex.ascend, torchair, npugraph_ex; print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
+    assert run_python(code, tmp_path) == "True True"
+
+
+def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
+    (tmp_path / "torch_npu.py").write_text("mine = True\n")
+    code = (
+        "import graphex.ascend, torch, importlib.util, torch_npu\n"
+        "print(torch_npu.mine, hasattr(torch, 'npu'), importlib.util.find_spec('torchair'))"
+    )
+    assert run_python(code, tmp_path) == "True False None"
+
+
+def test_importing_graphex_alone_serves_nothing(tmp_path):
+    code = "import graphex, torch, importlib.util\nprint(hasattr(torch, 'npu'), importlib.util.find_spec('torch_npu'))"
+    assert run_python(code, tmp_path) == "False None"
+
+
+def test_importing_it_twice_is_importing_it_once(tmp_path):
+    code = (
+        "import sys, graphex.ascend\nfrom graphex.ascend.install import install\n"
+        "before = len(sys.meta_path)\ninstall()\nprint(len(sys.meta_path) - before)"
+    )
+    assert run_python(code, tmp_path) == "0"
+
+
+def test_a_device_that_does_not_exist_is_refused_in_one_sentence(tmp_path):
+    code = "try:\n    import graphex.ascend\nexcept TypeError as error:\n    print(error)"
+    wanted = "GRAPHEX_NPU is 'tpu'; it can be simulated, cuda, cpu."
+    assert run_python(code, tmp_path, GRAPHEX_NPU="tpu") == wanted
+
+
+MAPPED = """
+import graphex.ascend, torch, torch_npu, io
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+torch.npu.set_device("npu:0")
+torch.npu.synchronize(torch.device("npu"))
+with torch.npu.device("npu:0"):
+    assert torch.npu.current_device() == 0
+model = torch.nn.Linear(4, 4).npu()
+x = torch.randn(2, 4, device="npu")
+assert x.device == model.weight.device == torch.device(TARGET), x.device
+assert x.npu() is x and x.is_npu and torch.npu.is_available()
+accelerator = torch.accelerator.current_accelerator()
+assert accelerator is None or accelerator.type != "npu", "the machine's accelerator stays what it is"
+
+def f(x):
+    y = model(x) + torch.zeros(4, device="npu") + torch.ones(2, 1).to("npu")
+    return torch_npu.npu_rms_norm(y, torch.ones(4, device="npu"))[0]
+
+with FakeTensorMode():
+    assert torch.empty(2, device="npu").device.type == torch.device(TARGET).type
+compiled = torch.compile(f, backend="npugraph_ex", fullgraph=True)
+with torch.no_grad():
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), f(x))
+file = io.BytesIO()
+torch.save(x, file)
+file.seek(0)
+assert torch.equal(torch.load(file), x)
+def cast(x):
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        return model(x)
+
+assert cast(x).dtype == torch.compile(cast, backend="npugraph_ex")(x).dtype == torch.bfloat16
+print("equal")
+"""
+
+
+def test_functions_of_the_other_device_take_the_npus_names():
+    seen = with_device_mapped(lambda *args, **kwargs: (args, kwargs), torch.device("cuda"))
+    args, kwargs = seen("npu:1", torch.device("npu"), 0, device="npu", name="npu_0")
+    assert args == (torch.device("cuda", 1), torch.device("cuda"), 0)
+    assert kwargs == {"device": torch.device("cuda"), "name": "npu_0"}
+
+
+def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
+    assert run_python(MAPPED.replace("TARGET", "'cpu'"), tmp_path, GRAPHEX_NPU="cpu") == "equal"
+
+
+@pytest.mark.cuda
+def test_npu_can_be_the_gpu(tmp_path):
+    assert run_python(MAPPED.replace("TARGET", "'cuda', 0"), tmp_path, GRAPHEX_NPU="cuda") == "equal"

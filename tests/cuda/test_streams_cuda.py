@@ -1,0 +1,258 @@
+"""Streams on a GPU: the documented pass, streams of model code, capture, memory over many calls, the user's streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphex
+from tests.runtime.support import compile_it, reasons, replays, statuses
+from tests.streams.test_seed import Model, _custom_pre_pass
+
+pytestmark = pytest.mark.cuda
+
+CUDA = "cuda"
+
+
+def streams_of_kernels(call: Any, folder: Path) -> set[int]:
+    """The streams that a profiler saw kernels on."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_documented_pass_over_a_thousand_calls(eager, tmp_path):
+    model = Model()
+    compiled = compile_it(model, post_grad_custom_pre_pass=_custom_pre_pass, force_eager=eager)
+    inputs = [torch.randn(64, 64, device=CUDA) for _ in range(10)]
+    wanted = [model(x) for x in inputs]
+    for number in range(1000):
+        found = compiled(inputs[number % 10])
+        if number % 50 < 10:
+            for got, right in zip(found, wanted[number % 10], strict=True):
+                torch.testing.assert_close(got, right)
+    assert reasons(compiled) == []
+    assert (replays(compiled) > 900) is not eager
+    if eager:  # a device graph runs a chain of nodes on one stream, wherever they were captured
+        assert len(streams_of_kernels(lambda: compiled(inputs[0]), tmp_path)) >= 2
+
+
+class Moe(nn.Module):
+    """A shared expert beside routed ones."""
+
+    def __init__(self, width: int = 256, experts: int = 4) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+        self.up = nn.Parameter(torch.randn(experts, width, width) / 16)
+        self.down = nn.Parameter(torch.randn(experts, width, width) / 16)
+        self.gate = nn.Linear(width, experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with graphex.scope.stream("shared", priority=-1):
+            shared = self.shared(x)
+        weights = self.gate(x).softmax(-1).t().unsqueeze(-1)
+        hidden = torch.relu(torch.bmm(x.expand(len(self.up), *x.shape), self.up))
+        return shared + (torch.bmm(hidden, self.down) * weights).sum(0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"force_eager": True}, {"auto_streams": True}])
+def test_a_mixture_of_experts_with_a_scope_equals_eager_and_does_not_grow(options):
+    torch.manual_seed(0)
+    model = Moe().to(CUDA)
+    compiled = compile_it(model, **options)
+    x = torch.randn(16, 256, device=CUDA)
+    wanted = model(x)
+    for _ in range(20):
+        compiled(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(1000):
+        found = compiled(x)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    del found
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_values_on_side_streams_survive_a_busy_allocator():
+    """Many short-lived values on three streams: memory that is given back too early would be somebody else's."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        total = x
+        for number in range(12):
+            with graphex.scope.stream(f"lane {number % 3}"):
+                a = (x * number).sin()
+                b = a @ x
+            c = b.cos() + a
+            with graphex.scope.stream(f"lane {(number + 1) % 3}"):
+                total = total + (c @ x).tanh()
+        return total
+
+    x = torch.randn(512, 512, device=CUDA) / 30
+    for options in ({}, {"force_eager": True}):
+        torch._dynamo.reset()
+        compiled = compile_it(fn, **options)
+        wanted = fn(x)
+        for _ in range(50):
+            torch.testing.assert_close(compiled(x), wanted, rtol=1e-4, atol=1e-4)
+        assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_streams_and_events_of_torch_inside_a_compiled_function():
+    side = torch.cuda.Stream()
+
+    def with_stream(x):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = (x @ x).relu()
+        z = x.cos()
+        torch.cuda.current_stream().wait_stream(side)
+        return y + z
+
+    def with_events(x):
+        started, ended = torch.cuda.Event(), torch.cuda.Event()
+        started.record()
+        with torch.cuda.stream(side):
+            started.wait(side)
+            y = (x @ x).relu()
+            ended.record(side)
+        z = x.cos()
+        ended.wait()
+        return y + z
+
+    def without_events(x):
+        with torch.cuda.stream(side):
+            y = (x @ x).relu()
+        return y + x.cos()
+
+    def with_set_stream(x):
+        current = torch.cuda.current_stream()
+        torch.cuda.set_stream(side)
+        y = (x @ x).relu()
+        torch.cuda.set_stream(current)
+        return y + x.cos()
+
+    x = torch.randn(256, 256, device=CUDA)
+    for fn in (with_stream, with_events, without_events, with_set_stream):
+        torch._dynamo.reset()
+        torch.cuda.synchronize()
+        compiled = compile_it(fn)
+        wanted = (x @ x).relu() + x.cos()
+        for _ in range(20):
+            torch.testing.assert_close(compiled(x), wanted)
+        assert len(graphex.journal(compiled).streams) == 1, fn.__name__
+        assert reasons(compiled) == [], fn.__name__
+        assert statuses(compiled) == ["captured"], fn.__name__
+
+
+@torch.no_grad()
+def test_the_users_stream_is_in_order_with_the_call():
+    """What the stream was given before the call is done before it; what it is given afterwards comes after it."""
+    side = torch.cuda.Stream()
+
+    def fn(x):
+        with torch.cuda.stream(side):
+            y = x * 2
+        return y + 0
+
+    compiled = compile_it(fn)
+    x = torch.zeros(2**22, device=CUDA)
+    for number in range(1, 30):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            x.fill_(number)
+        y = compiled(x)
+        with torch.cuda.stream(side):
+            z = y + 1
+        torch.cuda.synchronize()
+        assert z.min() == z.max() == 2 * number + 1
+
+
+@torch.no_grad()
+def test_a_host_that_waits_for_a_stream_inside_has_waited_for_its_work():
+    side = torch.cuda.Stream()
+
+    def fn(x):
+        with torch.cuda.stream(side):
+            side.wait_stream(torch.cuda.current_stream())
+            y = (x @ x).relu().sum(0).to("cpu", non_blocking=True)
+        side.synchronize()
+        return y
+
+    compiled = torch.compile(fn, backend="graphex")
+    x = torch.randn(4096, 4096, device=CUDA)
+    wanted = (x @ x).relu().sum(0).cpu()
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x).clone(), wanted, rtol=1e-3, atol=1e-1)
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured_runs_on_its_streams_and_says_why():
+    def fn(x):
+        with graphex.scope.stream("side"):
+            y = (x @ x).relu()
+        n = int((x > 0).sum())
+        return y + n
+
+    compiled = torch.compile(fn, backend="graphex")
+    x = torch.randn(64, 64, device=CUDA)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.warns(graphex.GraphexWarning):
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), fn(x))
+    assert graphex.journal(compiled).streams
+
+
+def test_a_training_step_with_scopes():
+    torch.manual_seed(0)
+    model = Moe().to(CUDA)
+    compiled = torch.compile(model, backend="graphex")
+    x = torch.randn(16, 256, device=CUDA)
+    for _ in range(4):
+        wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        found = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert len(graphex.journal(compiled).streams) == 2
+
+
+@torch.no_grad()
+def test_automatic_streams_decide_and_stay_right():
+    torch.manual_seed(0)
+    width = 2048
+
+    def block(x, a, b, c, d):
+        return (x @ a).relu() @ b + (x @ c).tanh() @ d
+
+    weights = [torch.randn(width, width, device=CUDA) / 45 for _ in range(4)]
+    x = torch.randn(8, width, device=CUDA)
+    compiled = compile_it(block, auto_streams=True)
+    wanted = block(x, *weights)
+    for _ in range(10):
+        torch.testing.assert_close(compiled(x, *weights), wanted, rtol=1e-3, atol=1e-3)
+    (decision,) = graphex.journal(compiled).auto_streams
+    assert decision.status in ("kept", "dropped")
+    assert (decision.status == "kept") is (decision.ratio >= 1.02)
+
+
+def test_the_deadlock_check_knows_the_cores_of_the_device():
+    compiled = torch.compile(lambda x: x.sin(), backend="graphex", options={"deadlock_check": True})
+    compiled(torch.randn(4, device=CUDA))
+    (verdict,) = graphex.journal(compiled).deadlock_checks
+    assert verdict.status == "clean"
+    assert verdict.cores[0] == torch.cuda.get_device_properties(0).multi_processor_count

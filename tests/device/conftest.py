@@ -1,0 +1,56 @@
+"""The CPU, the recording device, and a GPU where there is one. tests/ascend has the same tests for the npu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from graphex.device import Device
+from tests.runtime.tape import TapeDevice
+
+
+@dataclass(frozen=True)
+class Given:
+    """A device under test, and where its tensors are."""
+
+    device: Device
+    where: str
+
+    def tensor(self, *values: float) -> torch.Tensor:
+        return torch.tensor(values, device=self.where)
+
+
+def cpu() -> Given:
+    return Given(Device(), "cpu")
+
+
+def tape() -> Given:
+    return Given(TapeDevice(), "cpu")
+
+
+def cuda() -> Given:
+    from graphex.device.cuda import CudaDevice
+
+    return Given(CudaDevice(0), "cuda")
+
+
+STREAMING = [pytest.param(cuda, marks=pytest.mark.cuda)]
+CAPTURING = [tape, *STREAMING]
+
+
+@pytest.fixture(params=[cpu, *CAPTURING], ids=lambda make: make.__name__)
+def given(request) -> Given:
+    return request.param()
+
+
+@pytest.fixture(params=CAPTURING, ids=lambda make: make.__name__)
+def capturing(request) -> Given:
+    return request.param()
+
+
+@pytest.fixture(params=STREAMING, ids=lambda make: make.__name__)
+def streaming(request) -> Given:
+    """A device with several streams. On the others a graph runs in its own order."""
+    return request.param()
