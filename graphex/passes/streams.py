@@ -27,8 +27,8 @@ from graphex.analysis.clocks import Stream
 from graphex.analysis.launches import is_work
 from graphex.analysis.plan import OUTSIDE, PLAN, Outside, StreamPlan
 from graphex.analysis.races import Done, Walk, racing
-from graphex.analysis.source import stream_name
-from graphex.analysis.synchronisation import placed_events
+from graphex.analysis.source import node_line, stream_name
+from graphex.analysis.synchronisation import placed_events, synchronisation
 from graphex.analysis.turns import in_turn
 from graphex.errors import StreamError
 from graphex.ops.scope import PRIORITY
@@ -48,6 +48,7 @@ class ScheduleStreams(GraphPass):
         return any(placement(node) is not None or node.target in _EVENTS for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
+        _check_placed(work.graph)
         name_streams(work.graph)  # where `place_nodes` is left out
         streams = {placement(node) for node in work.graph.nodes if is_work(node)}
         if streams <= {None}:
@@ -60,6 +61,17 @@ class ScheduleStreams(GraphPass):
         schedule = _Schedule(work, self.rule)
         schedule.run()
         schedule.note_plan()
+
+
+def _check_placed(graph: Graph) -> None:
+    """Events of model code that nobody has read would order nothing."""
+    unread = (node for node in graph.nodes if synchronisation(node) is not None)
+    events = {node for node, _ in placed_events(list(graph.nodes))}
+    if (node := next((node for node in unread if node not in events), None)) is not None:
+        raise StreamError(
+            f"'{node.name}' orders streams, and the pass 'place_nodes', which reads it, was left out or failed (the "
+            f"journal says which). Take it out of disable_passes, or run without streams. {node_line(node)}".rstrip()
+        )
 
 
 def _forget_events(work: Work, rule: str) -> None:
@@ -110,7 +122,8 @@ class _Schedule(Walk):
 
     def note_plan(self) -> None:
         """What the runtime needs to know, and what the journal says."""
-        priorities: dict[str, int] = {str(stream): 0 for stream in self.last if stream is not None}
+        used = [*self.last, *(sync.stream for _, sync in placed_events(list(self.graph.nodes)))]
+        priorities: dict[str, int] = {str(stream): 0 for stream in used if stream is not None}
         placed: dict[str, list[str]] = {}
         for node in filter(is_work, self.graph.nodes):
             label, custom = label_of(placement(node)), node.meta.get("custom") or {}

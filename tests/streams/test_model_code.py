@@ -13,6 +13,8 @@ from torch.fx import GraphModule
 
 import graphex
 from graphex.frontend.streams import keep_stream_calls
+from graphex.runtime import executable
+from tests.streams.lanes import PaperDevice
 from tests.streams.support import Finished, aten, find, ours, trace
 
 X = torch.randn(4, 4)
@@ -73,6 +75,29 @@ def test_events_of_torch_arrive_bare_and_wrapped():
         assert ("torch event 7", "torch stream 2") in done.waits()
         assert not any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in done.gm.graph.nodes)
         assert torch.equal(done.run(X), fn(X))
+
+
+def with_events(stream: int) -> GraphModule:
+    """`sin` on stream 1; an event recorded on `stream` and waited for on the current one."""
+    gm = trace(lambda x: x.sin() + x.cos(), X)
+    find(gm, aten.sin.default).meta["custom"] = {"stream": 1}
+    with gm.graph.inserting_after(find(gm, aten.cos.default)):
+        gm.graph.call_function(torch.ops.streams.wait_event.default, (7, 1))
+    with gm.graph.inserting_after(find(gm, aten.sin.default)):
+        gm.graph.call_function(torch.ops.streams.record_event.default, (7, stream))
+    return gm
+
+
+def test_a_stream_with_events_and_no_work_has_a_lane(monkeypatch):
+    monkeypatch.setattr(executable, "device_of", lambda devices: PaperDevice())
+    done = Finished(with_events(2))
+    assert ("torch event 7", "torch stream 1") in done.waits()
+    assert torch.equal(done.run(X), X.sin() + X.cos())
+
+
+def test_events_that_nobody_has_read_are_an_error():
+    with pytest.raises(graphex.StreamError, match="place_nodes"):
+        Finished(with_events(1), disable_passes=["place_nodes"])
 
 
 def test_a_tensor_recorded_on_a_stream_counts_as_used_there():
