@@ -225,3 +225,21 @@ def test_autocast_can_be_switched_off_and_says_that_there_is_none():
         assert (x @ x).dtype == torch.float32
     with pytest.raises(NotImplementedError, match="simulated npu"):
         torch.autocast("npu", dtype=torch.float16)
+
+
+CONJUGATED = {
+    "itself": lambda z: (z * 2).conj(),
+    "computed with": lambda z: z.conj() + 1,
+    "made plain": lambda z: z.conj().resolve_conj(),
+    "in part": lambda z: z.conj()[1:, ::2] * 2,
+    "its imaginary part": lambda z: z.conj().imag,
+    "an inverse transform": lambda z: torch.fft.ihfft(z.real),
+}
+
+
+@pytest.mark.parametrize("how", CONJUGATED)
+def test_conjugated_tensors(how):
+    z = torch.randn(4, 6, dtype=torch.complex64)
+    found, wanted = CONJUGATED[how](z.npu()), CONJUGATED[how](z)
+    assert found.is_conj() == wanted.is_conj()
+    assert torch.equal(found.cpu(), wanted)

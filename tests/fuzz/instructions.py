@@ -131,6 +131,7 @@ WRITES = (
     "{t}.logical_not_()",
     "{t}.cumsum_(0)",
 )
+SELF_COPIES = ("{t}.copy_({t})", "{t}.copy_({t}.clone())")
 ASSIGNMENTS = ("{t} = {s}", "{t} += {s}", "{t} = {t} * 2", "{t} = 1.5", "{t} *= 2")  # for windows in brackets
 # {i} is an index of two rows, {r} two rows like those of the target
 INDEXED = (
@@ -353,6 +354,10 @@ class Writer:
         reads = (source,) if "{s}" in row else ()
         return Step(text, (), writes, reads)
 
+    def copy_to_itself(self) -> Step:
+        name = self.pick(tuple(step.makes[0] for step in self.trial.inputs))
+        return Step(self.pick(SELF_COPIES).format(t=name), (), (name,), ())
+
     def returning_write(self) -> Step | None:
         step = self.write(CUSTOM_RESULTS)
         if step is None:
@@ -431,6 +436,7 @@ KINDS: tuple[Kind, ...] = (
     lambda w: w.result(RANDOM),
     *_times(2, lambda w: w.write(CUSTOM_WRITES)),
     lambda w: w.returning_write(),
+    lambda w: w.copy_to_itself(),
     lambda w: w.write(RANDOM_WRITES) if w.rng.randrange(4) == 3 else w.write(WRITES),
 )
 

@@ -138,7 +138,7 @@ def test_a_node_that_cannot_be_described_costs_the_graphs_of_the_report_and_noth
 
     def place(gm: GraphModule, example_inputs: object, config: object) -> None:
         add = next(node for node in gm.graph.nodes if node.name == "add")
-        add.meta["custom"] = {"stream": Unprintable()}
+        add.meta["nn_module_stack"] = {"layer": (Unprintable(), "Layer")}
         with gm.graph.inserting_after(add):
             gm.graph.call_function(torch.ops.aten.sin.default, (add,))
 

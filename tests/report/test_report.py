@@ -155,23 +155,12 @@ def test_several_graphs_of_several_models_are_one_report() -> None:
 
 
 def test_streams_and_events_are_read_off_the_nodes(tmp_path: Path) -> None:
-    with torch.library._scoped_library("report_test", "DEF") as library:
-        for name in ("event_record", "event_wait"):
-            library.define(f"{name}(str event, str stream, int turn) -> ()")
-            library.impl(name, lambda event, stream, turn: None, "CompositeExplicitAutograd")
-        ops = torch.ops.report_test
+    def two_streams(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        with graphex.scope.stream("side"):
+            return y.cos()
 
-        def two_streams(gm: GraphModule, example_inputs: object, config: object) -> None:
-            sin, cos = (next(n for n in gm.graph.nodes if n.name == name) for name in ("sin", "cos"))
-            cos.meta["custom"] = {"stream": "side"}
-            with gm.graph.inserting_after(sin):
-                record = gm.graph.call_function(ops.event_record.default, ("done", "(current)", 0))
-            with gm.graph.inserting_after(record):
-                gm.graph.call_function(ops.event_wait.default, ("done", "side", 0))
-
-        report = graphex.explain(
-            lambda x: x.sin().cos(), (torch.ones(3),), options={"post_grad_custom_post_pass": two_streams}
-        )
+    report = graphex.explain(two_streams, (torch.ones(3),))
     (graph,) = data_of(report, tmp_path)["graphs"]
     final = [graph["nodes"][place] for place in graph["pictures"][-1]]
     found = [
@@ -181,9 +170,11 @@ def test_streams_and_events_are_read_off_the_nodes(tmp_path: Path) -> None:
     ]
     assert found == [
         ("sin", None, None),
-        ("event_record_default", None, ["record", "done"]),
-        ("event_wait_default", "side", ["wait", "done"]),
+        ("event_record_default", None, ["record", "sin"]),
+        ("event_wait_default", "side", ["wait", "sin"]),
         ("cos", "side", None),
+        ("event_record_default_1", "side", ["record", "cos"]),
+        ("event_wait_default_1", None, ["wait", "cos"]),
     ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphex.ascend.npu.graphs import recorder
 from graphex.torch_private.dynamo import disable
+from graphex.torch_private.memory import marked, marks_of
 from graphex.torch_private.privateuse1 import (
     as_host,
     as_npu,
@@ -52,6 +53,8 @@ def install_kernels() -> None:
         library.impl(name, without_kernels_of_its_own(op), KEY)
     for name, kernel in OWN.items():
         library.impl(name, disable(kernel, NOT_TRACED), KEY)
+    for key in ("Conjugate", "Negative"):
+        library.impl("_copy_from", torch.library.fallthrough_kernel, key)
     _libraries.extend((everything, library))
 
 
@@ -157,8 +160,9 @@ def _empty_strided(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    host_source = as_host(source) if is_npu(source) else source
-    host_target = as_host(target) if is_npu(target) else target
+    """Conjugated tensors are copied as such: to make plain ones of them, torch would copy them first."""
+    host_source = marked(as_host(source), marks_of(source)) if is_npu(source) else source
+    host_target = marked(as_host(target), marks_of(target)) if is_npu(target) else target
     if (tape := recorder()) is None:
         host_target.copy_(host_source)
     else:
