@@ -39,7 +39,8 @@ def test_scenario_60_and_61_debug_files_of_a_training_step(tmp_path):
     """There: 18 files by fixed names. Here: one for each pass that ran, a journal, and programs that run."""
     root = debugged(tmp_path, RANK="0")
     (model,) = root.glob("model__*")
-    assert {path.name for path in model.iterdir()} == {"dynamo_out_graph.txt", "journal.json", "forward", "backward"}
+    files = {"dynamo_out_graph.txt", "journal.json", "report.html", "forward", "backward"}
+    assert {path.name for path in model.iterdir()} == files
     for phase in ("forward", "backward"):
         names = sorted(path.name for path in (model / phase).iterdir())
         assert names[0] == "000_original.txt"
