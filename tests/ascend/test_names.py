@@ -155,6 +155,22 @@ def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
     assert run_python(MAPPED.replace("TARGET", "'cpu'"), tmp_path, GRAPHEX_NPU="cpu") == "equal"
 
 
+KEPT = """
+import torch
+from graphex.ascend.npu.mapped import keep_accelerator
+
+keep_accelerator(torch.device("cuda", 0))
+assert torch.accelerator.current_accelerator() == torch.device("cuda", 0)
+compiled = torch.compile(lambda x: torch.mm(x, x) + 1, backend="eager", fullgraph=True)
+assert torch.equal(compiled(torch.ones(2, 2)), torch.full((2, 2), 3.0))
+print("compiled")
+"""
+
+
+def test_dynamo_still_compiles_where_the_accelerator_is_kept(tmp_path):
+    assert run_python(KEPT, tmp_path) == "compiled"
+
+
 @pytest.mark.cuda
 def test_npu_can_be_the_gpu(tmp_path):
     assert run_python(MAPPED.replace("TARGET", "'cuda', 0"), tmp_path, GRAPHEX_NPU="cuda") == "equal"

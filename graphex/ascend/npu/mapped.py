@@ -29,7 +29,7 @@ def install_mapping(target: torch.device) -> None:
     _libraries.append(library)
     map_fake_tensors("npu", target)
     _map_methods(target)
-    _keep_accelerator(target)
+    keep_accelerator(target)
 
 
 def placed(device: Any, target: torch.device) -> torch.device:
@@ -71,7 +71,7 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
 
-def _keep_accelerator(target: torch.device) -> None:
+def keep_accelerator(target: torch.device) -> None:
     """To torch a device with a name of its own is the accelerator; here it is still the one behind the name."""
     accelerator = None if target.type == "cpu" else target
 
@@ -84,9 +84,21 @@ def _keep_accelerator(target: torch.device) -> None:
         return
     for name in torch.accelerator.__all__:
         if hasattr(torch.cuda, name):
-            setattr(torch.accelerator, name, getattr(torch.cuda, name))
+            setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
+
+
+def _another(function: Any) -> Any:
+    """The same by another identity: Dynamo has one table for the functions of both modules."""
+    if isinstance(function, type):
+        return function
+
+    @functools.wraps(function)
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return same
 
 
 def _map_methods(target: torch.device) -> None:
