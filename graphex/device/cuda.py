@@ -15,8 +15,9 @@ from graphex.device.base import Cores, Device, Replay
 from graphex.device.cuda_lanes import CudaLanes
 from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
-from graphex.torch_private.cuda import clear_cublas_workspaces, raw_stream, stop_allocating_to
+from graphex.torch_private.cuda import clear_cublas_workspaces, keep_busy, raw_stream, stop_allocating_to
 
+_HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
 _one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
 _capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
 _waiting_to_be_freed: list[torch.cuda.CUDAGraph] = []
@@ -144,6 +145,8 @@ class CudaDevice(Device):
         return torch.cuda.is_current_stream_capturing()
 
     def seconds(self, run: Callable[[], Any]) -> float:
+        """The device has something to do until everything has been given to it: it never waits for the host."""
+        keep_busy(_HEAD_START)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(torch.cuda.current_stream(self._device))
         run()

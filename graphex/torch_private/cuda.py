@@ -1,4 +1,4 @@
-"""CUDA: the current stream as a number, and cuBLAS's workspaces."""
+"""CUDA: the current stream as a number, a device that is kept busy, and cuBLAS's workspaces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable
 import torch
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current stream do nothing for so many cycles of the device."""
+    torch.cuda._sleep(cycles)
 
 
 def clear_cublas_workspaces() -> None:
