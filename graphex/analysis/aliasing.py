@@ -17,17 +17,16 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.beginnings import beginning_of
+from graphex.analysis.declared_results import declared_results
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.analysis.shapes import may_be_empty, same_offset
-from graphex.torch_private.schemas import holds_tensors, is_composite
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
@@ -292,7 +291,7 @@ class Aliases:
     def _parts_by_schema(self, node: Node, op: torch._ops.OpOverload) -> Parts:
         """One set of storages for each declared result: what it aliases, or fresh memory."""
         parts: Parts = []
-        for index, result in enumerate(_declared_results(op)):
+        for index, result in enumerate(declared_results(op)):
             found: set[Storage] = set()
             for position, name in result.sources:
                 value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -360,38 +359,6 @@ def _merged(left: list[int], right: list[int]) -> list[int]:
         left.extend(right)
         return left
     return sorted({*left, *right})
-
-
-class _Result(NamedTuple):
-    """Where a result of an op may live: in memory of these arguments (place and name), in memory of its own."""
-
-    sources: tuple[tuple[int, str], ...] = ()
-    fresh: bool = False
-
-
-@cache
-def _declared_results(op: torch._ops.OpOverload) -> tuple[_Result, ...]:
-    arguments = [
-        (position, argument.name, argument.alias_info.before_set | argument.alias_info.after_set)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None
-    ]
-    everything = tuple((position, argument.name) for position, argument in enumerate(op._schema.arguments))
-    known = set().union(*(names for _, _, names in arguments))
-    results = []
-    for result in op._schema.returns:
-        names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
-        if not holds_tensors(result.type):
-            results.append(_Result())  # a size
-        elif is_composite(op):
-            results.append(_Result(everything, fresh=True))  # `reshape`: a view or a copy, as it happens
-        elif result.alias_info is None:
-            results.append(_Result(fresh=True))
-        elif not names or "*" in names or not names <= known:  # torch gives no names for a list of views
-            results.append(_Result(everything))
-        else:
-            results.append(_Result(tuple((place, name) for place, name, its in arguments if not names.isdisjoint(its))))
-    return tuple(results)
 
 
 def _returns_list(node: Node) -> bool:
