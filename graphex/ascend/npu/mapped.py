@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.errors import InputError
 from graphex.torch_private.privateuse1 import map_fake_tensors
 
 _libraries: list[torch.library.Library] = []
@@ -30,6 +31,8 @@ def install_mapping(target: torch.device) -> None:
     map_fake_tensors("npu", target)
     _map_methods(target)
     keep_accelerator(target)
+    if target.type != "cpu":
+        _explain_lost_gradients()
 
 
 def placed(device: Any, target: torch.device) -> torch.device:
@@ -87,6 +90,30 @@ def keep_accelerator(target: torch.device) -> None:
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
+
+
+def _explain_lost_gradients() -> None:
+    """Where a device has been given a name, torch's engine takes that one for the accelerator, and asserts on a GPU's
+    gradients that their streams are its own.
+    """
+    for name in ("backward", "grad"):
+        setattr(torch.autograd, name, _explaining(getattr(torch.autograd, name)))
+
+
+def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if "INTERNAL ASSERT FAILED" not in str(error) or "_stream" not in str(error):
+                raise
+            raise InputError(
+                f"torch {torch.__version__} computes no gradients on the GPU while 'npu' is a name for it. Run under "
+                "torch.no_grad(), run on the simulated npu (GRAPHEX_NPU=simulated), or write 'cuda' for 'npu'."
+            ) from error
+
+    return explained
 
 
 def _another(function: Any) -> Any:
