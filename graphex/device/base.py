@@ -37,7 +37,6 @@ class Device:
     name = "cpu"
     captures = False
     has_lanes = False  # whether `lanes` gives any
-    limits_cores = False  # whether work can be kept to a part of the cores
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -60,6 +59,10 @@ class Device:
 
     def cores(self) -> Cores | None:
         """How many cores of each kind kernels can be on at a time; None if nothing is known about it."""
+        return None
+
+    def part(self, wanted: Cores) -> int | None:
+        """How many cores work is given that may use so many: no more than that. None if the device cannot do that."""
         return None
 
     def settings(self) -> Hashable:

@@ -15,9 +15,16 @@ from graphex.device.base import Cores, Device, Replay
 from graphex.device.cuda_lanes import CudaLanes
 from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
-from graphex.torch_private.cuda import clear_cublas_workspaces, keep_busy, raw_stream, stop_allocating_to
+from graphex.torch_private.cuda import (
+    can_be_divided,
+    clear_cublas_workspaces,
+    keep_busy,
+    raw_stream,
+    stop_allocating_to,
+)
 
 _HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
+_CORES_AT_A_TIME = 8  # what every GPU that can be divided can be divided by
 _one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
 _capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
 _waiting_to_be_freed: list[torch.cuda.CUDAGraph] = []
@@ -130,6 +137,13 @@ class CudaDevice(Device):
     def cores(self) -> Cores:
         count = torch.cuda.get_device_properties(self._device).multi_processor_count
         return Cores(count, count)
+
+    def part(self, wanted: Cores) -> int | None:
+        most = min(number for number in (*wanted, self.cores().aicore) if number)
+        if most == self.cores().aicore:
+            return most
+        part = most // _CORES_AT_A_TIME * _CORES_AT_A_TIME
+        return part if part and can_be_divided else None
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)

@@ -9,6 +9,7 @@ import torch
 
 from graphex.analysis.plan import StreamPlan
 from graphex.device.lanes import Boxed, Lanes
+from graphex.torch_private.cuda import part_of_device
 
 
 class CudaLanes(Lanes):
@@ -21,6 +22,8 @@ class CudaLanes(Lanes):
         self._priorities = plan.priorities
         self._streams: dict[str | None, Any] = {}
         self._events: dict[str, Any] = {}
+        self._parts: dict[tuple[str | None, int], Any] = {}  # contexts that have some of the cores
+        self._limited: tuple[Any, Any] | None = None  # where limited work is given to, and the stream it belongs to
         self._lock = threading.RLock()
 
     def around(self, body: Boxed) -> Boxed:
@@ -37,22 +40,46 @@ class CudaLanes(Lanes):
 
         return run
 
-    def enter(self, stream: str | None) -> None:
-        self._runtime.set_stream(self._streams[stream])
+    def enter(self, stream: str | None, cores: int | None = None) -> None:
+        self._end_limit()
+        if cores is None:
+            self._runtime.set_stream(self._streams[stream])
+            return
+        part = self._part(stream, cores)
+        part.wait_stream(self._streams[stream])
+        self._runtime.set_stream(part)
+        self._limited = part, self._streams[stream]
 
     def record(self, event: str, stream: str | None) -> None:
+        self._end_limit()
         found = self._events.get(event)
         if found is None:
             found = self._events[event] = self._runtime.Event()
         found.record(self._streams[stream])
 
     def wait(self, event: str, stream: str | None) -> None:
+        self._end_limit()
         self._streams[stream].wait_event(self._events[event])
+
+    def _part(self, stream: str | None, cores: int) -> Any:
+        """A stream for work of `stream` whose kernels have only so many cores."""
+        context = self._parts.get((stream, cores))
+        if context is None:
+            context = self._parts[stream, cores] = part_of_device(self._device.index or 0, cores)
+        return context.Stream()
+
+    def _end_limit(self) -> None:
+        """What follows waits for the limited work, as if that had been given to the stream itself."""
+        if self._limited is not None:
+            part, stream = self._limited
+            self._limited = None
+            stream.wait_stream(part)
 
     def _begin(self) -> Any:
         for label, priority in self._priorities.items():
             if label not in self._streams:
                 self._streams[label] = self._runtime.Stream(self._device, priority=priority)
+        self._limited = None
         current = self._streams[None] = self._runtime.current_stream(self._device)
         return current
 
@@ -60,5 +87,6 @@ class CudaLanes(Lanes):
         """After an error the caller may use and free what the other streams are still working on."""
         if self._runtime.is_current_stream_capturing():
             return  # the capture is void
+        self._end_limit()
         for stream in self._streams.values():
             current.wait_stream(stream)

@@ -17,8 +17,11 @@ class Lanes(ABC):
         """The program with everything a call needs before and after it."""
 
     @abstractmethod
-    def enter(self, stream: str | None) -> None:
-        """What follows is given to this stream."""
+    def enter(self, stream: str | None, cores: int | None = None) -> None:
+        """What follows is given to this stream, and to so many cores of the device at most.
+
+        A limit holds until the next call of any method, and is given only to a device that has `limits_cores`.
+        """
 
     @abstractmethod
     def record(self, event: str, stream: str | None) -> None: ...

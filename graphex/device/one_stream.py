@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def enter(stream: str | None) -> None:
-    """What follows is on this stream."""
+def enter(stream: str | None, cores: int | None = None) -> None:
+    """What follows is on this stream, and on so many cores at most."""
 
 
 def record(event: str, stream: str | None) -> None:

@@ -44,6 +44,7 @@ from graphex.analysis.synchronisation import synchronisation
 from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
 from graphex.ops.scope import NOTHING_TO_RUN
+from graphex.runtime.core_limits import PART
 from graphex.runtime.spelling import spell
 
 Boxed = Callable[[list[Any]], Any]
@@ -76,7 +77,7 @@ class _Writer:
     def __init__(self, gm: GraphModule, lanes: Lanes | None) -> None:
         self.gm = gm
         self.lanes = lanes
-        self._stream: object = None
+        self._lane_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
         self.code = Code()
         self.lines: list[str] = []
         self.names: dict[Node, str] = {}
@@ -109,6 +110,8 @@ class _Writer:
         if _does_nothing(node):
             if self.lanes is not None and (sync := synchronisation(node)) is not None:
                 self._lane(sync.kind, sync.what, sync.stream)
+                if len(self._lane_now) == 2:
+                    self._lane_now = ()  # a limit ends here
         elif node.op == "output":
             self.lines.append(f"return {self._returned(node.args[0])}")
         elif node.op == "get_attr":
@@ -117,9 +120,10 @@ class _Writer:
             self.lines.append(f"{self.names[node]} = {self._call(node)}")
 
     def _enter(self, stream: object, node: Node) -> None:
-        if stream != self._stream and (node.op == "output" or is_work(node)):
-            self._lane("enter", stream)
-            self._stream = stream
+        lane = (stream, node.meta[PART]) if PART in node.meta else (stream,)
+        if lane != self._lane_now and (node.op == "output" or is_work(node)):
+            self._lane("enter", *lane)
+            self._lane_now = lane
 
     def _lane(self, name: str, *args: object) -> None:
         function = self._bind(getattr(self.lanes, name), f"graphex.device.one_stream.{name}", hint=name)

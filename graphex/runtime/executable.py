@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.launches import is_kernel
-from graphex.analysis.plan import stream_plan
+from graphex.analysis.plan import StreamPlan, stream_plan
 from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
 from graphex.device import Device, Lanes, device_of
@@ -22,7 +22,7 @@ from graphex.records import Cut, FellBack
 from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
-from graphex.runtime.core_limits import note_core_limits
+from graphex.runtime.core_limits import set_core_limits
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.outside import with_outside
 from graphex.runtime.pieces import Division, divide
@@ -38,10 +38,11 @@ def build_executable(
 ) -> Boxed:
     """The program that runs `gm`, as the options ask for it."""
     device = device_for(gm)
-    note_core_limits(compilation, graph_name, gm, device)
+    limited = set_core_limits(compilation, graph_name, gm, device)
     plan = stream_plan(gm.graph)
     if plan is None:
-        return _build(compilation, graph_name, folder, gm, static_inputs, device, None)
+        lanes = device.lanes(StreamPlan({})) if limited else None
+        return _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
     if compilation.config.stream_safety == "shuffle":
         return shuffled(graph_name, gm, compilation.journal.counter(graph_name))
     lanes = device.lanes(plan)
@@ -78,7 +79,7 @@ def _build(
         if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
             return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
         return Capturing(compilation, graph_name, device, run, gm, static_inputs)
-    if not division.captured or stream_plan(gm.graph) is not None:  # streams would have to meet at every cut
+    if not division.captured or lanes is not None:  # streams would have to meet at every cut
         node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
             graph_name,

@@ -1,10 +1,14 @@
-"""CUDA: the current stream as a number, a device that is kept busy, and cuBLAS's workspaces."""
+"""CUDA: the current stream as a number, a device that is kept busy, parts of a device, and cuBLAS's workspaces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.cuda import green_contexts
+
+can_be_divided: bool = green_contexts.SUPPORTED
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
@@ -12,6 +16,12 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 def keep_busy(cycles: int) -> None:
     """Let the current stream do nothing for so many cycles of the device."""
     torch.cuda._sleep(cycles)
+
+
+def part_of_device(device: int, multiprocessors: int) -> Any:
+    """A green context: the kernels of its `Stream()` run on so many multiprocessors."""
+    create: Any = green_contexts.GreenContext.create  # its arguments became keywords in torch 2.12
+    return create(num_sms=multiprocessors, device_id=device)
 
 
 def clear_cublas_workspaces() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import nn
 
 import graphex
@@ -29,6 +32,60 @@ def streams_of_kernels(call: Any, folder: Path) -> set[int]:
     profile.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     return {event["args"]["stream"] for event in events if event.get("cat") == "kernel"}
+
+
+@triton.jit
+def _multiprocessor_kernel(out, rounds):
+    number = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    busy = 0.0
+    for step in range(rounds):
+        busy = tl.sqrt(busy + step)
+    tl.store(out + tl.program_id(0), number + (busy < 0).to(tl.int32))
+
+
+@torch.library.custom_op("graphex_test::multiprocessors", mutates_args=())
+def multiprocessors(x: torch.Tensor) -> torch.Tensor:
+    """The multiprocessor that each of 4,000 programs ran on."""
+    out = torch.empty(4000, dtype=torch.int32, device=x.device)
+    _multiprocessor_kernel[(4000,)](out, 2000)
+    return out
+
+
+@multiprocessors.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(4000, dtype=torch.int32, device=x.device)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("label", [None, "side"])
+def test_limited_work_stays_on_its_part_of_the_multiprocessors(eager, label):
+    def f(x):
+        before = multiprocessors(x)
+        with graphex.scope.stream(label) if label else nullcontext(), graphex.scope.limit_core_num(20, 24):
+            limited, y = multiprocessors(x), x @ x
+        return before, limited, multiprocessors(y), y + 1
+
+    compiled = compile_it(f, force_eager=eager)
+    x = torch.randn(256, 256, device=CUDA)
+    for number in range(50):
+        before, limited, after, y = compiled(x)
+        if number % 10 == 9:
+            assert len(limited.unique()) == 16  # 20, rounded down to what the device can be divided into
+            assert len(before.unique()) > 64 and len(after.unique()) > 64
+            torch.testing.assert_close(y, x @ x + 1)
+    assert reasons(compiled) == []
+    assert (replays(compiled) > 40) is not eager
+
+
+def test_a_part_that_is_too_small_is_on_record():
+    def f(x):
+        with graphex.scope.limit_core_num(4, 8):
+            return x + 1
+
+    compiled = compile_it(f)
+    with pytest.warns(graphex.GraphexWarning, match="core limits are not applied"):
+        compiled(torch.randn(4, device=CUDA))
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphex.device import Device, Lanes
+from graphex.device import Cores, Device, Lanes
 
 
 class PaperLanes(Lanes):
@@ -24,9 +24,9 @@ class PaperLanes(Lanes):
 
         return run
 
-    def enter(self, stream: str | None) -> None:
+    def enter(self, stream: str | None, cores: int | None = None) -> None:
         self._use(stream)
-        self.calls[-1].append(f"enter {stream}")
+        self.calls[-1].append(f"enter {stream}" + (f" with {cores} cores" if cores else ""))
 
     def record(self, event: str, stream: str | None) -> None:
         self._use(stream)
@@ -52,6 +52,14 @@ class PaperDevice(Device):
     def __init__(self) -> None:
         self.made: list[PaperLanes] = []
         self.speed = 1.0
+        self.fewest: int | None = None  # cores that work can be kept to
+
+    def cores(self) -> Cores:
+        return Cores(32, 32)
+
+    def part(self, wanted: Cores) -> int | None:
+        most = min(number for number in wanted if number)
+        return most if self.fewest is not None and most >= self.fewest else None
 
     def seconds(self, run: Any) -> float:
         before = sum(len(lanes.calls) for lanes in self.made)

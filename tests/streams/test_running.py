@@ -138,3 +138,45 @@ def test_the_program_that_is_written_down_shows_streams_and_runs(tmp_path, paper
     root = str(Path(__file__).resolve().parents[2])
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": root})
     assert "ran: [(4, 4)]" in ran.stdout, ran.stderr
+
+
+def limited(x):
+    y = x.sin()
+    with graphex.scope.limit_core_num(8, 16):
+        z = y.cos() + 1
+    with graphex.scope.limit_core_num(32, 32):
+        w = z.relu()
+    return w * 2
+
+
+@pytest.mark.parametrize("fewest", [8, 16])
+def test_limited_work_gets_its_part_of_the_cores_or_the_journal_says_why_not(paper, fewest, recwarn):
+    paper.fewest = fewest
+    run = torch.compile(limited, backend="graphex")
+    torch.testing.assert_close(run(X), limited(X))
+    said = [(record.what, record.node) for record in graphex.journal(run).fallbacks]
+    if fewest == 8:
+        (lanes,) = paper.made
+        assert lanes.calls == [["enter None with 8 cores", "enter None"]]  # all cores are no limit
+        assert said == []
+    else:
+        assert (paper.made, said) == ([], [("core limits are not applied", "cos")])
+
+
+def test_a_limit_ends_at_an_event_and_begins_again_behind_it(paper):
+    paper.fewest = 8
+
+    def f(x):
+        with graphex.scope.stream("side"), graphex.scope.limit_core_num(8, 8):
+            y = x.cos()
+            moment = graphex.scope.record()
+            z = y.sin()
+        graphex.scope.wait(moment)
+        return x.relu() + z
+
+    run = torch.compile(f, backend="graphex", options={"inplace_pass": False})
+    torch.testing.assert_close(run(X), f(X))
+    ((*calls,),) = paper.made[0].calls
+    side = [call for call in calls if "side" in call]
+    begin = side.index("enter side with 8 cores")
+    assert side[begin + 1].startswith("record") and side[begin + 2] == "enter side with 8 cores"
