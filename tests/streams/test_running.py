@@ -179,4 +179,5 @@ def test_a_limit_ends_at_an_event_and_begins_again_behind_it(paper):
     ((*calls,),) = paper.made[0].calls
     side = [call for call in calls if "side" in call]
     begin = side.index("enter side with 8 cores")
-    assert side[begin + 1].startswith("record") and side[begin + 2] == "enter side with 8 cores"
+    assert side[begin + 1].startswith("record")
+    assert side[begin + 2] == "enter side with 8 cores"
