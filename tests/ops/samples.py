@@ -193,6 +193,20 @@ def rotary_qkv_write_(make: Maker) -> Iterator[Sample]:
         yield Sample((q, k, make(*k.shape), cos, sin, cache, make(*cache.shape), positions), sample.options)
 
 
+def attention(make: Maker) -> Iterator[Sample]:
+    q, k, v = make(2, 4, 1, 16), make(2, 2, 24, 16), make(2, 2, 24, 16)
+    seen = torch.arange(24, device=make.device) < 17
+    yield Sample((q, k, v, seen[None, None, None], 0.25))
+    yield Sample((q, k, v, None, 0.25))
+    yield Sample((q, k, v, torch.zeros(1, 24, device=make.device, dtype=make.dtype).masked_fill(~seen, -1e4), 0.25))
+    yield Sample((make(1, 4, 3, 16), make(1, 4, 7, 16), make(1, 4, 7, 16), None, 0.25), {"is_causal": True})
+    hidden = torch.ones(3, 7, dtype=torch.bool, device=make.device)
+    hidden[1] = False  # attends to nothing
+    yield Sample((make(1, 4, 3, 16), make(1, 1, 7, 16), make(1, 1, 7, 16), hidden, 0.25), {"softcap": 3.0})
+    heads = make(2, 3, 4, 16).transpose(1, 2), make(2, 9, 2, 32)[..., :16].transpose(1, 2)
+    yield Sample((*heads, make(2, 9, 2, 16).transpose(1, 2), hidden[:, :1].expand(2, 4, 3, 9), 0.5))
+
+
 def npu_rms_norm(make: Maker) -> Iterator[Sample]:
     yield Sample((make(2, 3, 16), make(16)))
     yield Sample((make(2, 3, 4), make(3, 4), 1e-5))
@@ -278,6 +292,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rotary_qk": rotary_qk,
     "graphex::rotary_write_": rotary_write_,
     "graphex::rotary_qkv_write_": rotary_qkv_write_,
+    "graphex::attention": attention,
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_add_rms_norm": npu_add_rms_norm,
     "npu::npu_add_rms_norm_cast": npu_add_rms_norm,

@@ -20,6 +20,7 @@ _TITLES = {
     "lift_rms_norm": "RMSNorm",
     "lift_rotary": "rotary embedding",
     "lift_silu_mul": "silu(gate) * up",
+    "lift_attention": "attention",
     "lift_dynamic_quant": "dynamic quantisation",
     "lift_static_quant": "static quantisation",
     "add_rms_norm": "residual add + RMSNorm",
