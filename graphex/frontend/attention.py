@@ -21,10 +21,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate
 from torch.nn.functional import scaled_dot_product_attention
 
-from graphex.analysis import known_equal
 from graphex.config import CompilerConfig
 from graphex.ops import has_kernel
 from graphex.passes.lift_attention import Decided, LiftAttention
+from graphex.torch_private.symbolic import guard_or_false
 from graphex.torch_private.tracing import is_transformed
 
 MOST_POSITIONS = 16
@@ -119,11 +119,13 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     (batch, heads, positions, width), shared = query.shape, key.shape[1]
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
-    if not all(isinstance(each, int) for each in (heads, shared, width, value.shape[3])):
+    if not all(isinstance(each, int) for each in (heads, shared, width, *key.shape[3:], *value.shape[1:2], *value.shape[3:])):
         return "the number or the size of heads is not fixed"
-    fits = known_equal(tuple(key.shape), (batch, shared, key.shape[2], width))
-    if not fits or not known_equal(tuple(key.shape[:3]), tuple(value.shape[:3])):
-        return "it is not certain that query, key and value fit"
+    # A guard on these is none of ours: torch's own op asks the same while it is traced.
+    if key.shape[3] != width or not (guard_or_false(key.shape[0] == batch) and guard_or_false(value.shape[0] == batch)):
+        return "query and key do not fit"
+    if value.shape[1] != shared or not guard_or_false(key.shape[2] == value.shape[2]):
+        return "key and value do not fit"
     if heads != shared and (not enable_gqa or shared == 0 or heads % shared):
         return "the heads are not grouped"
     return ""
