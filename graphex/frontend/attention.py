@@ -119,7 +119,8 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     (batch, heads, positions, width), shared = query.shape, key.shape[1]
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
-    if not all(isinstance(each, int) for each in (heads, shared, width, *key.shape[3:], *value.shape[1:2], *value.shape[3:])):
+    fixed = heads, shared, width, key.shape[3], value.shape[1], value.shape[3]
+    if not all(isinstance(each, int) for each in fixed):
         return "the number or the size of heads is not fixed"
     # A guard on these is none of ours: torch's own op asks the same while it is traced.
     if key.shape[3] != width or not (guard_or_false(key.shape[0] == batch) and guard_or_false(value.shape[0] == batch)):

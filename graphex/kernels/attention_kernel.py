@@ -1,7 +1,7 @@
 """Attention of a few queries to many keys. The keys are cut into splits; each program takes one split of one head.
 
-A program has all queries that share its head of the keys as rows: T positions times the query heads of a group, filled up
-to the 16 rows of a matrix product. Keys and values are thus read once. Softmax is kept as running maxima and sums in
+A program has all queries that share its head of the keys as rows: T positions times the query heads of a group, filled
+up to the 16 rows of a matrix product. Keys and values are thus read once. Softmax is kept as running maxima and sums in
 float32. With several splits a program leaves its sum unscaled, and `combine_kernel` joins them.
 
 Where the mask has something to say, a program first looks for the first and the last position of its split that any of
@@ -22,7 +22,7 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def bound(x):
-    """A number that a loop goes to: the interpreter's numbers are arrays of one element, which `range` does not take."""
+    """A number that a loop goes to: those of the interpreter are arrays of one element, which `range` does not take."""
     if PTX:
         return x
     else:
@@ -66,7 +66,9 @@ def attended(
     return first, last
 
 
-@triton.jit(do_not_specialize=["positions", "length", "chunk", "mask_batch", "mask_head", "mask_token", "mask_position"])
+@triton.jit(
+    do_not_specialize=["positions", "length", "chunk", "mask_batch", "mask_head", "mask_token", "mask_position"]
+)
 def attention_kernel(
     query,
     key,

@@ -67,7 +67,7 @@ def attention(
     is_causal: bool = False,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`softmax(query @ key.T * scale + mask) @ value` for query [B, H, T, D], key [B, Hkv, L, D], value [B, Hkv, L, Dv].
+    """`softmax(query @ key.T * scale + mask) @ value`: query [B, H, T, D], key [B, Hkv, L, D], value [B, Hkv, L, Dv].
 
     Query head h attends to head h // (H // Hkv) of the keys. A mask is boolean (True: attend) or is added, and is
     broadcast to [B, H, T, L]; `is_causal` is that of `F.scaled_dot_product_attention`, and so is 0 as the result of a

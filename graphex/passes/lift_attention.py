@@ -2,8 +2,8 @@
 
     F.scaled_dot_product_attention(q, k, v, mask) -> graphex.attention(q, k, v, mask, scale)
 
-torch takes such a call apart while it is traced, so it is replaced before (`graphex.frontend.attention`), where no graph
-has a name yet. What was decided is noted on the nodes that came of the call; this pass takes it to the journal.
+torch takes such a call apart while it is traced, so it is replaced before (`graphex.frontend.attention`), where no
+graph has a name yet. What was decided is noted on the nodes that came of the call; this pass takes it to the journal.
 """
 
 from __future__ import annotations
