@@ -23,11 +23,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from graphex.config import CompilerConfig
 from graphex.ops import has_kernel
+from graphex.ops.attention import MOST_POSITIONS
 from graphex.passes.lift_attention import Decided, LiftAttention
 from graphex.torch_private.symbolic import guard_or_false
 from graphex.torch_private.tracing import is_transformed
 
-MOST_POSITIONS = 16
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _EXTRA = ("call", "forced")  # what a call of `attend` has beyond the original
 

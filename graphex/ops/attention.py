@@ -7,7 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphex.ops.definition import op
+from graphex.ops.norms import wide_dtype
 from graphex.torch_private.checks import require
+
+MOST_POSITIONS = 16  # of a query: what a decode step has, with some guessed tokens; beyond, torch's kernels are as good
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> None:
@@ -99,6 +102,7 @@ def _capped(
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    weights = functional.softmax(scores, -1, dtype=wide).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    weights = functional.softmax(scores, -1, dtype=wide_dtype(query)).masked_fill(
+        (scores == -torch.inf).all(-1, keepdim=True), 0.0
+    )
     return torch.matmul(weights.to(query.dtype), value)

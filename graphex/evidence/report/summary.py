@@ -21,6 +21,8 @@ _TITLES = {
     "lift_rotary": "rotary embedding",
     "lift_silu_mul": "silu(gate) * up",
     "lift_attention": "attention",
+    "lift_capped_attention": "soft-capped attention",
+    "grouped_attention": "repeated keys and values",
     "lift_dynamic_quant": "dynamic quantisation",
     "lift_static_quant": "static quantisation",
     "add_rms_norm": "residual add + RMSNorm",
