@@ -20,7 +20,8 @@ from graphex.analysis.shapes import Size, known_equal
 from graphex.fusion.checks import example, tensor
 from graphex.fusion.lifting import floating, rule
 from graphex.fusion.rules import Rule
-from graphex.ops.attention import MOST_POSITIONS, wide_dtype
+from graphex.ops.attention import MOST_POSITIONS
+from graphex.ops.norms import wide_dtype
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
 
