@@ -30,7 +30,7 @@ def launcher(name: str) -> Callable[..., Any]:
 
 
 def tensors(result: Any) -> list[Tensor]:
-    return [] if result is None else list(result) if isinstance(result, tuple) else [result]
+    return [] if result is None else list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def copies(sample: Sample) -> tuple[Any, ...]:
