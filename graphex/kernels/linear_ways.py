@@ -177,8 +177,11 @@ class Skinny:
 
         def run(job: Job, start: Start = launch) -> list[Tensor]:
             nonlocal prepared
-            done = with_prologue_done(job) if start is launch else _plain(job, job.weights[0].new_empty(job.x.shape))
-            prepared = prepared or self._prepare(done)
+            if start is not launch:
+                plain = _plain(job, job.weights[0].new_empty(job.x.shape))
+                return self._prepare(plain)(plain, start)
+            done = with_prologue_done(job)
+            prepared = prepared or self._prepare(done)  # the strides of the results of one kernel are always the same
             return prepared(done, start)
 
         return run
@@ -218,8 +221,8 @@ class Skinny:
                 arguments = (*tensors, *lists, partial, squares, rows, columns, *steps, job.eps, job.offset)
                 start(skinny_kernel, (blocks, self.parts), arguments, constants)
                 if self.parts > 1:
-                    arguments = job.residual, biases, results, sizes, partial, squares, rows, columns, *steps[6:]
-                    start(combine_kernel, (blocks, blocks_of(rows, ROWS_ADDED)), (*arguments, job.eps), adding)
+                    sums = job.residual, biases, results, sizes, partial, squares, rows, columns, *steps[6:], job.eps
+                    start(combine_kernel, (blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
             return outs
 
         return run

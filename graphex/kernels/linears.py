@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphex.kernels.layout import on_device_of, remember, rows_of, signature
-from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, likely, padded_rows
+from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, Way, compile_only, likely, padded_rows, ways
 from graphex.kernels.quant_options import is_column_vector
+from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.definition import Declined
 
+KIND = "linears"
+FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
 Biases = Sequence[Tensor | None]
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
@@ -38,12 +43,48 @@ def _refusal(job: Job) -> str | None:
     return None
 
 
-def _prepare(job: Job) -> Prepared | Declined:
+def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
+    """How to compute such a job, and whether that is the last word."""
     if not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights) or job.rows > MOST_ROWS:
-        return Library().prepare(job)
+        return Library().prepare(job), True
     if refusal := _refusal(job):
-        return Declined(refusal)
-    return likely(job).prepare(job)
+        return Declined(refusal), True
+    if sum(w.numel() for w in job.weights) < FEW_ELEMENTS:
+        return likely(job).prepare(job), True
+    by_name = {way.name: way for way in ways(job)}
+    scratch = Scratch(job)
+    found = {name: scratch.candidate(way) for name, way in by_name.items()}
+    text = description(job)
+    chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
+    return by_name[chosen.name].prepare(job), is_settled(KIND, text)
+
+
+class Scratch:
+    """The job on weights that the device's cache does not hold: the job's own and copies of them, in turn."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._jobs: Iterator[Job] | None = None
+
+    def candidate(self, way: Way) -> Candidate:
+        prepared = way.prepare(self._job)
+        return Candidate(
+            way.name,
+            lambda: prepared(self._next()),
+            None if isinstance(way, Library) else lambda: prepared(self._job, compile_only),
+        )
+
+    def _next(self) -> Job:
+        if self._jobs is None:
+            weights = self._job.weights
+            copies = cold_copies(sum(w.numel() * w.element_size() for w in weights)) - 1
+            self._jobs = cycle([self._job, *(replace(self._job, weights=_copied(weights)) for _ in range(copies))])
+        return next(self._jobs)
+
+
+def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
+    """With their strides, which a launch depends on."""
+    return [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w) for w in weights]
 
 
 def description(job: Job) -> str:
@@ -62,7 +103,9 @@ def _run(job: Job) -> Any:
     prepared = _PREPARED.get(key)
     with on_device_of(job.x):
         if prepared is None:
-            prepared = remember(_PREPARED, key, _prepare(job))
+            prepared, is_final = _prepare(job)
+            if is_final:
+                remember(_PREPARED, key, prepared)
         return prepared if isinstance(prepared, Declined) else prepared(job)
 
 
