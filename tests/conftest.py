@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("GRAPHEX_TUNING", "off")  # tests that measure say so, and keep nothing in the user's cache
 
 
 @pytest.fixture(autouse=True)

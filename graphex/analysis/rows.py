@@ -93,7 +93,7 @@ class Rows:
             return None
         if torch.Tag.pointwise in op.tags or op.overloadpacket in _POINTWISE:
             return self._broadcast(node, rows)
-        rule = _RULES.get(op.overloadpacket)
+        rule = _RULES.get(op.overloadpacket) or _NAMED.get(op._schema.name)
         if rule is None:
             self.refuse(node, f"{op} is not known to treat rows separately")
         return rule(self, node)
@@ -346,3 +346,4 @@ _RULES: dict[Any, Rule] = {
     aten.convolution: _batched("input"),
     aten.scaled_dot_product_attention: _batched("query", "key", "value"),
 }
+_NAMED: dict[str, Rule] = {"graphex::attention": _batched("query", "key", "value")}  # ops of our own

@@ -19,6 +19,7 @@ from graphex.analysis.aliasing import REGENERATED
 from graphex.compilation import Compilation
 from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
+from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.decompositions import decompositions
 from graphex.frontend.streams import keep_stream_calls
 from graphex.records import FellBack
@@ -53,7 +54,8 @@ def compile_with_aot(
     _note_subclasses(example_inputs, compilation)
     keep_stream_calls(gm)
     try:
-        return _aot(gm, example_inputs, compilation, custom_decompositions)
+        with attention_kept_whole(gm, compilation.config):
+            return _aot(gm, example_inputs, compilation, custom_decompositions)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise
     except Exception as error:

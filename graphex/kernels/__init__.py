@@ -2,5 +2,6 @@
 
 A launcher has the arguments of its op and returns its result, or `Declined(reason)` where the kernel was not written
 for such arguments; then the op's reference runs. `layout.py` says which strided tensors are rows to a kernel.
-Nothing here waits for the device or times anything, so every launch can be captured in a CUDA graph.
+Launches wait for nothing, so that they can be captured in a CUDA graph. Where several ways to compute the same compete,
+`tuning.py` times them in the first call of a kind, never while a graph is captured.
 """

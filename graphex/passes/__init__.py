@@ -13,6 +13,7 @@ from graphex.passes.dce import RemoveDeadCode
 from graphex.passes.deadlock import CheckDeadlocks
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
+from graphex.passes.lift_attention import LiftAttention
 from graphex.passes.noop import RemoveNoops
 from graphex.passes.place import PlaceNodes
 from graphex.passes.reinplace import ReuseDeadMemory
@@ -24,6 +25,7 @@ __all__ = [
     "FuseJointPatterns",
     "FusePatterns",
     "GraphPass",
+    "LiftAttention",
     "LiftIdioms",
     "MergeCommonSubexpressions",
     "PlaceBranches",

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     free_symbols,
     free_unbacked_symbols,
+    guard_or_false,
     statically_known_true,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "fake_like",
     "free_symbols",
     "free_unbacked_symbols",
+    "guard_or_false",
     "hint_of",
     "kind_of",
     "multiple_of",

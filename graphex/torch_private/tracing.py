@@ -6,9 +6,14 @@ import torch
 from torch._logging._internal import trace_log, trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_traced", "profiler_enabled", "trace_artifact"]
+__all__ = ["TorchDispatchMode", "is_traced", "is_transformed", "profiler_enabled", "trace_artifact"]
 
 profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def is_transformed() -> bool:
+    """Whether a functorch transform (vmap, grad ...) is at work: what a tensor says of itself is not all there is."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_traced() -> bool:

@@ -40,34 +40,43 @@ class Compiler:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.code: list[str] = []
+        self.shared = 0  # bytes of shared memory that the largest of them needs
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *args: object, num_warps: int, enable_fp_fusion: bool, **constants: object) -> None:
+    def compile(self, *args: object, num_warps: int, enable_fp_fusion: bool = True, **constants: object) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
-        types: dict[str, str] = {}
+        types: dict[str, object] = {}
         fixed: dict[tuple[int, ...], object] = {}
         aligned: dict[tuple[int, ...], object] = {}
-        for at, name in enumerate(self.kernel.arg_names):
-            value = given[name]
-            specialised = not self.kernel.params[at].do_not_specialize
-            if name in constants or value is None or (specialised and isinstance(value, int) and value == 1):
-                types[name], fixed[at,] = "constexpr", value  # as Triton does with 1
-                continue
-            types[name] = POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+        def type_of(value: object, path: tuple[int, ...], specialised: bool) -> object:
+            if isinstance(value, tuple):
+                return tuple(type_of(each, (*path, at), specialised) for at, each in enumerate(value))
+            if value is None or (specialised and isinstance(value, int) and value == 1):
+                fixed[path] = value  # as Triton does with 1
+                return "constexpr"
             if isinstance(value, float):
-                types[name] = "fp32"
-            elif isinstance(value, torch.Tensor) or (specialised and value % 16 == 0):
-                aligned[at,] = [["tt.divisibility", 16]]
+                return "fp32"
+            if isinstance(value, torch.Tensor) or (specialised and value % 16 == 0):
+                aligned[path] = [["tt.divisibility", 16]]
+            return POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+
+        for at, name in enumerate(self.kernel.arg_names):
+            if name in constants:
+                types[name], fixed[at,] = "constexpr", given[name]
+            else:
+                types[name] = type_of(given[name], (at,), not self.kernel.params[at].do_not_specialize)
         source = ASTSource(self.kernel, types, fixed, aligned)
         options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.code.append(compiled.asm["ptx"])
+        self.shared = max(self.shared, compiled.metadata.shared)
 
 
 def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:

@@ -1,0 +1,142 @@
+"""Calls of `F.scaled_dot_product_attention` in Dynamo's graph, as one op that survives tracing where that is faster.
+
+    before:  scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    after:   attend(q, k, v, attn_mask=mask, call=...)              graphex.attention, once it is traced
+
+AOTAutograd would take the call apart, with a mask and grouped heads on CUDA down to matrix products of a copied cache.
+Whether it is to be kept whole depends on types, sizes and gradients, which are known while `attend` is being traced.
+Everything else is left to the original. What was decided goes, as a note, with the nodes that come of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.traceback import annotate
+from torch.nn.functional import scaled_dot_product_attention
+
+from graphex.config import CompilerConfig
+from graphex.ops import has_kernel
+from graphex.ops.attention import MOST_POSITIONS
+from graphex.passes.lift_attention import Decided, LiftAttention
+from graphex.torch_private.symbolic import guard_or_false
+from graphex.torch_private.tracing import is_transformed
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_EXTRA = ("call", "forced")  # what a call of `attend` has beyond the original
+
+
+@contextmanager
+def attention_kept_whole(gm: GraphModule, config: CompilerConfig) -> Iterator[None]:
+    """While Dynamo's graph is being traced, its calls of attention go through `attend`."""
+    calls = [node for node in gm.graph.nodes if node.target is scaled_dot_product_attention]
+    if not calls or not LiftAttention().enabled(config):
+        yield
+        return
+    forced = config.lift_idioms == "always"
+    try:
+        for node in calls:
+            _retarget(node, attend, {**node.kwargs, "call": node.name, "forced": forced})
+        gm.recompile()
+        yield
+    finally:
+        for node in calls:
+            given = {name: value for name, value in node.kwargs.items() if name not in _EXTRA}
+            _retarget(node, scaled_dot_product_attention, given)
+        gm.recompile()
+
+
+def _retarget(node: Node, target: Any, kwargs: dict[str, Any]) -> None:
+    node.target, node.kwargs = target, kwargs
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    call: str,
+    forced: bool,
+) -> Tensor:
+    """The original, or `graphex.attention` for it; noted either way. No note where nothing could be gained."""
+    if not forced and not has_kernel("graphex::attention", query.device):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    refusal = _needs_torch(query, key, value, attn_mask) or _does_not_fit(query, key, value, attn_mask, enable_gqa)
+    refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask)
+    with annotate(Decided(call, refusal).as_note()):
+        if refusal:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+        lifted: Tensor = torch.ops.graphex.attention(query, key, value, attn_mask, factor, is_causal)
+        return lifted
+
+
+def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
+    """Why the call must be torch's own: something that only torch's op knows about. Empty: nothing."""
+    tensors = [query, key, value, *([] if mask is None else [mask])]
+    if any(not isinstance(each, Tensor) or hasattr(type(each), "__tensor_flatten__") for each in tensors):
+        return "an argument is no plain tensor"
+    if any(each.layout != torch.strided for each in tensors):
+        return "an argument is not strided"
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return "its gradient is needed"
+    if is_transformed():
+        return "it is inside a functorch transform"
+    if torch.is_autocast_enabled(query.device.type):
+        return "autocast decides on its type"
+    backends = torch.backends.cuda
+    if not (backends.flash_sdp_enabled() and backends.mem_efficient_sdp_enabled() and backends.math_sdp_enabled()):
+        return "its backend was chosen by hand"
+    return ""
+
+
+def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+    """Why the op does not take such tensors, or would not be faster for them. Empty: it does."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return "query, key and value do not have four dimensions"
+    if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:
+        return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}"
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return f"the mask is {mask.dtype}"
+    tensors = [key, value, *([] if mask is None else [mask])]
+    if any(each.device != query.device for each in tensors):
+        return "not all arguments are on one device"
+    (batch, heads, positions, width), shared = query.shape, key.shape[1]
+    if isinstance(positions, int) and positions > MOST_POSITIONS:
+        return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
+    fixed = heads, shared, width, key.shape[3], value.shape[1], value.shape[3]
+    if not all(isinstance(each, int) for each in fixed):
+        return "the number or the size of heads is not fixed"
+    # A guard on these is none of ours: torch's own op asks the same while it is traced.
+    if key.shape[3] != width or not (guard_or_false(key.shape[0] == batch) and guard_or_false(value.shape[0] == batch)):
+        return "query and key do not fit"
+    if value.shape[1] != shared or not guard_or_false(key.shape[2] == value.shape[2]):
+        return "key and value do not fit"
+    if heads != shared and (not enable_gqa or shared == 0 or heads % shared):
+        return "the heads are not grouped"
+    return ""
+
+
+def _unusual(dropout_p: object, is_causal: object, scale: object, mask: Tensor | None) -> str:
+    if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
+        return "it drops out"
+    if not isinstance(is_causal, bool) or (is_causal and mask is not None):
+        return "is_causal is not a plain flag"
+    if scale is not None and not isinstance(scale, (int, float)):
+        return "the scale is not a number"
+    return ""

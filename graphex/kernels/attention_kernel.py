@@ -1,0 +1,217 @@
+"""Attention of a few queries to many keys. The keys are cut into splits; each program takes one split of one head.
+
+A program has all queries that share its head of the keys as rows: T positions times the query heads of a group, filled
+up to the 16 rows of a matrix product. Keys and values are thus read once. Softmax is kept as running maxima and sums in
+float32. With several splits a program leaves its sum unscaled, and `combine_kernel` joins them.
+
+Where the mask has something to say, a program first looks for the first and the last position of its split that any of
+its rows may attend to: what lies outside is not read. A row that may attend to nothing has a maximum of -inf and a sum
+of 0, and its result is 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import PTX
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def bound(x):
+    """A number that a loop goes to: those of the interpreter are arrays of one element, which `range` does not take."""
+    if PTX:
+        return x
+    else:
+        return x.handle.data.item()
+
+
+@triton.jit
+def tanh(x):
+    """Good to about 1e-6 of the result: near zero by its series, since 1 - 2 / (1 + exp(2x)) cancels there."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * -0.05396825397)))
+    return tl.where(tl.abs(x) < 0.15, series, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E))))
+
+
+@triton.jit
+def mask_at(mask, row_start, position, inside, stride, BOOLEAN: tl.constexpr):
+    """What the mask adds to scores at some positions: -inf where it forbids them, and outside."""
+    at = row_start + position * stride
+    if BOOLEAN:
+        added = tl.where(tl.load(mask + at, mask=inside, other=0) != 0, 0.0, MINUS_INFINITY)
+    else:
+        added = tl.load(mask + at, mask=inside, other=MINUS_INFINITY).to(tl.float32)
+    return added
+
+
+@triton.jit
+def attended(
+    mask, row_start, row_ok, start, end, stride, BOOLEAN: tl.constexpr, ROWWISE: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The first position that any row may attend to, and the one after the last; (end, start) if there is none."""
+    first, last = end, start
+    for begin in range(bound(start), bound(end), WIDTH):
+        position = (begin + tl.arange(0, WIDTH))[None, :]
+        inside = position < end
+        if ROWWISE:
+            inside = inside & row_ok
+        added = mask_at(mask, row_start, position.to(tl.int64), inside, stride, BOOLEAN)
+        allowed = added != MINUS_INFINITY
+        first = tl.minimum(first, tl.min(tl.where(allowed, position, end)))
+        last = tl.maximum(last, tl.max(tl.where(allowed, position + 1, start)))
+    return first, last
+
+
+@triton.jit(
+    do_not_specialize=["positions", "length", "chunk", "mask_batch", "mask_head", "mask_token", "mask_position"]
+)
+def attention_kernel(
+    query,
+    key,
+    value,
+    mask,
+    out,
+    sums,
+    scale,
+    softcap,
+    positions,
+    length,
+    chunk,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_position,
+    v_batch,
+    v_head,
+    v_position,
+    mask_batch,
+    mask_head,
+    mask_token,
+    mask_position,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    MASK: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    SCAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column, value_column = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
+    token, query_head = row // GROUP, head * GROUP + row % GROUP
+    row_ok = row < positions * GROUP
+    start = split * chunk
+    end = tl.minimum(start + chunk, length)
+    if MASK != "none":
+        mask_row = batch * mask_batch
+        if ROWWISE:
+            mask_row += query_head.to(tl.int64)[:, None] * mask_head + token.to(tl.int64)[:, None] * mask_token
+        first, end = attended(
+            mask, mask_row, row_ok[:, None], start, end, mask_position, MASK == "boolean", ROWWISE, SCAN
+        )
+        start += (tl.maximum(first, start) - start) // BLOCK * BLOCK
+    q_at = batch * q_batch + query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
+    q = tl.load(query + q_at + column[None, :], mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
+    head_of_keys = head.to(tl.int64)
+    keys = key + batch * k_batch + head_of_keys * k_head + start.to(tl.int64) * k_position
+    values = value + batch * v_batch + head_of_keys * v_head + start.to(tl.int64) * v_position
+    step = tl.arange(0, BLOCK)
+    largest = tl.full((ROWS,), MINUS_INFINITY, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    weighted = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    for begin in range(bound(start), bound(end), BLOCK):
+        position = begin + step
+        inside = position < end
+        k = tl.load(
+            keys + step[:, None] * k_position + column[None, :],
+            mask=inside[:, None] & (column < WIDTH)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            scores = tanh(scores * (scale / softcap)) * softcap
+        else:
+            scores = scores * scale
+        allowed = inside[None, :]
+        if MASK != "none":
+            if ROWWISE:
+                allowed = allowed & row_ok[:, None]
+            added = mask_at(mask, mask_row, position.to(tl.int64)[None, :], allowed, mask_position, MASK == "boolean")
+            scores = tl.where(added == MINUS_INFINITY, MINUS_INFINITY, scores + added)
+        else:
+            if CAUSAL:
+                allowed = allowed & (position[None, :] <= token[:, None])
+            scores = tl.where(allowed, scores, MINUS_INFINITY)
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == MINUS_INFINITY, 0.0, larger)  # -inf less -inf would be no number
+        weights = tl.exp2((scores - base[:, None]) * LOG2_E)  # not scaled before: a mask of -3e38 would become -inf
+        fading = tl.exp2((largest - base) * LOG2_E)
+        total = total * fading + tl.sum(weights, 1)
+        v = tl.load(
+            values + step[:, None] * v_position + value_column[None, :],
+            mask=inside[:, None] & (value_column < VALUE_WIDTH)[None, :],
+            other=0.0,
+        )
+        weighted = weighted * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = larger
+        keys += BLOCK * k_position
+        values += BLOCK * v_position
+    heads = tl.num_programs(1) * GROUP
+    stored = row_ok[:, None] & (value_column < VALUE_WIDTH)[None, :]
+    if SPLIT:
+        place = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + split
+        place = place * (positions * GROUP) + row
+        at = place[:, None] * VALUE_WIDTH + value_column[None, :]
+        tl.store(sums + at, weighted, mask=stored & (start < end))
+        everybody = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * tl.num_programs(0) * (positions * GROUP)
+        scales = sums + everybody * VALUE_WIDTH + place * 2
+        tl.store(scales, largest, mask=row_ok)
+        tl.store(scales + 1, total, mask=row_ok)
+    else:
+        result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+        at = ((batch * positions + token) * heads + query_head) * VALUE_WIDTH
+        tl.store(out + at[:, None] + value_column[None, :], result.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["positions", "splits"])
+def combine_kernel(
+    sums,
+    out,
+    positions,
+    splits,
+    GROUP: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The splits of one row of one head become its result. What a split without positions left is not read."""
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    rows = positions * GROUP
+    split, value_column = tl.arange(0, SPLITS), tl.arange(0, VALUE_COLUMNS)
+    place = ((batch * tl.num_programs(1) + head) * splits + split) * rows + row
+    scales = sums + tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * splits * rows * VALUE_WIDTH + place * 2
+    there = split < splits
+    largest = tl.load(scales, mask=there, other=MINUS_INFINITY)
+    total = tl.load(scales + 1, mask=there, other=0.0)
+    base = tl.max(largest, 0)
+    fading = tl.exp2((largest - tl.where(base == MINUS_INFINITY, 0.0, base)) * LOG2_E)
+    used = (there & (largest != MINUS_INFINITY))[:, None] & (value_column < VALUE_WIDTH)[None, :]
+    weighted = tl.load(sums + place[:, None] * VALUE_WIDTH + value_column[None, :], mask=used, other=0.0)
+    everything = tl.sum(total * fading, 0)
+    result = tl.sum(weighted * fading[:, None], 0) / tl.where(everything == 0.0, 1.0, everything)
+    query_head = head * GROUP + row % GROUP
+    at_out = ((batch * positions + row // GROUP) * (tl.num_programs(1) * GROUP) + query_head) * VALUE_WIDTH
+    tl.store(out + at_out + value_column, result.to(out.dtype.element_ty), mask=value_column < VALUE_WIDTH)

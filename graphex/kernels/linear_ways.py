@@ -1,0 +1,308 @@
+"""The ways to compute linear layers: the library's matrix product, or one of our kernels with one of its tiles.
+
+A way prepares itself for tensors of certain shapes and strides, which gives a `Prepared`: call it with such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphex.kernels.gemv_kernel import gemv_kernel
+from graphex.kernels.layout import Rows, blocks_of, rows_of
+from graphex.kernels.skinny_kernel import combine_kernel, skinny_kernel
+from graphex.ops import linears as reference
+
+MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
+MOST_WEIGHTS = 4  # in one launch
+ROWS_ADDED = 8  # by one program, where partial sums are added
+
+Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"."""
+
+    prologue: str  # "none", "rms_norm", "silu_mul"
+    x: Tensor
+    up: Tensor | None
+    gain: Tensor | None
+    eps: float
+    offset: float
+    cast_first: bool
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    residual: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return self.x.numel() // self.x.shape[-1]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.up, self.gain, self.residual, *self.weights, *self.biases
+
+    def results(self) -> list[Tensor]:
+        return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in self.weights]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel.warmup(*arguments, grid=grid, **constants)
+
+
+class Prepared(Protocol):
+    def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
+
+
+class Way(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, job: Job) -> Prepared: ...
+
+
+def with_prologue_done(job: Job) -> Job:
+    """The norm or activation as a kernel of its own."""
+    if job.prologue == "rms_norm":
+        norm = torch.ops.graphex.rms_norm
+        return _plain(job, norm(job.x, job.gain, job.eps, job.offset, job.cast_first)[0])
+    if job.prologue == "silu_mul":
+        return _plain(job, torch.ops.graphex.silu_mul(job.x, job.up))
+    return job
+
+
+def _plain(job: Job, x: Tensor) -> Job:
+    return Job("none", x, None, None, 0.0, 0.0, False, job.weights, job.biases, job.residual)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The kernels of the norms and activations, then cuBLAS."""
+
+    name: str = "library"
+
+    def prepare(self, job: Job) -> Prepared:
+        return _library
+
+
+def _library(job: Job, start: Start = launch) -> list[Tensor]:
+    if start is not launch:
+        return []
+    done = with_prologue_done(job)
+    return reference.linears(done.x, done.weights, done.biases, done.residual)
+
+
+def _chunks(count: int) -> list[slice]:
+    return [slice(first, first + MOST_WEIGHTS) for first in range(0, count, MOST_WEIGHTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """One row: tiles of `bn` rows of a weight and `bk` columns."""
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
+
+    def prepare(self, job: Job) -> Prepared:
+        columns = job.x.shape[-1]
+        constants = {
+            "PROLOGUE": job.prologue,
+            "EVEN_K": columns % self.bk == 0,
+            "BN": self.bn,
+            "BK": self.bk,
+            "TILES": blocks_of(columns, self.bk),
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+        parts = []
+        for chunk in _chunks(len(job.weights)):
+            sizes = tuple(w.shape[0] for w in job.weights[chunk])
+            strides = tuple(w.stride(0) for w in job.weights[chunk])
+            parts.append((chunk, (sum(blocks_of(n, self.bn) for n in sizes),), sizes, strides))
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            outs = job.results()
+            for chunk, grid, sizes, strides in parts:
+                tensors = job.x, job.up, job.gain, job.residual
+                lists = tuple(job.weights[chunk]), tuple(job.biases[chunk]), tuple(outs[chunk])
+                arguments = (*tensors, *lists, sizes, strides, columns, job.eps, job.offset)
+                start(gemv_kernel, grid, arguments, constants)
+            return outs
+
+        return run
+
+
+def _steps(x: Tensor | None) -> tuple[int | None, int, int]:
+    if x is None:
+        return None, 0, 0
+    rows = rows_of(x)
+    assert isinstance(rows, Rows), rows
+    return rows.inner, rows.outer_stride, rows.inner_stride
+
+
+@dataclass(frozen=True, slots=True)
+class Skinny:
+    """2 to 64 rows: tiles of `bn` rows of a weight and `bk` columns, the columns in `parts` parts."""
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    parts: int = 1
+    folded: bool = False
+
+    @property
+    def name(self) -> str:
+        split = f" /{self.parts}" if self.parts > 1 else ""
+        return f"skinny {self.bn}x{self.bk} {self.warps}w {self.stages}s{split}{' folded' if self.folded else ''}"
+
+    def prepare(self, job: Job) -> Prepared:
+        if self.folded or job.prologue == "none":
+            return self._prepare(job)
+        prepared: Prepared | None = None
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            nonlocal prepared
+            if start is not launch:
+                plain = _plain(job, job.weights[0].new_empty(job.x.shape))
+                return self._prepare(plain)(plain, start)
+            done = with_prologue_done(job)
+            prepared = prepared or self._prepare(done)  # the strides of the results of one kernel are always the same
+            return prepared(done, start)
+
+        return run
+
+    def _prepare(self, job: Job) -> Prepared:
+        rows, columns = job.rows, job.x.shape[-1]
+        tiles = blocks_of(blocks_of(columns, self.bk), self.parts)
+        steps = (*_steps(job.x), *_steps(job.up), *_steps(job.residual))
+        constants = {
+            "PROLOGUE": job.prologue,
+            "EVEN_K": columns == tiles * self.bk * self.parts,
+            "BM": padded_rows(rows),
+            "BN": self.bn,
+            "BK": self.bk,
+            "TILES": tiles,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+        adding = {"PARTS": self.parts, "ROWS": ROWS_ADDED, "BN": self.bn, "num_warps": 4}
+        chunks = []
+        for chunk in _chunks(len(job.weights)):
+            sizes = tuple(w.shape[0] for w in job.weights[chunk])
+            strides = tuple(w.stride(0) for w in job.weights[chunk])
+            chunks.append((chunk, sum(blocks_of(n, self.bn) for n in sizes), sizes, strides))
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            outs = job.results()
+            for chunk, blocks, sizes, strides in chunks:
+                partial = squares = None
+                if self.parts > 1:
+                    partial = job.x.new_empty((self.parts, rows, blocks * self.bn), dtype=torch.float32)
+                    if job.prologue == "rms_norm":
+                        squares = job.x.new_empty((self.parts, rows), dtype=torch.float32)
+                tensors = job.x, job.up, job.gain, job.residual
+                biases, results = tuple(job.biases[chunk]), tuple(outs[chunk])
+                lists = tuple(job.weights[chunk]), biases, results, sizes, strides
+                arguments = (*tensors, *lists, partial, squares, rows, columns, *steps, job.eps, job.offset)
+                start(skinny_kernel, (blocks, self.parts), arguments, constants)
+                if self.parts > 1:
+                    sums = job.residual, biases, results, sizes, partial, squares, rows, columns, *steps[6:], job.eps
+                    start(combine_kernel, (blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
+            return outs
+
+        return run
+
+
+def padded_rows(rows: int) -> int:
+    """The rows of a tile."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+GEMVS = (
+    Gemv(4, 1024, 4),
+    Gemv(8, 1024, 4),
+    Gemv(4, 2048, 8),
+    Gemv(4, 2048, 4),
+    Gemv(2, 2048, 4),
+    Gemv(8, 512, 4),
+    Gemv(4, 1024, 4, 3),
+    Gemv(8, 512, 4, 4),
+)
+# By the rows of a tile.
+SKINNIES = {
+    16: (
+        Skinny(16, 256, 4, 4),
+        Skinny(32, 128, 4, 5),
+        Skinny(32, 256, 4, 4),
+        Skinny(64, 64, 4, 6),
+        Skinny(64, 128, 4, 4),
+        Skinny(64, 256, 4, 3),
+        Skinny(128, 64, 4, 5),
+        Skinny(64, 128, 4, 4, parts=2),
+        Skinny(64, 128, 4, 4, parts=4),
+    ),
+    32: (
+        Skinny(16, 256, 4, 4),
+        Skinny(32, 128, 4, 5),
+        Skinny(32, 256, 4, 3),
+        Skinny(64, 64, 4, 6),
+        Skinny(64, 128, 4, 4),
+        Skinny(64, 256, 4, 3),
+        Skinny(128, 64, 4, 5),
+        Skinny(64, 128, 4, 4, parts=2),
+        Skinny(64, 128, 4, 4, parts=4),
+    ),
+    64: (
+        Skinny(16, 128, 4, 5),
+        Skinny(32, 128, 4, 4),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 4),
+        Skinny(64, 128, 8, 4),
+        Skinny(128, 64, 4, 5),
+        Skinny(128, 128, 8, 3),
+        Skinny(64, 128, 4, 4, parts=2),
+        Skinny(64, 128, 4, 4, parts=4),
+    ),
+}
+FOLDED = (
+    Skinny(32, 128, 4, 4, folded=True),
+    Skinny(64, 64, 4, 5, folded=True),
+    Skinny(64, 128, 4, 3, folded=True),
+)
+
+
+def can_fold(job: Job) -> bool:
+    """Whether the input of the products, before a norm's scale, is sure not to overflow their type."""
+    return job.prologue == "silu_mul" or job.x.dtype == torch.bfloat16 or job.gain is None
+
+
+def ways(job: Job) -> list[Way]:
+    """All that could be fastest, the library first."""
+    if job.rows == 1:
+        return [Library(), *GEMVS]
+    tiles = SKINNIES[padded_rows(job.rows)]
+    fold = job.prologue != "none" and can_fold(job)
+    return [Library(), *tiles, *(FOLDED if fold else ())]
+
+
+def likely(job: Job) -> Way:
+    """What to take where nothing can be measured and nothing is known."""
+    elements = sum(w.numel() for w in job.weights)
+    if job.rows == 1:
+        return Gemv(4, 2048, 8) if elements > 2**26 and job.x.shape[-1] % 2048 == 0 else Gemv(4, 1024, 4)
+    return Skinny(64, 128, 4, 4) if elements > 2**25 else Skinny(32, 128, 4, 4 if job.rows > 32 else 5)

@@ -1,0 +1,131 @@
+"""Launches of linear layers: for each kind of job, the way that was measured to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.kernels.layout import on_device_of, remember, rows_of, signature
+from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, Way, compile_only, likely, padded_rows, ways
+from graphex.kernels.quant_options import is_column_vector
+from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.ops.definition import Declined
+
+KIND = "linears"
+FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
+Biases = Sequence[Tensor | None]
+_PREPARED: dict[Any, Prepared | Declined] = {}
+
+
+def _refusal(job: Job) -> str | None:
+    """Why the kernels cannot take a job."""
+    x = job.x
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"x is {x.dtype}: how exactly its products are computed is for the library to say"
+    if any(t is not None and t.device != x.device for t in job.tensors()):
+        return "tensors are on several devices"
+    if any(w.dtype != x.dtype for w in job.weights):
+        return "the norm has another type than x"
+    if not is_column_vector(job.gain, x):
+        return "the gain is not a contiguous vector"
+    if any(w.stride(1) != 1 and w.shape[1] > 1 for w in job.weights):
+        return "the elements of a row of a weight are not adjacent"
+    if any(b is not None and b.stride(0) != 1 and b.shape[0] > 1 for b in job.biases):
+        return "a bias is not contiguous"
+    for rows in (rows_of(t) for t in (x, job.up, job.residual) if t is not None):
+        if isinstance(rows, str):
+            return rows
+    return None
+
+
+def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
+    """How to compute such a job, and whether that is the last word."""
+    if not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights) or job.rows > MOST_ROWS:
+        return Library().prepare(job), True
+    if refusal := _refusal(job):
+        return Declined(refusal), True
+    if sum(w.numel() for w in job.weights) < FEW_ELEMENTS:
+        return likely(job).prepare(job), True
+    by_name = {way.name: way for way in ways(job)}
+    scratch = Scratch(job)
+    found = {name: scratch.candidate(way) for name, way in by_name.items()}
+    text = description(job)
+    chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
+    return by_name[chosen.name].prepare(job), is_settled(KIND, text)
+
+
+class Scratch:
+    """The job on weights that the device's cache does not hold: the job's own and copies of them, in turn."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._jobs: Iterator[Job] | None = None
+
+    def candidate(self, way: Way) -> Candidate:
+        prepared = way.prepare(self._job)
+        return Candidate(
+            way.name,
+            lambda: prepared(self._next()),
+            None if isinstance(way, Library) else lambda: prepared(self._job, compile_only),
+        )
+
+    def _next(self) -> Job:
+        if self._jobs is None:
+            weights = self._job.weights
+            copies = cold_copies(sum(w.numel() * w.element_size() for w in weights)) - 1
+            self._jobs = cycle([self._job, *(replace(self._job, weights=_copied(weights)) for _ in range(copies))])
+        return next(self._jobs)
+
+
+def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
+    """With their strides, which a launch depends on."""
+    return [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w) for w in weights]
+
+
+def description(job: Job) -> str:
+    """What the choice for a job is remembered by: `rms_norm bfloat16 1x4096 -> 4096+1024+1024`."""
+    rows = 1 if job.rows == 1 else padded_rows(job.rows)
+    sizes = "+".join(str(w.shape[0]) for w in job.weights)
+    words = [job.prologue, str(job.x.dtype).removeprefix("torch."), f"{rows}x{job.x.shape[-1]} -> {sizes}"]
+    words += ["bias"] if any(b is not None for b in job.biases) else []
+    words += ["residual"] if job.residual is not None else []
+    words += ["unaligned"] if any(w.stride(0) % 8 or w.data_ptr() % 16 for w in job.weights) else []
+    return " ".join(words)
+
+
+def _run(job: Job) -> Any:
+    key = job.prologue, len(job.weights), signature(*job.tensors())
+    prepared = _PREPARED.get(key)
+    with on_device_of(job.x):
+        if prepared is None:
+            prepared, is_final = _prepare(job)
+            if is_final:
+                remember(_PREPARED, key, prepared)
+        return prepared if isinstance(prepared, Declined) else prepared(job)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:
+    return _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, residual))
+
+
+def rms_norm_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: Sequence[Tensor],
+    biases: Biases,
+) -> Any:
+    return _run(Job("rms_norm", x, None, gain, eps, weight_offset, cast_before_weight, weights, biases, None))
+
+
+def silu_mul_linears(
+    gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
+) -> Any:
+    return _run(Job("silu_mul", gate, up, None, 0.0, 0.0, False, weights, biases, residual))

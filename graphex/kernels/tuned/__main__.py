@@ -1,0 +1,39 @@
+"""Write what was measured on a device into the package: `python -m graphex.kernels.tuned [DEVICE ...] [--to FOLDER]`.
+
+Without a name it is the current device. Only the names of the winners are kept: the times of another day and machine
+are not what a user would measure.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import torch
+
+from graphex.kernels.tuned import HERE
+from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, replace_text
+
+
+@click.command(help=__doc__)
+@click.argument("devices", nargs=-1)
+@click.option("--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=HERE, help="Where to write.")
+def main(devices: tuple[str, ...], folder: Path) -> None:
+    if not devices and not torch.cuda.is_available():
+        raise click.UsageError("there is no GPU here; name the device whose choices are meant")
+    folder.mkdir(parents=True, exist_ok=True)
+    for device in devices or (torch.cuda.get_device_name(),):
+        store = Store(conditions(device))
+        path = folder / f"{file_name(device)}.json"
+        choices: Choices = json.loads(path.read_text())["choices"] if path.exists() else {}
+        found = store.read()
+        for kind, entries in found.items():
+            choices.setdefault(kind, {}).update({s: {"name": entry["name"]} for s, entry in entries.items()})
+        with_versions = {**store.conditions, "choices": choices}
+        replace_text(path, json.dumps(with_versions, indent=1, sort_keys=True) + "\n")
+        print(f"{path}: {sum(map(len, found.values()))} choices of {device}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Which of several ways to compute the same is fastest: measured on this device once, then remembered.
+
+    choose("linears", "rms_norm bfloat16 1x4096 -> 4096+1024+1024", candidates, default)
+
+looks (1) in this process, (2) in the store on disk, (3) among the choices that come with graphex, (4) measures, and
+(5) takes the default for now where it must not measure: while a CUDA graph is captured, without a GPU, with
+GRAPHEX_TUNING=off. `choices()` says what was chosen, how, and by which times; `measured()` how often it was measured.
+
+A measurement is a replay of a CUDA graph of several launches, as the winner will run, on a device that is kept busy.
+The first candidate stays unless another is faster by more than times scatter.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from graphex.errors import GraphexWarning
+from graphex.kernels.tuned import shipped
+from graphex.kernels.tuning_store import Choices, Store, conditions
+
+SWITCH = "GRAPHEX_TUNING"
+LAUNCHES = 12  # in a graph that is timed
+ROUNDS = 5  # every candidate is timed once in each
+WORTHWHILE = 1.02  # how much faster than the first another has to be
+MOST_THREADS = 16  # that compile
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way: `run` launches it once on tensors of its own, `compile` only has its kernels compiled."""
+
+    name: str
+    run: Callable[[], object]
+    compile: Callable[[], object] | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and from where: "measured", "stored", "shipped", "default". `seconds` if they were measured."""
+
+    kind: str
+    signature: str
+    name: str
+    source: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+Measure = Callable[[Sequence[Candidate]], dict[str, float]]
+
+
+class Tuner:
+    """The choices for one device. `measure` gives seconds by name, nothing for what cannot run here."""
+
+    def __init__(self, store: Store, shipped: Choices, measure: Measure) -> None:
+        self._store, self._shipped, self._measure = store, shipped, measure
+        self._stored: Choices | None = None
+        self._known: dict[tuple[str, str], Choice] = {}
+        self._lock = threading.RLock()
+        self.measured = 0
+
+    def known(self) -> list[Choice]:
+        return list(self._known.values())
+
+    def is_settled(self, kind: str, signature: str) -> bool:
+        return (kind, signature) in self._known
+
+    def choose(
+        self, kind: str, signature: str, candidates: Sequence[Candidate], default: Candidate, may_measure: bool
+    ) -> Candidate:
+        by_name = {candidate.name: candidate for candidate in candidates}
+        with self._lock:
+            choice = self._known.get((kind, signature)) or self._look_up(kind, signature)
+            if choice is not None and choice.name in by_name:
+                self._known[kind, signature] = choice
+                return by_name[choice.name]
+            if not may_measure or (choice := self._measured(kind, signature, candidates)) is None:
+                return default
+            self._known[kind, signature] = choice
+            return by_name[choice.name]
+
+    def _look_up(self, kind: str, signature: str) -> Choice | None:
+        if self._stored is None:
+            self._stored = self._store.read()
+        for source, choices in (("stored", self._stored), ("shipped", self._shipped)):
+            if entry := choices.get(kind, {}).get(signature):
+                seconds = {name: us / 1e6 for name, us in entry.get("us", {}).items()}
+                return Choice(kind, signature, entry["name"], source, seconds)
+        return None
+
+    def _measured(self, kind: str, signature: str, candidates: Sequence[Candidate]) -> Choice | None:
+        try:
+            seconds = self._measure(candidates)
+        except torch.OutOfMemoryError:
+            return None
+        if not seconds:
+            return None
+        self.measured += 1
+        name = min(seconds, key=lambda name: seconds[name])
+        first = candidates[0].name
+        if first in seconds and seconds[first] <= seconds[name] * WORTHWHILE:
+            name = first
+        self._store.add(kind, signature, {"name": name, "us": {n: round(s * 1e6, 3) for n, s in seconds.items()}})
+        return Choice(kind, signature, name, "measured", seconds)
+
+
+_tuners: dict[int, Tuner] = {}
+_defaults: dict[tuple[str, str], Choice] = {}
+
+
+def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: Candidate) -> Candidate:
+    """The fastest of the candidates on the current device, or `default` where that cannot be known now."""
+    tuner = _tuner() if torch.cuda.is_available() else None
+    chosen = default
+    if tuner is not None:
+        chosen = tuner.choose(kind, signature, candidates, default, _may_measure())
+    if tuner is not None and tuner.is_settled(kind, signature):
+        _defaults.pop((kind, signature), None)
+    else:
+        _defaults[kind, signature] = Choice(kind, signature, chosen.name, "default")
+    return chosen
+
+
+def is_settled(kind: str, signature: str) -> bool:
+    """Whether `choose` will say the same again: not after a default that was taken because a graph was captured."""
+    return _is_off() or not torch.cuda.is_available() or _tuner().is_settled(kind, signature)
+
+
+def choices() -> list[Choice]:
+    """What has been chosen in this process."""
+    return [choice for tuner in _tuners.values() for choice in tuner.known()] + list(_defaults.values())
+
+
+def measured() -> int:
+    """How many choices this process has measured itself."""
+    return sum(tuner.measured for tuner in _tuners.values())
+
+
+def forget() -> None:
+    """Look everything up again, as a new process does."""
+    _tuners.clear()
+    _defaults.clear()
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "").lower() in ("off", "0")
+
+
+def _may_measure() -> bool:
+    return not _is_off() and not torch.cuda.is_current_stream_capturing()
+
+
+def _tuner() -> Tuner:
+    index = torch.cuda.current_device()
+    if index not in _tuners:
+        name = torch.cuda.get_device_name(index)
+        _tuners[index] = Tuner(Store(conditions(name)), shipped(name), seconds_on_device)
+    return _tuners[index]
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+def cold_copies(bytes_read: int) -> int:
+    """How many sets of tensors to go round, so that what one launch reads is not in the L2 cache any more."""
+    cached = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(1, min(LAUNCHES, -(-5 * cached // (2 * max(1, bytes_read)))))
+
+
+def compile_all(candidates: Sequence[Candidate]) -> None:
+    """Compile the kernels of all candidates at once; one that does not compile says so when it runs."""
+    import triton
+
+    waiting = [candidate.compile for candidate in candidates if candidate.compile is not None]
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        with triton.AsyncCompileMode(threads, ignore_errors=True):
+            for compile in waiting:
+                compile()
+
+
+def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Seconds of one launch of each candidate that runs on the current device."""
+    from graphex.device.cuda import CudaDevice
+
+    device = CudaDevice(torch.cuda.current_device())
+    compile_all(candidates)
+    pool, replays = device.pool(), {}
+    try:
+        for candidate in candidates:
+            try:
+                candidate.run()
+                record = partial(_repeat, candidate.run)
+                replays[candidate.name], _ = device.capture(record, pool, "thread_local")
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                _say_why_not(candidate, error)
+        samples: dict[str, list[float]] = {name: [] for name in replays}
+        for round in range(ROUNDS + 1):
+            for name, replay in replays.items():
+                seconds = device.seconds(replay.replay)
+                if round:  # the first warms up
+                    samples[name].append(seconds / LAUNCHES)
+    finally:
+        for replay in replays.values():
+            replay.free()
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _say_why_not(candidate: Candidate, error: Exception) -> None:
+    """A tile that the device has no room for is no candidate there; anything else should be known."""
+    if type(error).__name__ != "OutOfResources":
+        text = f"graphex: '{candidate.name}' was not measured: {type(error).__name__}: {error}"
+        warnings.warn(text, GraphexWarning, stacklevel=2)
+
+
+def _repeat(run: Callable[[], object]) -> None:
+    for _ in range(LAUNCHES):
+        run()

@@ -1,0 +1,108 @@
+"""Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores; inference alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphex.ops.definition import op
+from graphex.ops.norms import wide_dtype
+from graphex.torch_private.checks import require
+
+MOST_POSITIONS = 16  # of a query: what a decode step has, with some guessed tokens; beyond, torch's kernels are as good
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    require(
+        query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype,
+        lambda: "query, key and value must have four dimensions and one type",
+    )
+    require(
+        query.shape[3] == key.shape[3]
+        and query.shape[0] == key.shape[0]
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[1] % key.shape[1] == 0,
+        lambda: f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} do not fit",
+    )
+    require(mask is None or not is_causal, lambda: "a mask and is_causal exclude each other")
+
+
+def result_like(query: Tensor, value: Tensor) -> Tensor:
+    """An uninitialised result: [B, H, T, Dv], with the heads of one position next to each other in memory."""
+    batch, heads, positions, _ = query.shape
+    return query.new_empty((batch, positions, heads, value.shape[3])).transpose(1, 2)
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    _check(query, key, value, mask, is_causal)
+    return result_like(query, value)
+
+
+def repeated(cache: Tensor, times: int) -> Tensor:
+    """Every head `times` times in a row, as query heads that share it are numbered."""
+    batch, heads, length, width = cache.shape
+    if times == 1:
+        return cache
+    return cache[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+
+
+@op(
+    "graphex::attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool is_causal=False, "
+    "float softcap=0.0) -> Tensor",
+    fake=_fake,
+    kernel="attention.attention",
+)
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`softmax(query @ key.T * scale + mask) @ value`: query [B, H, T, D], key [B, Hkv, L, D], value [B, Hkv, L, Dv].
+
+    Query head h attends to head h // (H // Hkv) of the keys. A mask is boolean (True: attend) or is added, and is
+    broadcast to [B, H, T, L]; `is_causal` is that of `F.scaled_dot_product_attention`, and so is 0 as the result of a
+    query that may attend to nothing. A softcap c > 0 replaces the scores by c * tanh(scores / c) before the mask. The
+    result [B, H, T, Dv] lies in memory as [B, T, H, Dv].
+    """
+    _check(query, key, value, mask, is_causal)
+    groups = query.shape[1] // key.shape[1]
+    if softcap > 0:
+        found = _capped(query, repeated(key, groups), repeated(value, groups), mask, scale, is_causal, softcap)
+    elif mask is None:
+        found = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
+        )
+    else:  # with a mask torch's fast kernels take no grouped heads
+        found = functional.scaled_dot_product_attention(
+            query, repeated(key, groups), repeated(value, groups), mask, scale=scale
+        )
+    result = result_like(query, value)
+    return found if found.stride() == result.stride() else result.copy_(found)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, softcap: float
+) -> Tensor:
+    """As models that cap their scores write it, step by step in their type and the softmax in float32."""
+    scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * scale / softcap) * softcap
+    if is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    weights = functional.softmax(scores, -1, dtype=wide_dtype(query)).masked_fill(
+        (scores == -torch.inf).all(-1, keepdim=True), 0.0
+    )
+    return torch.matmul(weights.to(query.dtype), value)

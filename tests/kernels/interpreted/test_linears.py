@@ -1,0 +1,140 @@
+"""Linear layers of few rows: every way to compute them, any shape, stride and prologue, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Gemv, Job, Skinny, can_fold
+from graphex.ops.definition import Declined
+from tests.kernels.compare import launcher
+from tests.kernels.linear_jobs import check
+
+FEW = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+HALF = torch.float16
+prologues = st.sampled_from(["none", "rms_norm", "silu_mul"])
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=5)
+columns = st.one_of(st.integers(1, 70), st.sampled_from([64, 128, 130]))
+
+
+def random(*shape: int, gap: int = 0) -> Tensor:
+    return torch.randn(*shape[:-1], shape[-1] + gap).to(HALF)[..., : shape[-1]]
+
+
+def job(
+    prologue: str,
+    lead: tuple[int, ...],
+    columns: int,
+    sizes: list[int],
+    *,
+    gap: int = 0,
+    biases: int = 0,
+    residual: bool = False,
+    gain: bool = True,
+    offset: float = 0.0,
+    cast_first: bool = False,
+) -> Job:
+    """`biases` has a bit for each weight."""
+    x = random(*lead, columns, gap=gap)
+    return Job(
+        prologue,
+        x,
+        random(*lead, columns, gap=2 * gap) if prologue == "silu_mul" else None,
+        random(columns) if prologue == "rms_norm" and gain else None,
+        1e-5,
+        offset,
+        cast_first,
+        [random(n, columns, gap=gap) for n in sizes],
+        [random(n) if biases >> at & 1 else None for at, n in enumerate(sizes)],
+        random(*lead, sizes[0], gap=gap) if residual and len(sizes) == 1 else None,
+    )
+
+
+@FEW
+@given(prologues, columns, sizes, st.integers(0, 3), st.integers(0, 31), st.booleans(), st.booleans(), st.booleans())
+def test_one_row(prologue, columns, sizes, gap, biases, residual, gain, cast_first):
+    torch.manual_seed(0)
+    one = job(prologue, (1, 1), columns, sizes, gap=gap, biases=biases, residual=residual, gain=gain, offset=1.0)
+    check(Gemv(4, 32, 1), one)
+    check(Gemv(2, 64, 1, 2), one)
+
+
+@FEW
+@given(
+    prologues,
+    st.sampled_from([(2,), (3, 5), (1, 17), (2, 20)]),
+    columns,
+    sizes,
+    st.integers(0, 3),
+    st.integers(0, 31),
+    st.booleans(),
+    st.booleans(),
+)
+def test_several_rows(prologue, lead, columns, sizes, gap, biases, residual, gain):
+    torch.manual_seed(0)
+    several = job(prologue, lead, columns, sizes, gap=gap, biases=biases, residual=residual, gain=gain)
+    check(Skinny(16, 32, 1, 2), several)
+    check(Skinny(16, 32, 1, 2, parts=3), several)
+    if can_fold(several):
+        check(Skinny(16, 32, 1, 2, folded=True), several)
+        check(Skinny(16, 16, 1, 2, parts=2, folded=True), several)
+
+
+@pytest.mark.parametrize("way", GEMVS, ids=lambda way: way.name)
+def test_tiles_for_one_row(way):
+    check(way, job("rms_norm", (1,), 2100, [9, 5]))
+
+
+@pytest.mark.parametrize("rows", [2, 17, 64])
+def test_tiles_for_several_rows(rows):
+    for way in SKINNIES[16 if rows == 2 else 32 if rows == 17 else 64]:
+        check(way, job("silu_mul", (rows,), 300, [70, 20]))
+    for way in FOLDED:
+        check(way, job("silu_mul", (rows,), 256, [70]))
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norms_of_either_cast_order(cast_first, offset, rows):
+    x = job("rms_norm", (rows,), 96, [24], cast_first=cast_first, offset=offset)
+    check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2), x)
+
+
+def test_a_norm_is_not_folded_where_it_could_overflow():
+    huge = job("rms_norm", (3,), 32, [8])
+    huge.x.mul_(10000)
+    huge.gain.mul_(100)
+    assert not can_fold(huge)
+    results = launcher("graphex::rms_norm_linears")(huge.x, huge.gain, 1e-5, 0.0, False, huge.weights, huge.biases)
+    assert results[0].isfinite().all()
+
+
+def test_one_row_of_large_numbers_stays_finite():
+    huge = job("rms_norm", (1,), 32, [8])
+    huge.x.mul_(10000)
+    huge.gain.mul_(50)
+    check(Gemv(4, 32, 1), huge)
+
+
+def test_more_rows_than_the_kernels_take_run_in_the_library():
+    x, weight = torch.randn(65, 8).to(HALF), torch.randn(5, 8).to(HALF)
+    (found,) = launcher("graphex::linears")(x, [weight], [None])
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (torch.randn(2, 8), torch.randn(4, 8), "float32"),
+        (torch.randn(2, 8).half(), torch.randn(8, 4).half().t(), "not adjacent"),
+        (torch.randn(8, 2).half().t(), torch.randn(4, 8).half(), "not adjacent"),
+    ],
+)
+def test_what_is_declined_says_why(x, weight, reason):
+    found = launcher("graphex::linears")(x, [weight], [None])
+    assert isinstance(found, Declined)
+    assert reason in found.reason

@@ -1,0 +1,46 @@
+"""Random linear layers, and how far from exact their results may be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphex.kernels.linear_ways import Job, Way
+from graphex.ops.norms import weighted
+
+
+def exact(job: Job, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The same in a wide type, without any rounding in between."""
+    wide = lambda t: None if t is None else t.to(dtype)  # noqa: E731
+    x = wide(job.x)
+    if job.prologue == "rms_norm":
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + job.eps)
+        x = weighted(x, dtype, wide(job.gain), job.offset, False)
+    elif job.prologue == "silu_mul":
+        x = functional.silu(x) * wide(job.up)
+    results = [functional.linear(x, wide(w), wide(b)) for w, b in zip(job.weights, job.biases, strict=True)]
+    return results if job.residual is None else [wide(job.residual) + results[0]]
+
+
+def eager(job: Job) -> list[Tensor]:
+    """As PyTorch computes it op by op, with the roundings of the type."""
+    x = job.x
+    if job.prologue == "rms_norm":
+        x, _ = torch.ops.graphex.rms_norm(x, job.gain, job.eps, job.offset, job.cast_first)
+    elif job.prologue == "silu_mul":
+        x = functional.silu(x) * job.up
+    results = [functional.linear(x, w, b) for w, b in zip(job.weights, job.biases, strict=True)]
+    return results if job.residual is None else [job.residual + results[0]]
+
+
+def check(way: Way, job: Job, at_most: float = 2.0) -> None:
+    """The results have at most twice the error of eager's, or half a unit in the last place of the largest."""
+    found = way.prepare(job)(job)
+    for mine, its, right in zip(found, eager(job), exact(job), strict=True):
+        assert (mine.shape, mine.dtype, mine.is_contiguous()) == (its.shape, its.dtype, True)
+        if not mine.numel():
+            continue
+        allowed = at_most * (its - right).abs().max() + 0.5 * torch.finfo(mine.dtype).eps * right.abs().max()
+        worst = (mine - right).abs().max()
+        assert worst <= allowed, f"{way.name}: {worst} from exact, eager and rounding allow {allowed}"

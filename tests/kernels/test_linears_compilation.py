@@ -1,0 +1,76 @@
+"""Every tile of the linear layers compiles for a Hopper GPU, fits into it, and reads 16 bytes at a time."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from graphex.kernels import linear_ways
+from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Job, Way
+from tests.kernels.test_compilation import Compiler
+
+MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200
+
+
+def job(rows: int, prologue: str, sizes: tuple[int, ...]) -> Job:
+    make = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
+    x, columns = make(rows, 2048), 2048
+    up = make(rows, columns) if prologue == "silu_mul" else None
+    gain = make(columns) if prologue == "rms_norm" else None
+    residual = make(rows, sizes[0]) if len(sizes) == 1 else None
+    weights = [make(n, columns) for n in sizes]
+    return Job(prologue, x, up, gain, 1e-5, 0.0, False, weights, [None for _ in sizes], residual)
+
+
+def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """The code of a way's product, and how much shared memory it needs."""
+    compilers = {}
+    for name in ("gemv_kernel", "skinny_kernel", "combine_kernel"):
+        compilers[name] = Compiler(getattr(linear_ways, name))
+        monkeypatch.setattr(linear_ways, name, compilers[name])
+    way.prepare(of)(of)
+    used = [compiler for compiler in compilers.values() if compiler.code]
+    assert len(used) == (2 if getattr(way, "parts", 1) > 1 else 1)
+    return used[0].code[0], used[0].shared
+
+
+@pytest.mark.parametrize("way", [GEMVS[0], GEMVS[-1]], ids=lambda way: way.name)
+@pytest.mark.parametrize(("prologue", "sizes"), [("none", (64,)), ("rms_norm", (64, 32, 32)), ("silu_mul", (64,))])
+def test_one_row(way, prologue, sizes, monkeypatch):
+    code, _ = compiled(way, job(1, prologue, sizes), monkeypatch)
+    assert ("cp.async" if way.stages > 1 else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in code
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", GEMVS[1:-1], ids=lambda way: way.name)
+def test_other_tiles_of_one_row(way, monkeypatch):
+    compiled(way, job(1, "rms_norm", (64, 32)), monkeypatch)
+
+
+ALL = [(rows, way) for rows, ways in SKINNIES.items() for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("rows", "way"),
+    [pytest.param(*each, marks=() if at % 9 in (2, 8) else pytest.mark.full) for at, each in enumerate(ALL)],
+)
+def test_several_rows(rows, way, monkeypatch):
+    code, shared = compiled(way, job(rows, "none", (256, 128)), monkeypatch)
+    assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
+    assert "mma" in code
+    assert shared <= MOST_SHARED
+
+
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.full)])
+@pytest.mark.parametrize("prologue", ["rms_norm", "silu_mul"])
+@pytest.mark.parametrize("way", [FOLDED[0], *(pytest.param(way, marks=pytest.mark.full) for way in FOLDED[1:])])
+def test_prologue_in_the_product(way, prologue, rows, monkeypatch):
+    code, shared = compiled(way, job(rows, prologue, (256,)), monkeypatch)
+    assert "cp.async.cg.shared.global" in code
+    assert shared <= MOST_SHARED

@@ -1,0 +1,222 @@
+"""Choices by measurement: where they are looked up, what is measured, and what the store on disk survives."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+
+from graphex.errors import GraphexWarning
+from graphex.kernels import tuned, tuning, tuning_store
+from graphex.kernels.tuned.__main__ import main as export
+from graphex.kernels.tuning import Candidate, Tuner
+from graphex.kernels.tuning_store import Store
+
+CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
+
+
+def never() -> None:
+    raise AssertionError("nothing is run here")
+
+
+LIBRARY, FAST, SLOW = (Candidate(name, never) for name in ("library", "fast", "slow"))
+CANDIDATES = [LIBRARY, FAST, SLOW]
+
+
+class Clock:
+    """Measures what it is told, and counts."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.seconds = seconds
+        self.calls = 0
+
+    def __call__(self, candidates: list[Candidate]) -> dict[str, float]:
+        self.calls += 1
+        return {c.name: self.seconds[c.name] for c in candidates if c.name in self.seconds}
+
+
+def tuner(folder: Path, clock: Clock, shipped: dict | None = None, **conditions: str) -> Tuner:
+    return Tuner(Store(CONDITIONS | conditions, folder), shipped or {}, clock)
+
+
+def choose(by: Tuner, signature: str = "1x8", may_measure: bool = True) -> str:
+    return by.choose("linears", signature, CANDIDATES, SLOW, may_measure).name
+
+
+def test_the_fastest_is_chosen_and_measured_once(tmp_path):
+    clock = Clock(library=3.0, fast=1.0, slow=4.0)
+    first = tuner(tmp_path, clock)
+    assert [choose(first), choose(first), choose(first, "2x8")] == ["fast"] * 3
+    assert clock.calls == first.measured == 2
+    assert {(c.signature, c.name, c.source) for c in first.known()} == {
+        ("1x8", "fast", "measured"),
+        ("2x8", "fast", "measured"),
+    }
+
+
+def test_the_first_candidate_stays_where_times_scatter(tmp_path):
+    assert choose(tuner(tmp_path, Clock(library=1.01, fast=1.0))) == "library"
+
+
+def test_what_cannot_run_here_is_not_chosen(tmp_path):
+    assert choose(tuner(tmp_path, Clock(library=2.0))) == "library"
+    nothing = tuner(tmp_path, Clock())
+    assert choose(nothing, "other") == "slow"
+    assert not nothing.is_settled("linears", "other")
+
+
+def test_the_second_process_measures_nothing(tmp_path):
+    choose(tuner(tmp_path, Clock(library=3.0, fast=1.0, slow=4.0)))
+    clock = Clock(library=1.0, fast=2.0)
+    second = tuner(tmp_path, clock)
+    assert choose(second) == "fast"
+    assert clock.calls == second.measured == 0
+    (choice,) = second.known()
+    assert (choice.source, choice.seconds) == ("stored", {"library": 3.0, "fast": 1.0, "slow": 4.0})
+
+
+@pytest.mark.parametrize("condition", ["device", "torch", "triton", "sources"])
+def test_other_conditions_are_measured_anew(tmp_path, condition):
+    choose(tuner(tmp_path, Clock(fast=1.0)))
+    clock = Clock(library=1.0, fast=2.0)
+    assert choose(tuner(tmp_path, clock, **{condition: "other"})) == "library"
+    assert clock.calls == 1
+    clock = Clock()
+    assert choose(tuner(tmp_path, clock)) == "fast"
+    assert clock.calls == 0
+
+
+def test_shipped_choices_need_no_measurement_but_give_way_to_stored_ones(tmp_path):
+    shipped = {"linears": {"1x8": {"name": "fast"}, "2x8": {"name": "a tile that no longer exists"}}}
+    clock = Clock(library=1.0, fast=2.0)
+    by = tuner(tmp_path, clock, shipped)
+    assert choose(by) == "fast"
+    assert clock.calls == 0
+    assert choose(by, "2x8") == "library"
+    assert clock.calls == 1
+    by = tuner(tmp_path, clock, {"linears": {"2x8": {"name": "slow"}}})
+    assert choose(by, "2x8") == "library"
+    assert clock.calls == 1
+
+
+def test_a_default_is_not_remembered(tmp_path):
+    clock = Clock(fast=1.0)
+    by = tuner(tmp_path, clock)
+    assert choose(by, may_measure=False) == "slow"
+    assert not by.is_settled("linears", "1x8")
+    assert not list(tmp_path.iterdir())
+    assert choose(by) == "fast"
+    assert by.is_settled("linears", "1x8")
+
+
+def test_too_little_memory_to_measure_takes_the_default(tmp_path):
+    def measure(candidates: list[Candidate]) -> dict[str, float]:
+        raise torch.OutOfMemoryError("no room")
+
+    assert choose(Tuner(Store(CONDITIONS, tmp_path), {}, measure)) == "slow"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"choices": 3}',
+        json.dumps(CONDITIONS | {"choices": {"linears": {"1x8": {"name": 7}}}}),
+        json.dumps(CONDITIONS | {"triton": "4", "choices": {}}),
+        "\x00\xff",
+    ],
+)
+def test_a_broken_file_is_said_once_and_measured_again(tmp_path, text):
+    store = Store(CONDITIONS, tmp_path)
+    store.path.write_text(text)
+    clock = Clock(fast=1.0)
+    by = Tuner(store, {}, clock)
+    with pytest.warns(GraphexWarning, match="cannot be read") as warned:
+        assert choose(by) == "fast"
+        assert choose(by, "2x8") == "fast"
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(tuner(tmp_path, Clock())) == "fast"
+        assert choose(tuner(tmp_path, Clock()), "2x8") == "fast"
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    by = tuner(tmp_path / "file" / "below", Clock(fast=1.0))
+    with pytest.warns(GraphexWarning, match="GRAPHEX_CACHE_DIR") as warned:
+        assert [choose(by), choose(by, "2x8"), choose(by)] == ["fast"] * 3
+    assert len(warned) == 1
+
+
+def _add_many(folder: Path, who: int) -> None:
+    store = Store(CONDITIONS, folder)
+    for number in range(20):
+        store.add("linears", f"{who}:{number}", {"name": "fast", "us": {}})
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_add_many, args=(tmp_path, who)) for who in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(Store(CONDITIONS, tmp_path).read()["linears"]) == 80
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
+
+
+def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    store = Store(CONDITIONS, tmp_path)
+    store.add("linears", "1x8", {"name": "fast", "us": {}})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning_store.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.add("linears", "2x8", {"name": "fast", "us": {}})
+    assert set(store.read()["linears"]) == {"1x8"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
+
+
+def test_the_cache_directory_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    assert Store(CONDITIONS).path.is_relative_to(tmp_path)
+    monkeypatch.delenv("GRAPHEX_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert Store(CONDITIONS).path.is_relative_to(tmp_path / "xdg" / "graphex")
+
+
+def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "cache"))
+    store = Store(tuning_store.conditions("Some GPU 9"))
+    store.add("linears", "1x8", {"name": "fast", "us": {"fast": 1.0}})
+    package = tmp_path / "package"
+    assert CliRunner().invoke(export, ["Some GPU 9", "--to", str(package)]).exit_code == 0
+    store.add("attention", "2x8", {"name": "slow", "us": {}})
+    assert CliRunner().invoke(export, ["Some GPU 9", "--to", str(package)]).exit_code == 0
+    monkeypatch.setattr(tuned, "HERE", package)
+    assert tuned.shipped("Some GPU 9") == {"linears": {"1x8": {"name": "fast"}}, "attention": {"2x8": {"name": "slow"}}}
+    assert tuned.shipped("Another GPU") == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_the_default_is_taken_and_said():
+    tuning.forget()
+    assert tuning.choose("linears", "1x8", CANDIDATES, SLOW) is SLOW
+    assert tuning.is_settled("linears", "1x8")
+    assert [(c.signature, c.name, c.source) for c in tuning.choices()] == [("1x8", "slow", "default")]
+    assert tuning.measured() == 0
