@@ -28,6 +28,7 @@ from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
 from graphex.passes import (
     CheckDeadlocks,
+    FoldProjections,
     FuseJointPatterns,
     FusePatterns,
     GraphPass,
@@ -55,6 +56,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("clean", RemoveDeadCode()),
     ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
+    ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
     ("fuse", FusePatterns()),
     ("fuse", FuseJointPatterns()),
 )

@@ -6,7 +6,7 @@ An op is its schema and its reference in plain ATen; `definition.py` says how on
 
 from __future__ import annotations
 
-from graphex.ops import fused_quant, gated, norms, npu_norms, npu_other, npu_quant, quant, rotary, scope
+from graphex.ops import fused_quant, gated, linears, norms, npu_norms, npu_other, npu_quant, quant, rotary, scope
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "fused_quant",
     "gated",
     "has_kernel",
+    "linears",
     "norms",
     "npu_norms",
     "npu_other",

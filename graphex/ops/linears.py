@@ -1,0 +1,168 @@
+"""Linear layers that share their input, with what stands before and after them: the matrix products of a decode step.
+
+    linears             query, key and value of one hidden state; a projection and the residual added to its result
+    rms_norm_linears    the same, of an RMSNorm: the gain and the scale of a row can be folded into the products
+    silu_mul_linears    the projection after a gated activation
+
+The weights stay where they are: nothing is joined, copied or assumed constant. For inference: there is no derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphex.ops.definition import op
+from graphex.ops.gated import check_gated, silu_mul
+from graphex.ops.norms import check_norm, norm_dtype, rms_norm
+from graphex.torch_private.checks import require
+
+Biases = Sequence[Tensor | None]
+
+
+def _check_linear(columns: int | torch.SymInt, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
+    require(
+        weight.dim() == 2 and weight.dtype == dtype,
+        lambda: f"a weight must be a {dtype} matrix, as its input is; it is {weight.dtype} {list(weight.shape)}",
+    )
+    require(
+        weight.shape[1] == columns,
+        lambda: f"a weight must have {columns} columns, one for each of its input; it has {weight.shape[1]}",
+    )
+    if bias is not None:
+        require(
+            bias.dim() == 1 and bias.dtype == dtype,
+            lambda: f"a bias must be a {dtype} vector; it is {bias.dtype} {list(bias.shape)}",
+        )
+        require(
+            bias.shape[0] == weight.shape[0],
+            lambda: f"a bias must have {weight.shape[0]} elements, as its weight has rows; it has {bias.shape[0]}",
+        )
+
+
+def _check_residual(x: Tensor, weights: Sequence[Tensor], residual: Tensor) -> None:
+    require(len(weights) == 1, lambda: f"a residual is added to one result; there are {len(weights)}")
+    require(
+        residual.dim() == x.dim() and residual.dtype == weights[0].dtype,
+        lambda: (
+            f"the residual must be {weights[0].dtype} with {x.dim()} dimensions; it is {residual.dtype} "
+            f"{list(residual.shape)}"
+        ),
+    )
+    for mine, its in zip(residual.shape, (*x.shape[:-1], weights[0].shape[0]), strict=True):
+        require(mine == its, lambda mine=mine, its=its: f"the residual has a size of {mine} where the result has {its}")
+
+
+def check_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Biases,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`dtype` is the type that the products see, where it is not that of x."""
+    require(x.dim() > 0, lambda: "a linear layer needs at least one dimension; its input has none")
+    require(
+        len(weights) == len(biases), lambda: f"there are {len(weights)} weights, so as many biases; got {len(biases)}"
+    )
+    for weight, bias in zip(weights, biases, strict=True):
+        _check_linear(x.shape[-1], dtype or x.dtype, weight, bias)
+    if residual is not None:
+        _check_residual(x, weights, residual)
+
+
+def _fake_results(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+def _fake_linears(x: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
+    check_linears(x, weights, biases, residual)
+    return _fake_results(x, weights)
+
+
+def _fake_rms_norm_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: list[Tensor],
+    biases: Biases,
+) -> list[Tensor]:
+    check_norm(x, gain)
+    check_linears(x, weights, biases, dtype=norm_dtype(x, gain, cast_before_weight))
+    return _fake_results(x, weights)
+
+
+def _fake_silu_mul_linears(
+    gate: Tensor, up: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None
+) -> list[Tensor]:
+    check_gated(gate, up)
+    check_linears(gate, weights, biases, residual)
+    return _fake_results(gate, weights)
+
+
+@op(
+    "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
+    fake=_fake_linears,
+)
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
+    """One linear layer for each weight, all of the same x.
+
+        y[i] = linear(x, weights[i], biases[i])
+        y[0] = residual + linear(x, weights[0], biases[0])                   one weight and a residual
+
+    x is [..., K], a weight [N, K], its bias [N] or None, its result [..., N] and contiguous; a residual has the shape
+    of the result. All have one type. A kernel may round the sum with the residual once instead of twice.
+    """
+    check_linears(x, weights, biases, residual)
+    results = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    if residual is not None:
+        results[0] = (residual + results[0]).contiguous()
+    return results
+
+
+@op(
+    "graphex::rms_norm_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
+    "Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    fake=_fake_rms_norm_linears,
+)
+def rms_norm_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: Sequence[Tensor],
+    biases: Biases,
+) -> list[Tensor]:
+    """Linear layers of an RMSNorm.
+
+        n, _ = rms_norm(x, gain, eps, weight_offset, cast_before_weight)
+        y    = linears(n, weights, biases)
+
+    The weights have the type of the norm. A kernel may leave out the roundings of n.
+    """
+    check_norm(x, gain)
+    normed, _ = rms_norm(x, gain, eps, weight_offset, cast_before_weight)
+    return linears(normed, weights, biases)
+
+
+@op(
+    "graphex::silu_mul_linears(Tensor gate, Tensor up, Tensor[] weights, Tensor?[] biases, "
+    "Tensor? residual=None) -> Tensor[]",
+    fake=_fake_silu_mul_linears,
+)
+def silu_mul_linears(
+    gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
+) -> list[Tensor]:
+    """Linear layers of a gated activation.
+
+        y = linears(silu_mul(gate, up), weights, biases, residual)
+
+    A kernel may leave out the roundings of the activation.
+    """
+    return linears(silu_mul(gate, up), weights, biases, residual)
