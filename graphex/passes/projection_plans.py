@@ -1,7 +1,7 @@
 """Which linear layers of a graph become one op, what of their surroundings joins them, and why the rest does not.
 
 Everything is proven on the graph as it stands before the first rewrite. A layer is computed where the first of those
-that it is joined with stands, or where its residual is added: what it reads must be there, and not be written on the way.
+that it is joined with stands, or where its residual is added: what it reads must be there, and not be written since.
 """
 
 from __future__ import annotations
@@ -81,16 +81,11 @@ class Planner:
     # -- which layers ------------------------------------------------------------------------------------------------
 
     def _fit(self, siblings: list[Linear]) -> list[Linear]:
-        if refusal := unfit_input(siblings[0]) or self._no_kernel(LINEARS, siblings[0].node):
-            self._refuse(LINEARS, refusal)
+        if self._refused(LINEARS, unfit_input(siblings[0]), self._no_kernel(LINEARS, siblings[0].node)):
             return []
-        found = []
-        for linear in siblings:
-            if refusal := self._is_claimed(linear.node) or unfit_weight(linear):
-                self._refuse(LINEARS, refusal)
-            else:
-                found.append(linear)
-        return found
+        return [
+            each for each in siblings if not self._refused(LINEARS, self._is_claimed(each.node), unfit_weight(each))
+        ]
 
     def _groups(self, linears: list[Linear]) -> Iterator[list[Linear]]:
         """Layers of one input, in the order of the graph, by what can be computed at one place."""
@@ -98,19 +93,16 @@ class Planner:
         for linear in linears:
             here = _where(linear.node)
             group = open_.get(here)
-            if group is None and open_:
-                other = next(iter(open_.values()))[0].node
-                self._refuse(
-                    LINEARS, Refusal(f"not joined with '{other.name}': {_elsewhere(other, linear.node)}", linear.node)
-                )
-            if group is not None:
-                refusal = self._cannot_join(group, linear)
-                if refusal is None:
-                    group.append(linear)
-                    continue
-                self._refuse(LINEARS, refusal)
+            if group is None:
+                if open_:
+                    other = next(iter(open_.values()))[0].node
+                    self._refused(LINEARS, Refusal(f"not joined: {_elsewhere(other, linear.node)}", linear.node))
+                open_[here] = [linear]
+            elif self._refused(LINEARS, self._cannot_join(group, linear)):
                 yield group
-            open_[here] = [linear]
+                open_[here] = [linear]
+            else:
+                group.append(linear)
         yield from open_.values()
 
     def _cannot_join(self, group: list[Linear], linear: Linear) -> Refusal | None:
@@ -142,34 +134,38 @@ class Planner:
         norm = y.args[0] if y.target is operator.getitem and y.args[1] == 0 else None
         if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
             return None
-        other = next((user for user in norm.users if user is not y and user.users), None)
-        refusal = None
-        if other is not None:
-            refusal = Refusal(f"the norm's rstd, '{other.name}', is used too", norm)
-        elif y.meta["val"].dtype != arguments(norm)["x"].meta["val"].dtype:
-            refusal = Refusal("the norm's result is of another type than its input", norm)
-        return self._joined(NORM, norm, y, group, refusal)
+        return self._joined(NORM, norm, y, group)
 
     def _gated(self, y: Node, group: list[Linear]) -> Node | None:
         return self._joined(GATED, y, y, group) if y.target is ops.silu_mul.default else None
 
-    def _joined(
-        self, rule: str, node: Node, y: Node, group: list[Linear], refusal: Refusal | None = None
-    ) -> Node | None:
+    def _joined(self, rule: str, node: Node, y: Node, group: list[Linear]) -> Node | None:
         """`node`, if it may be computed where the layers are, and as part of them."""
         if not self.work.allows(rule):
             return None
         self.candidates[rule].add(node)
-        first, own = group[0].node, {linear.node for linear in group}
-        refusal = refusal or self._is_claimed(node) or self._no_kernel(rule, node)
-        if not refusal and (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
-            refusal = Refusal(f"the result of '{node.name}' is also {_used_by(stranger)}", node)
-        if not refusal and _where(node) != _where(first):
-            refusal = Refusal(_elsewhere(node, first), node)
-        refusal = refusal or self._written([(each, node) for each in node.all_input_nodes], first)
-        if refusal:
-            self._refuse(rule, refusal)
-        return None if refusal else node
+        refused = self._refused(
+            rule,
+            self._is_claimed(node),
+            self._no_kernel(rule, group[0].node),
+            self._is_used_elsewhere(node, y, group),
+            self._written([(each, node) for each in node.all_input_nodes], group[0].node),
+        )
+        return None if refused else node
+
+    def _is_used_elsewhere(self, node: Node, y: Node, group: list[Linear]) -> Refusal | None:
+        own = {linear.node for linear in group}
+        if (
+            other := next((user for user in node.users if y is not node and user is not y and user.users), None)
+        ) is not None:
+            return Refusal(f"the norm's rstd, '{other.name}', is used too", node)
+        if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
+            return Refusal(f"the result of '{node.name}' is also {_used_by(stranger)}", node)
+        if _where(node) != _where(group[0].node):
+            return Refusal(_elsewhere(node, group[0].node), node)
+        if any(each.meta["val"].dtype != y.meta["val"].dtype for each in node.all_input_nodes[:1]):
+            return Refusal(f"the result of '{node.name}' is of another type than its input", node)
+        return None
 
     def _residual(self, linear: Linear, plan: Plan) -> Plan | None:
         """The plan with what is added to the only use of a layer's result."""
@@ -181,9 +177,7 @@ class Planner:
         self.candidates[RESIDUAL].add(found.add)
         flat = found.result is linear.node and plan.before is None
         x = _read_by(linear) if flat else plan.x
-        refusal = self._unfit_residual(linear, plan, found, x)
-        if refusal:
-            self._refuse(RESIDUAL, refusal)
+        if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
             return None
         self.added.add(found.add)
         return Plan(plan.linears, x, plan.before, found)
@@ -207,8 +201,6 @@ class Planner:
             return Refusal(f"the residual is {str(other.dtype).removeprefix('torch.')} on {other.device}", add)
         if not known_contiguous(value):
             return Refusal("the sum is laid out differently from the op's result", add)
-        if refusal := self._is_claimed(add):
-            return refusal
         if _where(add) != _where(linear.node):
             return Refusal(_elsewhere(linear.node, add), add)
         for user in readers(add):
@@ -238,9 +230,13 @@ class Planner:
             return None
         return Refusal(f"'{op}' has no kernel on {device.type}", node)
 
-    def _refuse(self, rule: str, refusal: Refusal) -> None:
-        assert refusal.node is not None
-        self.work.refuse(refusal.node, refusal, rule=rule)
+    def _refused(self, rule: str, *answers: Refusal | None) -> bool:
+        """Whether one of the answers is a refusal; the first is written down."""
+        refusal = next((answer for answer in answers if answer is not None), None)
+        if refusal is not None:
+            assert refusal.node is not None
+            self.work.refuse(refusal.node, refusal, rule=rule)
+        return refusal is not None
 
 
 def can_stand_before(node: Node, place: Node) -> bool:

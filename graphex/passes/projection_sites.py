@@ -2,6 +2,7 @@
 
     view(x, [rows, K]); t(w); mm(view, t); view(mm, [..., N])         what AOTAutograd makes of linear(x, w)
     addmm(bias, view, t)                                              and of linear(x, w, bias)
+    bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
     linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
 
 `x` is the value before the reshape, so that layers that share it are seen to. What is called a weight need not be one:
@@ -20,7 +21,7 @@ from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true
 from graphex.analysis.shapes import known_contiguous
-from graphex.fusion.calls import PERMUTE, RESHAPE, arguments, call_of, op_of
+from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, arguments, call_of, op_of
 from graphex.passes.base import Refusal
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -32,6 +33,7 @@ TYPES = (torch.float16, torch.bfloat16)
 _PRODUCTS: dict[Any, tuple[str, str, str]] = {
     aten.mm.default: ("self", "mat2", ""),
     aten.addmm.default: ("mat1", "mat2", "self"),
+    aten.bmm.default: ("self", "mat2", ""),
     aten.matmul.default: ("self", "other", ""),
     aten.linear.default: ("input", "weight", "bias"),
 }
@@ -78,9 +80,11 @@ def linear_at(node: Node) -> Linear | None:
 
 
 def transposed(node: Any) -> Node | None:
-    """The matrix that a node is the transpose of."""
+    """The matrix that a node is the transpose of, one for all or repeated for each of a batch."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
+    if op_of(node) == EXPAND and isinstance(source := node.args[0], Node) and source.meta["val"].dim() == 2:
+        return transposed(source)
     if op_of(node) == PERMUTE:
         swaps = call_of(node).args["dims"] == (1, 0)
     else:
