@@ -28,6 +28,7 @@ from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
 from graphex.passes import (
     CheckDeadlocks,
+    FoldProjections,
     FuseJointPatterns,
     FusePatterns,
     GraphPass,
@@ -57,6 +58,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("lift", LiftAttention()),
     ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
+    ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
     ("fuse", FusePatterns()),
     ("fuse", FuseJointPatterns()),
 )

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.beginnings import beginning_of
-from graphex.analysis.declared_results import declared_results
+from graphex.analysis.declared_results import declared_results, lists_its_own
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.analysis.shapes import may_be_empty, same_offset
@@ -290,6 +290,8 @@ class Aliases:
 
     def _parts_by_schema(self, node: Node, op: torch._ops.OpOverload) -> Parts:
         """One set of storages for each declared result: what it aliases, or fresh memory."""
+        if lists_its_own(op):
+            return [frozenset({(node, index)}) for index in range(len(node.meta.get("val") or [None]))]
         parts: Parts = []
         for index, result in enumerate(declared_results(op)):
             found: set[Storage] = set()
@@ -364,7 +366,7 @@ def _merged(left: list[int], right: list[int]) -> list[int]:
 def _returns_list(node: Node) -> bool:
     """`split` declares one result, a list; `topk` declares two. Only the second is indexed by declaration."""
     op = operator_of(node)
-    return op is not None and len(op._schema.returns) == 1
+    return op is not None and len(op._schema.returns) == 1 and not lists_its_own(op)
 
 
 def _absolutely_addressed(node: Node) -> list[Node]:

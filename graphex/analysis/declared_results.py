@@ -22,6 +22,15 @@ class Result(NamedTuple):
 
 
 @cache
+def lists_its_own(op: torch._ops.OpOverload) -> bool:
+    """Whether an op returns a list of tensors, each in memory of its own. Ours do; no schema promises it
+    (`aten::unsafe_split` returns views of one memory).
+    """
+    returns = op._schema.returns
+    return op.namespace == "graphex" and len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+
+
+@cache
 def declared_results(op: torch._ops.OpOverload) -> tuple[Result, ...]:
     arguments = [
         (position, argument.name, argument.alias_info.before_set | argument.alias_info.after_set)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis.effects import is_random, node_leaves, operator_of, written_arguments
 from graphex.analysis.shapes import canonical_dim, known_equal
 from graphex.torch_private.symbolic import free_symbols, multiple_of
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.graphex
 
 
 class Place(NamedTuple):
@@ -272,6 +273,23 @@ def _linear(rows: Rows, node: Node) -> Place | None:
     return place
 
 
+def _along_the_last(*names: str) -> Rule:
+    """Our norms and linear layers: each row of these arguments for itself, what else they take is the same for all."""
+
+    def rule(rows: Rows, node: Node) -> Place | None:
+        given = [each for name in names if isinstance(each := _argument(node, name), Node)]
+        places = {rows.place_of(each) for each in given}
+        others = set(node_leaves((node.args, node.kwargs))).difference(given)
+        place = places.pop()
+        if places or place is None or place.dim == len(given[0].meta["val"].shape) - 1:
+            rows.refuse(node, "it works across rows")
+        if any(rows.place_of(each) is not None for each in others):
+            rows.refuse(node, "it works across rows")
+        return place
+
+    return rule
+
+
 def _looked_up(table: int, index: int) -> Rule:
     def rule(rows: Rows, node: Node) -> Place | None:
         if rows.place_of(node.args[table]) is not None:
@@ -307,7 +325,16 @@ def _batched(*names: str) -> Rule:
 
 _FACTORIES = {aten.full, aten.zeros, aten.ones, aten.empty}  # (size, ...)
 _RESHAPES = {aten.view, aten.reshape, aten._unsafe_view, aten.expand}  # (tensor, size)
-_POINTWISE = {aten._to_copy, aten.clone, aten.copy, aten.copy_, aten.lift_fresh_copy, aten.detach, aten.alias}
+_POINTWISE = {
+    ours.silu_mul,
+    aten._to_copy,
+    aten.clone,
+    aten.copy,
+    aten.copy_,
+    aten.lift_fresh_copy,
+    aten.detach,
+    aten.alias,
+}
 _ALONG = {
     packet: _within_row("dim", removes=True)
     for packet in (aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.prod, aten.any, aten.all)
@@ -341,6 +368,11 @@ _RULES: dict[Any, Rule] = {
     aten.bmm: _product_of_matrices(0, 1),
     aten.addmm: _product_of_matrices(1, 2),
     aten.linear: _linear,
+    ours.linears: _along_the_last("x", "residual"),
+    ours.rms_norm: _along_the_last("x"),
+    ours.rms_norm_linears: _along_the_last("x"),
+    ours.add_rms_norm: _along_the_last("x1", "x2"),
+    ours.silu_mul_linears: _along_the_last("gate", "up", "residual"),
     aten.embedding: _looked_up(0, 1),
     aten.index: _indexed,
     aten.convolution: _batched("input"),

@@ -16,12 +16,14 @@ from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.lift_attention import LiftAttention
 from graphex.passes.noop import RemoveNoops
 from graphex.passes.place import PlaceNodes
+from graphex.passes.projections import FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.streams import ScheduleStreams
 
 __all__ = [
     "CheckDeadlocks",
+    "FoldProjections",
     "FuseJointPatterns",
     "FusePatterns",
     "GraphPass",

@@ -206,3 +206,25 @@ def test_warm_up_captures_the_sizes(where):
         torch.testing.assert_close(compiled(*given), model(*given))
     assert replays(compiled) == before + 4
     assert len(statuses(compiled)) == 3
+
+
+@torch.no_grad()
+def test_linear_layers_of_few_rows_are_padded_too(where):
+    """The ops that projections are folded into treat rows separately, and their results share no memory."""
+    weights = [(torch.randn(rows, 16) / 4).to(where).bfloat16() for rows in (24, 24, 16)]
+
+    def model(x, gate, up, down):
+        wide = x.float()
+        y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        one, two = nn.functional.linear(y, gate), nn.functional.linear(y, up)
+        return x + nn.functional.linear((nn.functional.silu(one) * two)[:, :16], down), one, two
+
+    compiled = compile_it(model, capture_sizes=SIZES, lift_idioms="always")
+    for rows in (5, 3, 7):
+        x = torch.randn(rows, 16, device=where).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x, *weights), model(x, *weights), rtol=2e-2, atol=2e-2)
+    made = {record.rule for record in graphex.journal(compiled).rewrites}
+    assert {"linears", "rms_norm_linears", "linears_residual"} <= made
+    assert count(compiled, "padded") == 3
+    assert reasons(compiled) == []

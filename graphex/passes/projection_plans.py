@@ -1,0 +1,293 @@
+"""Which linear layers of a graph become one op, what of their surroundings joins them, and why the rest does not.
+
+Everything is proven on the graph as it stands before the first rewrite. A layer is computed where the first of those
+that it is joined with stands, or where its residual is added: what it reads must be there, and not be written since.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from graphex.analysis import is_effectful, known_equal, node_line, placement
+from graphex.analysis.launches import is_work
+from graphex.analysis.shapes import known_contiguous
+from graphex.analysis.turns import turn_of
+from graphex.fusion.calls import arguments
+from graphex.ops import has_kernel
+from graphex.ops.scope import CORES
+from graphex.passes.base import Refusal, Work
+from graphex.passes.projection_sites import Linear, is_reshape, readers, unfit_input, unfit_weight
+
+aten, ops = torch.ops.aten, torch.ops.graphex
+
+LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
+MOST_WEIGHTS = 8
+
+
+@dataclass(frozen=True)
+class Residual:
+    """`add` is `other` plus `result`, the only use of a layer's product, reshaped or not."""
+
+    add: Node
+    other: Node
+    result: Node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them."""
+
+    linears: list[Linear]
+    x: Node
+    before: Node | None = None
+    residual: Residual | None = None
+
+    @property
+    def place(self) -> Node:
+        return self.linears[0].node if self.residual is None else self.residual.add
+
+    @property
+    def op(self) -> Any:
+        if self.before is None:
+            return ops.linears.default
+        return (ops.rms_norm_linears if self.before.target is ops.rms_norm.default else ops.silu_mul_linears).default
+
+
+class Planner:
+    """Plans for one graph. `claimed` are nodes that a rule of the user's is going to take."""
+
+    def __init__(self, work: Work, claimed: Mapping[Node, str]) -> None:
+        self.work, self.aliases, self.claimed = work, work.aliases, claimed
+        self.candidates: dict[str, set[Node]] = defaultdict(set)
+        self.added: set[Node] = set()  # residual adds that belong to a plan
+
+    def plans(self, linears: list[Linear]) -> Iterator[Plan]:
+        by_input: dict[Node, list[Linear]] = defaultdict(list)
+        for linear in linears:
+            by_input[linear.x].append(linear)
+            self.candidates[LINEARS].add(linear.node)
+        for siblings in by_input.values():
+            for group in self._groups(self._fit(siblings)):
+                yield self._plan(group)
+
+    # -- which layers ------------------------------------------------------------------------------------------------
+
+    def _fit(self, siblings: list[Linear]) -> list[Linear]:
+        if self._refused(LINEARS, unfit_input(siblings[0]), self._no_kernel(LINEARS, siblings[0].node)):
+            return []
+        return [
+            each for each in siblings if not self._refused(LINEARS, self._is_claimed(each.node), unfit_weight(each))
+        ]
+
+    def _groups(self, linears: list[Linear]) -> Iterator[list[Linear]]:
+        """Layers of one input, in the order of the graph, by what can be computed at one place."""
+        open_: dict[Hashable, list[Linear]] = {}
+        for linear in linears:
+            here = _where(linear.node)
+            group = open_.get(here)
+            if group is None:
+                if open_:
+                    other = next(iter(open_.values()))[0].node
+                    self._refused(LINEARS, Refusal(f"not joined: {_elsewhere(other, linear.node)}", linear.node))
+                open_[here] = [linear]
+            elif self._refused(LINEARS, self._cannot_join(group, linear)):
+                yield group
+                open_[here] = [linear]
+            else:
+                group.append(linear)
+        yield from open_.values()
+
+    def _cannot_join(self, group: list[Linear], linear: Linear) -> Refusal | None:
+        first = group[0].node
+        if len(group) >= MOST_WEIGHTS:
+            return Refusal(f"not joined with '{first.name}': {MOST_WEIGHTS} layers are already", linear.node)
+        for operand in linear.operands:
+            if not can_stand_before(operand, first):
+                return Refusal(f"not joined with '{first.name}': '{operand.name}' is computed later", linear.node)
+        for operand in (linear.x, *linear.operands):
+            if self.aliases.written_between(operand, first, self.aliases.position(linear.node)):
+                return Refusal(f"not joined with '{first.name}': '{operand.name}' is written in between", linear.node)
+        return None
+
+    # -- what joins them ---------------------------------------------------------------------------------------------
+
+    def _plan(self, group: list[Linear]) -> Plan:
+        x = group[0].x
+        before = self._norm(x, group) or self._gated(x, group)
+        plan = Plan(group, x, before)
+        for linear in group:
+            found = self._residual(linear, plan)
+            if isinstance(found, Plan):
+                return found
+        return plan
+
+    def _norm(self, y: Node, group: list[Linear]) -> Node | None:
+        """The norm whose result the layers read, if nothing else does."""
+        norm = y.args[0] if y.target is operator.getitem and y.args[1] == 0 else None
+        if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
+            return None
+        return self._joined(NORM, norm, y, group)
+
+    def _gated(self, y: Node, group: list[Linear]) -> Node | None:
+        return self._joined(GATED, y, y, group) if y.target is ops.silu_mul.default else None
+
+    def _joined(self, rule: str, node: Node, y: Node, group: list[Linear]) -> Node | None:
+        """`node`, if it may be computed where the layers are, and as part of them."""
+        if not self.work.allows(rule):
+            return None
+        self.candidates[rule].add(node)
+        refused = self._refused(
+            rule,
+            self._is_claimed(node),
+            self._no_kernel(rule, group[0].node),
+            self._is_used_elsewhere(node, y, group),
+            self._written([(each, node) for each in node.all_input_nodes], group[0].node),
+        )
+        return None if refused else node
+
+    def _is_used_elsewhere(self, node: Node, y: Node, group: list[Linear]) -> Refusal | None:
+        own = {linear.node for linear in group}
+        if (
+            other := next((user for user in node.users if y is not node and user is not y and user.users), None)
+        ) is not None:
+            return Refusal(f"the norm's rstd, '{other.name}', is used too", node)
+        if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
+            return Refusal(f"the result of '{node.name}' is also {_used_by(stranger)}", node)
+        if _where(node) != _where(group[0].node):
+            return Refusal(_elsewhere(node, group[0].node), node)
+        if any(each.meta["val"].dtype != y.meta["val"].dtype for each in node.all_input_nodes[:1]):
+            return Refusal(f"the result of '{node.name}' is of another type than its input", node)
+        return None
+
+    def _residual(self, linear: Linear, plan: Plan) -> Plan | None:
+        """The plan with what is added to the only use of a layer's result."""
+        if not self.work.allows(RESIDUAL):
+            return None
+        found = _added_to(linear)
+        if found is None or found.add in self.added:
+            return None
+        self.candidates[RESIDUAL].add(found.add)
+        flat = found.result is linear.node and plan.before is None
+        x = _read_by(linear) if flat else plan.x
+        if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
+            return None
+        self.added.add(found.add)
+        return Plan(plan.linears, x, plan.before, found)
+
+    def _unfit_residual(self, linear: Linear, plan: Plan, found: Residual, x: Node) -> Refusal | None:
+        add, value, other = found.add, found.add.meta["val"], found.other.meta["val"]
+        result = found.result.meta["val"]
+        if len(plan.linears) > 1:
+            return Refusal("a layer that is joined with others takes no residual", add)
+        if plan.before is not None and plan.before.target is ops.rms_norm.default:
+            return Refusal("a layer that a norm is folded into takes no residual", add)
+        if len(found.result.users) > 1 or len(linear.node.users) > 1:
+            users = [user for each in {found.result, linear.node} for user in each.users]
+            stranger = next(user for user in users if user not in (add, found.result))
+            return Refusal(f"the result of '{linear.node.name}' is also {_used_by(stranger)}", add)
+        if not known_equal(tuple(other.shape), tuple(result.shape)):
+            return Refusal(f"what is added has the shape {list(other.shape)}, not {list(result.shape)}", add)
+        if not known_equal(tuple(result.shape[:-1]), tuple(x.meta["val"].shape[:-1])):
+            return Refusal("the result is reshaped before the residual is added", add)
+        if other.dtype != result.dtype or other.device != result.device or value.dtype != result.dtype:
+            return Refusal(f"the residual is {str(other.dtype).removeprefix('torch.')} on {other.device}", add)
+        if not known_contiguous(value):
+            return Refusal("the sum is laid out differently from the op's result", add)
+        if _where(add) != _where(linear.node):
+            return Refusal(_elsewhere(linear.node, add), add)
+        for user in readers(add):
+            if user.target is aten.copy_.default and self.aliases.may_alias(user.args[0], found.other):  # type: ignore[arg-type]
+                return Refusal(f"the sum is written back to '{user.args[0]}', where it is", add)
+        reads = [(each, linear.node) for each in (*linear.operands, plan.x)]
+        if plan.before is not None:
+            reads = [*reads[:-1], *((each, plan.before) for each in plan.before.all_input_nodes)]
+        return self._written(reads, add)
+
+    # -- what is known -----------------------------------------------------------------------------------------------
+
+    def _written(self, reads: list[tuple[Node, Node]], place: Node) -> Refusal | None:
+        """Whether something that is read at `place` instead of earlier changes in between."""
+        end = self.aliases.position(place)
+        for operand, reader in reads:
+            if self.aliases.written_between(operand, reader, end):
+                return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)
+        return None
+
+    def _is_claimed(self, node: Node) -> Refusal | None:
+        return Refusal(f"your rule '{self.claimed[node]}' takes it", node) if node in self.claimed else None
+
+    def _no_kernel(self, rule: str, node: Node) -> Refusal | None:
+        device, op = _device(node), f"graphex::{rule}"
+        if self.work.config.lift_idioms == "always" or has_kernel(op, device):
+            return None
+        return Refusal(f"'{op}' has no kernel on {device.type}", node)
+
+    def _refused(self, rule: str, *answers: Refusal | None) -> bool:
+        """Whether one of the answers is a refusal; the first is written down."""
+        refusal = next((answer for answer in answers if answer is not None), None)
+        if refusal is not None:
+            assert refusal.node is not None
+            self.work.refuse(refusal.node, refusal, rule=rule)
+        return refusal is not None
+
+
+def can_stand_before(node: Node, place: Node) -> bool:
+    """Whether a value is there at `place`, or can be: views and sizes of what is there can be made anywhere."""
+    if node < place or node.op in ("placeholder", "get_attr"):
+        return True
+    if node.op != "call_function" or is_work(node) or is_effectful(node):
+        return False
+    return all(can_stand_before(value, place) for value in node.all_input_nodes)
+
+
+def _added_to(linear: Linear) -> Residual | None:
+    """The sum that reads a layer's product, or a reshape of it."""
+    for result in (linear.node, *(user for user in linear.node.users if is_reshape(user))):
+        for add in result.users:
+            if add.target is not aten.add.Tensor or not known_equal(arguments(add)["alpha"], 1):
+                continue
+            others = [each for each in add.args[:2] if each is not result]
+            if len(others) == 1 and isinstance(others[0], Node) and isinstance(others[0].meta.get("val"), Tensor):
+                return Residual(add, others[0], result)
+    return None
+
+
+def _read_by(linear: Linear) -> Node:
+    """What the product itself reads: the input, flattened if it is."""
+    place = 1 if linear.node.target is aten.addmm.default else 0
+    read = linear.node.args[place]
+    assert isinstance(read, Node)
+    return read
+
+
+def _where(node: Node) -> Hashable:
+    """The stream, its turn and the limits under which a node runs."""
+    return repr(placement(node)), turn_of(node), repr((node.meta.get("custom") or {}).get(CORES))
+
+
+def _elsewhere(one: Node, other: Node) -> str:
+    if placement(one) != placement(other):
+        return f"'{one.name}' and '{other.name}' run on different streams"
+    if turn_of(one) != turn_of(other):
+        return f"their stream records or waits between '{one.name}' and '{other.name}'"
+    return f"'{one.name}' and '{other.name}' have different limits of cores"
+
+
+def _used_by(user: Node) -> str:
+    if user.op == "output":
+        return "returned"
+    return f"used by '{user.name}'" + (f" ({line})" if (line := node_line(user)) else "")
+
+
+def _device(node: Node) -> torch.device:
+    value = node.meta["val"]
+    device: torch.device = (value[0] if isinstance(value, (list, tuple)) else value).device
+    return device

@@ -1,0 +1,250 @@
+"""Linear layers of few rows become ops that read each weight once, with the norm, activation or residual around them.
+
+    before:  y = rms_norm(x, g); q = linear(y, wq); k = linear(y, wk); v = linear(y, wv)
+    after:   q, k, v = rms_norm_linears(x, g, ..., [wq, wk, wv], [None, None, None])
+
+    before:  h = silu_mul(gate, up); s = r + linear(h, w)
+    after:   s, = silu_mul_linears(gate, up, [w], [None], r)
+
+Layers that read one value become one op over their separate weights: nothing is copied or assumed to be constant. For
+inference alone (the ops have no derivative), in float16 and bfloat16, up to 64 rows; where the number of rows is not
+known the op decides when it runs. What a rule of the user's is going to take is left to it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+from graphex.analysis import is_effectful, known_equal, node_line
+from graphex.config import CompilerConfig
+from graphex.fusion.calls import arguments
+from graphex.fusion.registry import users_rules
+from graphex.fusion.tracing import fresh, key_of
+from graphex.ops import has_kernel
+from graphex.passes.base import GraphPass, Refusal, Work
+from graphex.passes.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Plan, Planner
+from graphex.passes.projection_sites import Linear, is_reshape, linear_at
+from graphex.records import RuleTried
+from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
+
+aten, ops = torch.ops.aten, torch.ops.graphex
+
+
+class FoldProjections(GraphPass):
+    name = "fold_projections"
+    option = "pattern_fusion_pass"
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        return super().enabled(config) and config.lift_idioms != "never"
+
+    def rules(self) -> tuple[str, ...]:
+        return (LINEARS, NORM, GATED, RESIDUAL)
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(linear_at(node) is not None for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(LINEARS):
+            return
+        linears = [found for found in map(linear_at, work.graph.nodes) if found is not None]
+        mode = fake_mode_of(work.gm)
+        work.remark = _why_none(work, linears)
+        if work.remark or mode is None:
+            return
+        planner = Planner(work, _claimed(work))
+        plans = list(planner.plans(linears))
+        matches = _Folding(work, mode).fold_all(plans)
+        for rule, candidates in planner.candidates.items():
+            _count(work, rule, matches[rule], len(candidates))
+
+
+def _count(work: Work, rule: str, matches: int, candidates: int) -> None:
+    work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates))
+
+
+def _why_none(work: Work, linears: list[Linear]) -> str:
+    """Why no layer of the graph is taken; empty if there is no such reason."""
+    if work.phase != "inference":
+        return "the ops for few rows have no derivative"
+    devices = {linear.node.meta["val"].device for linear in linears}
+    if work.config.lift_idioms == "always" or any(has_kernel(f"graphex::{LINEARS}", device) for device in devices):
+        return ""
+    return "no kernels for few rows on this device"
+
+
+def _claimed(work: Work) -> dict[Node, str]:
+    without = work.config.disable_rules
+    rules: list[Any] = [rule for rule in users_rules(work.config) if not rule.joint and rule.name not in without]
+    if not rules:
+        return {}
+    from graphex.fusion.claims import claimed_by  # loads the matcher, and Inductor with it
+
+    return claimed_by(work, rules)
+
+
+class _Folding:
+    """The rewrites of one graph. Plans name nodes as they were before the first of them."""
+
+    def __init__(self, work: Work, mode: FakeTensorMode) -> None:
+        self.work, self.graph, self.mode = work, work.graph, mode
+        self.now: dict[Node, Node] = {}  # what stands for a node that was replaced
+        self.values: dict[Any, list[Any]] = {}
+
+    def fold_all(self, plans: list[Plan]) -> Counter[str]:
+        """How often each rule applied."""
+        matches: Counter[str] = Counter()
+        for plan in plans:
+            op = self._made(plan)
+            if op is None:
+                continue
+            matches[LINEARS] += len(plan.linears)
+            if plan.before is not None:
+                matches[NORM if plan.before.target is ops.rms_norm.default else GATED] += 1
+            matches[RESIDUAL] += plan.residual is not None
+            self._tell(plan, op)
+            self._connect(plan, op)
+        return matches
+
+    # -- the op ------------------------------------------------------------------------------------------------------
+
+    def _made(self, plan: Plan) -> Node | None:
+        """The op that takes the place of the layers; None if its result cannot be told."""
+        place = plan.place
+        for linear in plan.linears:
+            for operand in linear.operands:
+                _bring_before(self._current(operand), place)
+        with self.graph.inserting_before(place):
+            op = self.graph.call_function(plan.op, self._arguments(plan))
+        inherit_all(op, _replaced(plan))
+        try:
+            op.meta["val"] = self._value(op)
+        except Exception as problem:
+            self.graph.erase_node(op)
+            reason = f"the op fails on these arguments: {str(problem).strip().splitlines()[0]}"
+            self.work.refuse(plan.linears[0].node, Refusal(reason), rule=LINEARS)
+            return None
+        return op
+
+    def _arguments(self, plan: Plan) -> tuple[Any, ...]:
+        weights = [self._current(linear.weight) for linear in plan.linears]
+        biases = [None if linear.bias is None else self._current(linear.bias) for linear in plan.linears]
+        residual = () if plan.residual is None else (self._current(plan.residual.other),)
+        if plan.before is None:
+            return (self._current(plan.x), weights, biases, *residual)
+        given = arguments(plan.before)
+        if plan.before.target is ops.silu_mul.default:
+            return (given["gate"], given["up"], weights, biases, *residual)
+        first = (given[name] for name in ("x", "weight", "eps", "weight_offset", "cast_before_weight"))
+        return (*first, weights, biases)
+
+    def _value(self, op: Node) -> list[Any]:
+        """The op's results as (fake) tensors. Layers that are alike are asked once: the answer takes a while."""
+        key = op.target, key_of(map_arg(op.args, lambda node: node.meta["val"]))
+        if key not in self.values:
+            with no_new_guards(self.mode.shape_env):
+                self.values[key] = evaluate(self.work.gm, op, self.mode)
+        return [fresh(value) for value in self.values[key]]
+
+    # -- the rest of the graph ---------------------------------------------------------------------------------------
+
+    def _connect(self, plan: Plan, op: Node) -> None:
+        place = op
+        for index, linear in enumerate(plan.linears):
+            with self.graph.inserting_after(place):
+                place = part = self.graph.call_function(operator.getitem, (op, index))
+            inherit_all(part, [linear.node])
+            part.meta["val"] = op.meta["val"][index]
+            if plan.residual is not None:
+                inherit_all(part, [plan.residual.add])
+                self._replace(plan.residual.add, part)
+            else:
+                self._hand_on(linear.node, part)
+        _erase_unused(_replaced(plan))
+
+    def _hand_on(self, product: Node, part: Node) -> None:
+        """Let the users of a product have the layer's result: reshaped as they want it, both are one row of memory."""
+        shape = tuple(part.meta["val"].shape)
+        returned = _is_returned(product)
+        for user in list(product.users):
+            if not is_reshape(user):
+                continue
+            twice = returned and _is_returned(user)  # two results of the graph must not become one tensor
+            if known_equal(tuple(user.meta["val"].shape), shape) and not twice:
+                returned = returned or _is_returned(user)
+                self._replace(user, part)
+                self.graph.erase_node(user)
+            else:
+                user.replace_input_with(product, part)
+        if product.users and not known_equal(tuple(product.meta["val"].shape), shape):
+            part = self._flat(product, part)
+        self._replace(product, part)
+
+    def _flat(self, product: Node, part: Node) -> Node:
+        """The result as the matrix that the product was."""
+        value: Tensor = product.meta["val"]
+        with self.graph.inserting_after(part):
+            flat = self.graph.call_function(aten.view.default, (part, [-1, value.shape[-1]]))
+        inherit_all(flat, [product])
+        flat.meta["val"] = part.meta["val"].as_strided(value.shape, value.stride(), 0)
+        return flat
+
+    def _replace(self, old: Node, new: Node) -> None:
+        old.replace_all_uses_with(new)
+        self.now[old] = new
+
+    def _current(self, node: Node) -> Node:
+        while node in self.now:
+            node = self.now[node]
+        return node
+
+    def _tell(self, plan: Plan, op: Node) -> None:
+        products = [linear.node for linear in plan.linears]
+        read = f"'{plan.linears[0].x.name}' is read by {len(products)} linear layer" + "s" * (len(products) > 1)
+        self._note(LINEARS, products, op, read)
+        if plan.before is not None:
+            rule = NORM if plan.before.target is ops.rms_norm.default else GATED
+            self._note(rule, [plan.before], op, f"'{plan.before.name}' is read by these layers alone")
+        if plan.residual is not None:
+            why = f"'{plan.residual.other.name}' is added to the only use of the layer's result"
+            self._note(RESIDUAL, [plan.residual.add], op, why)
+
+    def _note(self, rule: str, nodes: list[Node], op: Node, because: str) -> None:
+        line = next(filter(None, map(node_line, nodes)), "")
+        self.work.fused([node.name for node in nodes], [op], rule=rule, because=because, line=line)
+
+
+def _is_returned(node: Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _replaced(plan: Plan) -> list[Node]:
+    found = [linear.node for linear in plan.linears]
+    found += [] if plan.before is None else [plan.before]
+    return found + ([] if plan.residual is None else [plan.residual.add])
+
+
+def _bring_before(node: Node, place: Node) -> None:
+    """Move a view, and what it is made of, in front of `place` (`can_stand_before` says that this can be done)."""
+    if node < place or node.op == "placeholder":
+        return
+    for value in node.all_input_nodes:
+        _bring_before(value, place)
+    place.prepend(node)
+
+
+def _erase_unused(nodes: list[Node]) -> None:
+    """Drop what nobody uses any more, and what only that was made for."""
+    pending = set(nodes)
+    while pending:
+        node = max(pending)
+        pending.remove(node)
+        if not node.users and not is_effectful(node):
+            pending.update(node.all_input_nodes)
+            node.graph.erase_node(node)

@@ -1,0 +1,311 @@
+"""Linear layers of few rows become one op, with the norm, the activation or the residual around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import graphex
+from tests.passes.folded import HIDDEN, KV, WIDTH, Folded, half, linear, norm, ops, weights
+
+LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
+
+
+def attend(x: Tensor, gain: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = norm(x, gain)
+    return linear(y, q), linear(y, k), linear(y, v)
+
+
+def feed_forward(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    y = norm(x, gain)
+    return x + linear(functional.silu(linear(y, gate)) * linear(y, up), down)
+
+
+def qkv(*shape: int) -> tuple[Tensor, ...]:
+    return half(*shape), half(WIDTH), *weights(WIDTH, KV, KV)
+
+
+def mlp(*shape: int) -> tuple[Tensor, ...]:
+    return half(*shape), half(WIDTH), *weights(HIDDEN, HIDDEN), *weights(WIDTH, columns=HIDDEN)
+
+
+# -- what is folded ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, WIDTH), (2, 1, WIDTH), (2, 3, 4, WIDTH), (64, WIDTH)])
+def test_projections_of_a_norm_become_one_op(shape: tuple[int, ...]) -> None:
+    folded = Folded(attend, *qkv(*shape))
+    assert folded.ops == ["rms_norm_linears"]
+    assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1)}
+    made = {record.rule: record for record in folded.journal.rewrites if record.pass_name == "fold_projections"}
+    assert len(made[LINEARS].nodes) == 3
+    assert made[LINEARS].line.startswith("folded.py:")
+    assert made[NORM].into == made[LINEARS].into
+
+
+def test_a_feed_forward_block_is_two_ops() -> None:
+    folded = Folded(feed_forward, *mlp(2, 1, WIDTH))
+    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"]
+    assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1), GATED: (1, 1), RESIDUAL: (1, 1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_in_a_row_carry_the_residual_along(dtype: torch.dtype) -> None:
+    def model(x: Tensor, *given: Tensor) -> Tensor:
+        return feed_forward(feed_forward(x, *given), *given)
+
+    folded = Folded(model, *(each.to(dtype) for each in mlp(2, 1, WIDTH)))
+    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"] * 2
+    assert folded.counts == {LINEARS: (6, 6), NORM: (2, 2), GATED: (2, 2), RESIDUAL: (2, 2)}
+
+
+def test_a_layer_alone_is_taken_too() -> None:
+    folded = Folded(lambda x, w: linear(x, w).relu(), half(2, 3, WIDTH), *weights(KV))
+    assert folded.ops == ["linears"]
+    assert folded.counts == {LINEARS: (1, 1)}
+
+
+def test_each_layer_keeps_its_own_bias() -> None:
+    def model(x: Tensor, q: Tensor, k: Tensor, v: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
+        return linear(x, q, one), linear(x, k), linear(x, v, two)
+
+    folded = Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV, KV), half(WIDTH), half(KV))
+    assert folded.ops == ["linears"]
+
+
+SPELLINGS = {
+    "matmul": lambda x, w: x @ w.t(),
+    "transpose": lambda x, w: torch.matmul(x, w.transpose(0, 1)),
+    "permute": lambda x, w: torch.matmul(x, w.permute(1, 0)),
+    "flattened by hand": lambda x, w: torch.mm(x.view(-1, WIDTH), w.t()).view(-1, 3, KV),
+    "with a bias": lambda x, w: torch.addmm(w[:, 0].contiguous(), x.view(-1, WIDTH), w.t()),
+    "one vector": lambda x, w: linear(x[0, 0], w),
+    "taken apart afterwards": lambda x, w: (
+        torch.mm(x.view(-1, WIDTH), w.t()).view(-1, 3, 2, KV // 2).transpose(1, 2) * 2
+    ),
+    "as it is and reshaped": lambda x, w: ((y := torch.mm(x.view(-1, WIDTH), w.t())) + 1, y.view(-1, 3, KV) * 2),
+    "a part of a weight": lambda x, w: linear(x, w[2:6]),
+    "a weight with room between rows": lambda x, w: linear(x[..., :8], w[:, :8]),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("varies", [(), [(0, 0)]])
+def test_a_linear_layer_has_many_spellings(spelling: str, varies: Any) -> None:
+    folded = Folded(SPELLINGS[spelling], half(2, 3, WIDTH), *weights(KV), varies=varies)
+    assert folded.counts == {LINEARS: (1, 1)}
+    assert not {"mm", "addmm"} & set(folded.ops)
+
+
+def test_halves_of_one_weight_are_joined() -> None:
+    def model(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return linear(x, w[:KV], b[:KV]), linear(x, w[KV:], b[KV:])
+
+    folded = Folded(model, half(3, WIDTH), *weights(2 * KV), half(2 * KV))
+    assert folded.ops == ["linears"]
+
+
+def test_a_weight_that_is_used_elsewhere_is_left_where_it_is() -> None:
+    def tied(tokens: Tensor, table: Tensor, gain: Tensor) -> Tensor:
+        return linear(norm(functional.embedding(tokens, table), gain), table)
+
+    folded = Folded(tied, torch.tensor([[3], [1]]), half(7, WIDTH), half(WIDTH))
+    assert folded.ops == ["rms_norm_linears"]
+
+
+def test_results_share_no_memory_that_they_did_not_share() -> None:
+    def model(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        y = linear(x, q)
+        return y, y.view(2, 3, 4, 4), y.view(6, -1), linear(x, k)
+
+    folded = Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV))
+    with torch.no_grad():
+        results = folded.compiled(half(2, 3, WIDTH), *weights(WIDTH, KV))
+    assert len({id(each) for each in results}) == 4
+    assert [each.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr() for each in results] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+# -- how many rows -----------------------------------------------------------------------------------------------------
+
+
+def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
+    def model(r: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        x = r + given[0]
+        return (x, *attend(x, *given[1:]))
+
+    folded = Folded(model, half(5, 13, WIDTH), *qkv(5, 13, WIDTH))
+    assert folded.ops == ["add_rms_norm", "mm", "mm", "mm"]
+    assert folded.counts == {LINEARS: (0, 3)}
+    (reason,) = folded.reasons(LINEARS)
+    assert reason.startswith("65 rows are more than 64")
+
+
+def test_an_unknown_number_of_rows_is_the_ops_to_decide() -> None:
+    given = mlp(4, 3, WIDTH)
+    folded = Folded(feed_forward, *given, varies=[(0, 0)])
+    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"]
+    for rows in (2, 7, 50):
+        folded.again(half(rows, 3, WIDTH), *given[1:])
+    assert len(folded.journal.graphs) == 1
+
+
+def test_rows_that_are_certainly_too_many_are_refused_whatever_their_number() -> None:
+    folded = Folded(linear, half(4, 70, WIDTH), *weights(KV), varies=[(0, 0)])
+    assert folded.ops == ["mm"]
+    assert "are more than 64" in folded.reasons(LINEARS)[0]
+
+
+def test_a_weight_whose_size_varies_is_refused() -> None:
+    folded = Folded(linear, half(4, WIDTH), *weights(KV), varies=[(1, 0)])
+    assert folded.reasons(LINEARS) == ["the size of the weight is not known before running"]
+
+
+# -- what is not -------------------------------------------------------------------------------------------------------
+
+
+def test_float32_is_left_to_the_library() -> None:
+    folded = Folded(attend, *(each.float() for each in qkv(2, WIDTH)))
+    assert folded.ops == ["rms_norm", "mm", "mm", "mm"]
+    assert "float32" in folded.reasons(LINEARS)[0]
+
+
+def test_a_weight_in_columns_is_refused() -> None:
+    folded = Folded(lambda x, w: linear(x, w.t()), half(2, WIDTH), half(WIDTH, KV))
+    assert folded.counts.get(LINEARS, (0, 0))[0] == 0
+
+
+def test_training_is_untouched() -> None:
+    given = [each.float().bfloat16().requires_grad_() for each in mlp(2, WIDTH)]
+    compiled = torch.compile(feed_forward, backend="graphex", options={"lift_idioms": "always"})
+    compiled(*given).sum().backward()
+    journal = graphex.journal(compiled)
+    ran = [record for record in journal.passes if record.name == "fold_projections"]
+    assert {graph.phase for graph in journal.graphs} == {"forward", "backward"}
+    assert {record.status for record in ran} == {"unchanged"}
+    assert {record.reason for record in ran} == {"the ops for few rows have no derivative"}
+    assert all(each.grad is not None for each in given)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda y: y * 2, "also used by 'mul"),
+        (lambda y: y, "also returned"),
+        (lambda y: y[:1].abs(), "also used by 'sl"),
+    ],
+)
+def test_a_norm_that_is_used_elsewhere_stays(use: object, said: str) -> None:
+    def model(x: Tensor, gain: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(x, gain)
+        return linear(y, w), use(y)  # type: ignore[operator]
+
+    folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV))
+    assert folded.ops == ["rms_norm", "linears"]
+    assert folded.counts == {LINEARS: (1, 1), NORM: (0, 1)}
+    (reason,) = folded.reasons(NORM)
+    assert said in reason
+
+
+def test_a_norm_whose_scale_is_used_stays() -> None:
+    def model(x: Tensor, gain: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y, rstd = ops.rms_norm(x, gain, 1e-6)
+        return linear(y, w), rstd
+
+    folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV))
+    assert folded.ops == ["rms_norm", "linears"]
+    assert "rstd" in folded.reasons(NORM)[0]
+
+
+def test_a_norm_that_widens_is_no_norm_for_narrow_layers() -> None:
+    def model(x: Tensor, gain: Tensor, w: Tensor) -> Tensor:
+        return linear(norm(x, gain).half(), w)
+
+    folded = Folded(model, half(2, WIDTH), torch.randn(WIDTH), *weights(KV))
+    assert folded.ops == ["rms_norm", "linears"]
+
+
+def test_an_activation_that_is_used_elsewhere_stays() -> None:
+    def model(gate: Tensor, up: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = functional.silu(gate) * up
+        return linear(y, w), y.abs()
+
+    folded = Folded(model, half(2, WIDTH), half(2, WIDTH), *weights(KV))
+    assert folded.ops == ["silu_mul", "linears"]
+    assert "also used by 'abs" in folded.reasons(GATED)[0]
+
+
+def test_so_many_layers_are_joined_and_no_more() -> None:
+    def model(x: Tensor, *given: Tensor) -> list[Tensor]:
+        return [linear(x, each) for each in given]
+
+    folded = Folded(model, half(2, WIDTH), *weights(*[KV] * 10))
+    assert folded.ops == ["linears", "linears"]
+    assert folded.counts == {LINEARS: (10, 10)}
+    assert "8 layers are already" in folded.reasons(LINEARS)[0]
+
+
+def test_a_weight_that_is_computed_later_is_not_waited_for() -> None:
+    def model(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        first = linear(x, q)
+        return first, linear(x, k * first.sum())
+
+    folded = Folded(model, half(2, WIDTH), *weights(KV, KV))
+    assert folded.ops == ["linears", "linears"]
+    assert "is computed later" in folded.reasons(LINEARS)[0]
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "left"),
+    [
+        (LINEARS, ["rms_norm", "mm", "mm", "silu_mul", "mm", "add"]),
+        (NORM, ["rms_norm", "linears", "silu_mul_linears"]),
+        (GATED, ["rms_norm_linears", "silu_mul", "linears"]),
+        (RESIDUAL, ["rms_norm_linears", "silu_mul_linears", "add"]),
+    ],
+)
+def test_each_rule_can_be_left_out(rule: str, left: list[str]) -> None:
+    assert Folded(feed_forward, *mlp(2, WIDTH), disable_rules=[rule]).ops == left
+
+
+@pytest.mark.parametrize(
+    "options", [{"disable_passes": ["fold_projections"]}, {"pattern_fusion_pass": False}, {"lift_idioms": "never"}]
+)
+def test_the_pass_can_be_left_out(options: dict[str, object]) -> None:
+    folded = Folded(feed_forward, *mlp(2, WIDTH), **options)
+    assert folded.ops.count("mm") == 3
+    assert not [ran for ran in folded.journal.passes if ran.name == "fold_projections"]
+
+
+def test_a_device_without_kernels_is_left_alone_and_that_is_said() -> None:
+    folded = Folded(linear, half(2, WIDTH), *weights(KV), lift_idioms="auto")
+    (ran,) = (ran for ran in folded.journal.passes if ran.name == "fold_projections")
+    assert (ran.status, ran.reason) == ("unchanged", "no kernels for few rows on this device")
+
+
+def test_a_rule_of_the_users_comes_first() -> None:
+    def search(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(linear(x, w))
+
+    def replace(x: Tensor, w: Tensor) -> Tensor:
+        return torch.clamp_min(linear(x, w), 0)
+
+    def model(x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(linear(x, q)), linear(x, k)
+
+    rule = graphex.replacement(search, replace, (half(2, WIDTH), half(KV, WIDTH)), name="clamped")
+    folded = Folded(model, half(2, WIDTH), *weights(KV, KV), fusion_rules=[rule])
+    assert [(each.matches, each.candidates) for each in folded.journal.rules if each.rule == "clamped"] == [(1, 1)]
+    assert sorted(folded.ops) == ["linears", "mm"]
+    assert folded.reasons(LINEARS) == ["your rule 'clamped' takes it"]
