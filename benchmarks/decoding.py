@@ -70,7 +70,7 @@ class Step:
     """
 
     model: nn.Module
-    run: Callable[[Callable[..., Any]], Tensor]
+    run: Callable[[Callable[..., Any]], Any]
     caches: list[Tensor]
     rewind: Callable[[int], None] = lambda calls: None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,6 +76,7 @@ class Worker:
             stderr=self._errors,
             text=True,
             env=environment,
+            start_new_session=True,
         )
 
     def ask(self) -> None:
@@ -108,7 +110,7 @@ class Worker:
         self._process.wait()
         self._errors.seek(0)
         told = self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
-        self.failed = told[-1][:300]
+        self.failed = ([line for line in told if "Error" in line] or told)[-1][:300]
 
     def row(self, compiled: str) -> Row:
         spent = time.perf_counter() - self.began
@@ -125,14 +127,21 @@ class Worker:
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         self._errors.close()
         shutil.rmtree(self._caches, ignore_errors=True)
 
     def _end(self) -> None:
         self.late = True
-        self._process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        """With the processes that compile for it."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has just ended
+            pass
 
 
 @dataclass
