@@ -58,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [row for row in (*stock, *ours) if not row.failed]
     print(table(rows, bandwidth))
     failures = [f"failed: {row.setting}, {row.variant}: {row.failed}" for row in (*stock, *ours) if row.failed]
+    remarks += [
+        f"not shipped: {row.setting}: {row.tuned} choices" for row in ours if row.tuned and row.variant == GRAPHEX.name
+    ]
     misses = missed(rows, bandwidth)
     for line in (*failures, *remarks, *unknown(rows, settings), *(misses or ["missed: none"])):
         print(line)

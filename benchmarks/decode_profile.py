@@ -28,7 +28,7 @@ REPLAYS = 10
 MARK = "op "
 GATHERS = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")
 WRITES_A_PART = ("aten.index_copy_", "aten.index_put_", "aten.scatter", "graphex.")
-OTHER = "copies of inputs and outputs, and what else the call launches"
+OTHER = "of no op"
 
 
 @dataclass
@@ -148,15 +148,17 @@ def recorded(step: Step) -> list[Op]:
             step.run(run)
     for event in seen.events():
         if event.name.startswith(MARK) and event.device_type == DeviceType.CPU:
-            op, kernels = recorder.ops[int(event.name[len(MARK) :])], list(_kernels_of(event))
+            op = recorder.ops[int(event.name[len(MARK) :])]
+            nested = [kernel for child in event.cpu_children for kernel in _kernels_of(child)]
+            kernels = nested or list(_kernels_of(event))
             op.kernels = [kernel.name for kernel in kernels]
             op.seconds = sum(kernel.seconds for kernel in kernels) if kernels else event.cpu_time_total / 1e6
-    on_device = any(op.kernels for op in recorder.ops)
+    on_device = step.caches[0].is_cuda
     return [op for op in recorder.ops if (op.kernels if on_device else op.moved)]
 
 
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
-    """Gives the ops the times of the replay, each kernel its median. Kernels of no op are added as one more."""
+    """Gives the ops the times of the replay, each kernel its median. Kernels of no op, such as copies, are added."""
     first = replays[0]
     same = [each for each in replays if [kernel.name for kernel in each] == [kernel.name for kernel in first]]
     medians = [statistics.median(each[at].seconds for each in same) for at in range(len(first))]
@@ -170,8 +172,7 @@ def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
             owners[block.a + offset][0].seconds += medians[block.b + offset]
             matched.add(block.b + offset)
     left = [at for at in range(len(first)) if at not in matched]
-    if left:
-        ops.append(Op(OTHER, "", 0, [first[at].name for at in left], sum(medians[at] for at in left)))
+    ops += [Op(OTHER, _short(first[at].name), 0, [first[at].name], medians[at]) for at in left]
 
 
 def table(ops: list[Op], bandwidth: float) -> str:
@@ -203,9 +204,10 @@ def _replayed(step: Step, compiled: Callable[..., Any]) -> list[list[Kernel]]:
         with _profiler() as seen:
             step.run(compiled)
             synchronize()
-        events = [event for event in seen.events() if event.device_type == DeviceType.CUDA and _is_kernel(event.name)]
+        spans = {event.name for event in seen.events() if event.device_type == DeviceType.CPU}  # shown on both sides
+        events = [each for each in seen.events() if each.device_type == DeviceType.CUDA and each.name not in spans]
         events.sort(key=lambda event: event.time_range.start)
-        found.append([Kernel(event.name, event.device_time_total / 1e6) for event in events])
+        found.append([Kernel(event.name, event.time_range.elapsed_us() / 1e6) for event in events])
     return [each for each in found if each]
 
 
@@ -228,14 +230,9 @@ def _profiler() -> torch.profiler.profile:
 def _kernels_of(event: Any) -> Iterator[Kernel]:
     """Of an op and all that it calls, in order."""
     for kernel in event.kernels:
-        if _is_kernel(kernel.name):
-            yield Kernel(kernel.name, kernel.duration / 1e6)
+        yield Kernel(kernel.name, kernel.duration / 1e6)
     for child in event.cpu_children:
         yield from _kernels_of(child)
-
-
-def _is_kernel(name: str) -> bool:
-    return not name.startswith((MARK, "ProfilerStep", "Activity Buffer"))
 
 
 def _short(kernel: str) -> str:

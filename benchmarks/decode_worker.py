@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decoding import Setting, build, error, in_float32, step_of
 from benchmarks.measure import synchronize, timed
-from benchmarks.variants import NAMED
+from benchmarks.variants import NAMED, Variant
 
 FIRST = 3  # calls until everything is compiled, warm and captured
 WRONG = 0.1  # the error that no rounding explains
@@ -54,26 +56,34 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
     call = step.call(run)
     for _ in range(FIRST):
         step.rewind(1)
-        found = call()
+        call()
     synchronize()
     yield {"compile": time.perf_counter() - started}
-    del found
     step.rewind(1)
     off = error(call(), torch.load(reference).to(setting.device))
     if off > WRONG:
         raise RuntimeError(f"the result is wrong: {off:.1e} of it is off")
-    if not variant.stock:
-        _check_replayed(run, setting)
+    tuned = 0 if variant.stock else _tuned(run, variant, setting)
     times = timed(call, rewind=step.rewind)
-    yield {**asdict(times), "error": off, "peak": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0}
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    yield {**asdict(times), "error": off, "peak": peak, "tuned": tuned}
 
 
-def _check_replayed(run: object, setting: Setting) -> None:
+def _tuned(run: object, variant: Variant, setting: Setting) -> int:
+    """How many choices graphex has measured, if it did what the row is called after."""
     import graphex
 
+    if setting.device != "cuda":
+        return 0
     journal = graphex.journal(run)
-    if setting.device == "cuda" and (not journal.captures or journal.fallbacks or journal.cuts):
+    if not journal.captures or journal.fallbacks or journal.cuts:
         raise RuntimeError(f"the step was not replayed: {journal.fallbacks} {journal.cuts}")
+    if find_spec("graphex.kernels.tuning") is None:
+        return 0
+    measured: int = import_module("graphex.kernels.tuning").measured()
+    if not variant.shipped and not measured:
+        raise RuntimeError("nothing was tuned")
+    return measured
 
 
 def _tidy() -> None:

@@ -21,7 +21,10 @@ RESULTS = Path(__file__).parent / "stock.json"
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds and bytes. `compiled` says what ran beside the compilation; with `failed` there are no figures."""
+    """Seconds and bytes; `tuned` is how many choices graphex has measured in it.
+
+    `compiled` says what ran beside the compilation. With `failed` there are no figures.
+    """
 
     setting: Setting
     variant: str
@@ -34,6 +37,7 @@ class Row:
     compiled: str = "alone"
     peak: int = 0
     error: float = 0.0
+    tuned: int = 0
     seconds: float = 0.0
     failed: str = ""
 

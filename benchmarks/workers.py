@@ -67,7 +67,6 @@ class Worker:
             "TORCHINDUCTOR_CACHE_DIR": str(self._caches / "inductor"),
             "TRITON_CACHE_DIR": str(kernels or self._caches / "triton"),
             "GRAPHEX_CACHE_DIR": str(self._caches / "graphex"),
-            **dict(job.variant.environment),
         }
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(given)],

@@ -236,7 +236,7 @@ def test_an_op_must_move_what_it_reads_and_writes() -> None:
     assert moved_by("aten.add.Tensor", [x, torch.empty(1, 8).expand(2, 8)], [token], []) == 4 * (16 + 8 + 16)
 
 
-def test_ops_get_the_times_of_the_replay_and_copies_around_it_a_line_of_their_own() -> None:
+def test_ops_get_the_times_of_the_replay_and_other_kernels_a_line_of_their_own() -> None:
     ops = [Op("mm", "", 8, ["gemm", "reduce"]), Op("norm", "", 8, ["norm"])]
     replay_of = lambda scale: [Kernel(name, scale) for name in ("copy", "gemm", "reduce", "norm")]  # noqa: E731
     assign(ops, [replay_of(1.0), replay_of(3.0), replay_of(2.0)])
