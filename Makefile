@@ -8,7 +8,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full fuzz lint format docs pictures bench test-gpu bench-gpu clean
+.PHONY: demo test test-full fuzz lint format docs pictures bench test-gpu bench-gpu bench-stock-gpu sanitize-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -58,9 +58,18 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
+	-PYTHONPATH=. $(PYTHON) benchmarks/decode.py
+	-PYTHONPATH=. $(PYTHON) benchmarks/prefill.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py
 	PYTHONPATH=. $(PYTHON) benchmarks/streams.py
+
+# The stock modes beside which decode.py and replay.py show graphex. They compile for long: call it until none is missing.
+bench-stock-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/decode_stock.py
+
+sanitize-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

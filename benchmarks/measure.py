@@ -1,4 +1,4 @@
-"""Timing side by side: every variant is called in turn, many rounds, and the median of each is compared."""
+"""What the benchmarks measure with: time side by side or of one call, memory, bandwidth, and where it was measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import date
+from importlib import metadata
 
 import torch
 
 Call = Callable[[], object]
+BUSY = 2_000_000  # cycles of the device: about a millisecond
+ROW = 8  # calls in a row whose host time is measured
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a call: back to back; on the host alone, after a wait; on the host alone, in a row."""
+
+    pipelined: float
+    host: float
+    in_a_row: float
 
 
 def interleaved(variants: Mapping[str, Call], *, rounds: int, calls: int, warm_up: int = 5) -> dict[str, float]:
@@ -28,6 +41,49 @@ def interleaved(variants: Mapping[str, Call], *, rounds: int, calls: int, warm_u
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
+def timed(
+    call: Call, *, rewind: Callable[[int], object] = lambda calls: None, rounds: int = 7, most: int = 30
+) -> Times:
+    """The times of a call. Before each stretch of calls, `rewind` is told how many there will be."""
+    pipelined, host, in_a_row = [], [], []
+    rewind(1)
+    once = _seconds(call, 1, wait=True)
+    calls = min(most, max(4, int(0.15 / once)))
+    for _ in range(rounds):
+        rewind(calls)
+        pipelined.append(_seconds(call, calls, wait=True))
+        rewind(3)
+        for _ in range(3):
+            keep_busy()
+            host.append(_seconds(call, 1))
+        rewind(ROW)
+        in_a_row.append(_seconds(call, ROW))
+    synchronize()
+    return Times(*(statistics.median(samples) for samples in (pipelined, host, in_a_row)))
+
+
+def _seconds(call: Call, calls: int, *, wait: bool = False) -> float:
+    """Of one call, when `calls` follow each other: until they have returned, or until the device has done them."""
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if wait:
+        synchronize()
+    return (time.perf_counter() - started) / calls
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def keep_busy() -> None:
+    """The host will have waited for the device, as it does where a token is looked at."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(BUSY)
+
+
 def peak_bytes(call: Call) -> int:
     """The most memory that one call has allocated at one time on the CPU, above what was there before."""
     call()
@@ -41,26 +97,41 @@ def peak_bytes(call: Call) -> int:
     return peak
 
 
-def copy_bandwidth() -> float:
-    """Bytes read plus bytes written per second by a large copy on the GPU, as PyTorch makes it.
+def copy_bandwidth(device: str = "cuda") -> float:
+    """Bytes read plus bytes written per second by a large copy on the device, as PyTorch makes it.
 
     Not from a CUDA graph: the copy node of a graph is a third slower, and no yardstick.
     """
-    source = torch.randn(2**29, device="cuda")
+    source = torch.randn(2**29 if device == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
-    samples, copies = [], 10
-    for _ in range(7):
-        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started.record()
-        for _ in range(copies):
-            target.copy_(source)
-        ended.record()
-        ended.synchronize()
-        samples.append(started.elapsed_time(ended) / 1e3 / copies)
+    samples = [_copied(source, target, copies=10) for _ in range(7)]
     moved = 2 * source.numel() * source.element_size()
     del source, target
     torch.cuda.empty_cache()
     return moved / statistics.median(samples)
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:
+    if source.device.type != "cuda":
+        return _seconds(lambda: target.copy_(source), copies)
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    started.record()
+    for _ in range(copies):
+        target.copy_(source)
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3 / copies
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """What a figure depends on, as far as it has a name: the device, torch, Triton and `packages`."""
+    found = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()}
+    for package in ("torch", "triton", *packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not there"
+    return found
 
 
 def machine() -> str:

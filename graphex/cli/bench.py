@@ -21,6 +21,8 @@ NEEDS = {  # benchmark -> what a machine must have
     "fusion_compile": "",
     "report": "chromium",
     "replay": "CUDA",
+    "decode": "CUDA",
+    "prefill": "CUDA",
     "kernels": "CUDA",
 }
 

@@ -1,0 +1,93 @@
+"""What was measured of one variant of one decode step, and the file that keeps such rows from run to run.
+
+A row says where it was measured: the device and the versions of what its figures depend on. Rows of other places are
+kept in the file, but neither merged into a table nor taken for done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.decoding import Setting
+from benchmarks.measure import versions
+
+RESULTS = Path(__file__).parent / "stock.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds and bytes; `tuned` is how many choices graphex has measured in it.
+
+    `compiled` says what ran beside the compilation. With `failed` there are no figures.
+    """
+
+    setting: Setting
+    variant: str
+    where: dict[str, str] = field(default_factory=dict)
+    moved: int = 0
+    pipelined: float = 0.0
+    host: float = 0.0
+    in_a_row: float = 0.0
+    compile: float = 0.0
+    compiled: str = "alone"
+    peak: int = 0
+    error: float = 0.0
+    tuned: int = 0
+    seconds: float = 0.0
+    failed: str = ""
+
+    @property
+    def about(self) -> tuple[Setting, str]:
+        return self.setting, self.variant
+
+
+def here(setting: Setting) -> dict[str, str]:
+    return versions(*setting.packages)
+
+
+class Store:
+    """The rows of a file. Two rows of one variant, setting and place: the later one stands."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        if path is not None and path.exists():
+            self.rows = [_read(row) for row in json.loads(path.read_text())]
+
+    def add(self, row: Row) -> None:
+        self.rows = [each for each in self.rows if (each.about, each.where) != (row.about, row.where)]
+        self.rows.append(row)
+        if self.path is not None:
+            text = json.dumps([asdict(each) for each in self.rows], indent=1)
+            beside = self.path.with_suffix(f".{os.getpid()}")
+            beside.write_text(text + "\n")
+            os.replace(beside, self.path)
+
+    def found(self, setting: Setting, variant: str) -> Row | None:
+        """The row that was measured here, if there is one."""
+        where = here(setting)
+        return next((row for row in self.rows if row.about == (setting, variant) and row.where == where), None)
+
+    def usable(self, settings: Iterable[Setting]) -> tuple[list[Row], list[str]]:
+        """The rows of these settings that were measured here, and what to say of the others."""
+        asked = set(settings)
+        about = [row for row in self.rows if row.setting in asked]
+        good = [row for row in about if row.where == here(row.setting)]
+        elsewhere = Counter(_difference(row) for row in about if row not in good)
+        return good, [f"left out: {count} stock rows measured with {other}" for other, count in elsewhere.items()]
+
+
+def _difference(row: Row) -> str:
+    now = here(row.setting)
+    names = sorted(now.keys() | row.where.keys())
+    pairs = [(name, row.where.get(name, "unknown"), now.get(name, "unknown")) for name in names]
+    return ", ".join(f"{name} {then}, not {today}" for name, then, today in pairs if then != today)
+
+
+def _read(values: dict[str, object]) -> Row:
+    return replace(Row(**values), setting=Setting(**values["setting"]))  # type: ignore[arg-type]

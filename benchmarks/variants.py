@@ -1,0 +1,69 @@
+"""The ways to run a decode step that are measured beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.decoding import Setting
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`backend` and `mode` are torch.compile's; without a backend the model runs as it is.
+
+    `marked` are rows whose caches were told to torch with `mark_static_address`. Without `shipped`, graphex forgets the
+    choices that come with it and measures its own. `seconds` is what a row of eight layers takes in all, generously:
+    who has less time left does not begin it.
+    """
+
+    name: str
+    backend: str | None = None
+    mode: str | None = None
+    marked: bool = False
+    seconds: float = 15.0
+    shipped: bool = True
+
+    @property
+    def stock(self) -> bool:
+        return self.backend != "graphex"
+
+    @property
+    def autotunes(self) -> bool:
+        """Inductor times kernels on the device while it compiles: nothing may run beside it."""
+        return self.mode == "max-autotune"
+
+    def compiled(self, model: nn.Module) -> Callable[..., Any]:
+        if self.backend is None:
+            return model
+        if self.backend == "graphex":
+            import graphex  # noqa: F401  (a source tree that is not installed has no entry point)
+        if not self.shipped:
+            from graphex.kernels import tuning
+
+            tuning.shipped = lambda device: {}
+        return torch.compile(model, backend=self.backend, mode=self.mode, fullgraph=True)
+
+
+EAGER = Variant("eager")
+CUDAGRAPHS = Variant("cudagraphs", "cudagraphs", seconds=20)
+DEFAULT = Variant("inductor default", "inductor", seconds=35)
+REDUCE = Variant("inductor reduce-overhead", "inductor", "reduce-overhead", seconds=35)
+REDUCE_MARKED = Variant("inductor reduce-overhead, marked", "inductor", "reduce-overhead", marked=True, seconds=35)
+AUTOTUNE = Variant("inductor max-autotune", "inductor", "max-autotune", seconds=110)
+AUTOTUNE_MARKED = Variant("inductor max-autotune, marked", "inductor", "max-autotune", marked=True, seconds=110)
+GRAPHEX = Variant("graphex", "graphex", seconds=25)
+GRAPHEX_UNTUNED = Variant("graphex, tuning from nothing", "graphex", shipped=False, seconds=45)
+
+STOCK = (EAGER, CUDAGRAPHS, DEFAULT, REDUCE, REDUCE_MARKED, AUTOTUNE, AUTOTUNE_MARKED)
+OURS = (GRAPHEX, GRAPHEX_UNTUNED)
+NAMED = {variant.name: variant for variant in (*STOCK, *OURS)}
+
+
+def fits(variant: Variant, setting: Setting) -> bool:
+    """Whether there can be such a row: the caches of transformers mark themselves."""
+    return not setting.of_transformers or variant.marked or variant not in (REDUCE, AUTOTUNE)
