@@ -164,7 +164,7 @@ class Fusion:
 
     def _absent(self, rule: Rule) -> list[Any]:
         """The ops of the rule that the graph does not hold."""
-        return [op for op in rule.pattern.needs() if not self._nodes(op)]
+        return [op for op in rule.pattern.needs if not self._nodes(op)]
 
     def _nodes(self, op: Any) -> list[Node]:
         """The calls of an op, in order. Looked up again after every change of the graph."""
@@ -179,7 +179,7 @@ class Fusion:
 def _without_kernel(plan: Plan) -> str:
     """Why a lift would gain nothing: the device it computes on has no kernel for a named op. Empty: it would."""
     device = next(value_of(output).device for output in plan.outputs if output is not None)
-    for op in filter(None, map(operator_of, plan.replacement.graph.nodes)):
+    for op in filter(None, map(operator_of, plan.replacement.nodes)):
         if (name := op._schema.name) in SPECS and not has_kernel(name, device):
             return f"'{name}' has no kernel on {device.type}"
     return ""
