@@ -232,9 +232,7 @@ class Aliases:
             return
         op = operator_of(node)
         if op is not None and _is_plain(op):
-            own: frozenset[Storage] = frozenset({(node, 0)})
-            self._parts[node] = [own]
-            self._storages[node] = self._with_fake_memory(node, own)
+            self._storages[node] = self._with_fake_memory(node, frozenset({(node, 0)}))
             return
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):

@@ -114,11 +114,11 @@ class OpPattern(CallFunction):
         self.op_name = op_name
         self.arguments = dict(arguments)
         self.soft = soft
-        self._firm = [
+        self.firm = tuple(
             (name, part.op_name)
             for name, part in self.arguments.items()
             if isinstance(part, OpPattern) and not part.soft
-        ]
+        )
         self.ops = 1 + sum(map(_ops_in, arguments.values()))
         self._swappable = op_name in COMMUTATIVE
         if self._swappable:
@@ -135,7 +135,7 @@ class OpPattern(CallFunction):
     def rejected(self, node: Node, calls: Calls) -> Stop | None:
         """A quick look at the ops of the arguments: most tries end here, and never set up a match."""
         operands = calls.operands(node)
-        for name, op in self._firm:
+        for name, op in self.firm:
             if op in operands.get(name, ()):
                 continue
             if self._swappable and op in operands.get("other" if name == "self" else "self", ()):
@@ -279,13 +279,24 @@ class Pattern:
         hidden = torch.ops.aten.slice.Tensor
         return frozenset(op.op_name for op in self.operations if not op.soft and op.op_name is not hidden)
 
-    def match(self, node: Node, calls: Calls) -> Match | Stop:
-        """Match with the anchor at `node`; the furthest stop if it does not."""
+    @cached_property
+    def look(self) -> Any:
+        """What a first look at an anchor asks: patterns that ask the same get the same answer."""
+        begin = self.outputs[self.anchor]
+        return (begin.op_name, begin.firm) if isinstance(begin, OpPattern) else None
+
+    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+        """Why the anchor cannot be at `node`, at a first look."""
         begin = self.outputs[self.anchor]
         if isinstance(begin, OpPattern) and calls.ops(node)[0] == begin.op_name:
-            rejected = begin.rejected(node, calls)
-            if rejected is not None:
-                return rejected
+            return begin.rejected(node, calls)
+        return None
+
+    def match(self, node: Node, calls: Calls) -> Match | Stop:
+        """Match with the anchor at `node`; the furthest stop if it does not."""
+        rejected = self.rejected(node, calls)
+        if rejected is not None:
+            return rejected
         attempt = Attempt(self, calls, node)
         try:
             found = self._match(attempt, node)
