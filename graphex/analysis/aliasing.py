@@ -17,13 +17,14 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.beginnings import beginning_of
-from graphex.analysis.declared_results import declared_results, lists_its_own
+from graphex.analysis.declared_results import Result, declared_results, lists_its_own
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
 from graphex.analysis.shapes import may_be_empty, same_offset
@@ -218,16 +219,20 @@ class Aliases:
     # -- building ----------------------------------------------------------------------------------------------
 
     def _visit(self, node: Node) -> None:
-        position = self._position[node]
+        position, known, reads = self._position[node], self._storages, self._reads
         for value in node.all_input_nodes:
-            for storage in self._storages.get(value, ()):
-                _append(self._reads, storage, position)
+            for storage in known.get(value, ()):
+                _append(reads, storage, position)
         if node.op == "output":
             leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
             self._outputs = [self._memory_of(leaf) for leaf in leaves]
             inputs = [each for each in self._nodes if each.op == "placeholder"]
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
+            return
+        op = operator_of(node)
+        if op is not None and _is_plain(op):
+            self._storages[node] = self._with_fake_memory(node, frozenset({(node, 0)}))
             return
         for value in written_arguments(node):
             for storage in self._storages.get(value, ()):
@@ -259,7 +264,7 @@ class Aliases:
         else:
             return frozenset({(node, 0)}).union(*(self._storages.get(v, frozenset()) for v in node.all_input_nodes))
         self._parts[node] = parts
-        return frozenset().union(*parts)
+        return parts[0] if len(parts) == 1 else frozenset().union(*parts)
 
     def _caller_owned(self, node: Node) -> frozenset[Storage]:
         """Inputs that are known to share memory (the same fake storage) are one storage."""
@@ -341,6 +346,13 @@ class Aliases:
         return None
 
 
+@cache
+def _is_plain(op: torch._ops.OpOverload) -> bool:
+    """Whether calls of the op only read, and return one result in memory of its own: most nodes are such calls."""
+    only_reads = not op._schema.is_mutable and op.namespace in PURE_NAMESPACES and op not in _ABSOLUTE_VIEWS
+    return only_reads and declared_results(op) == (Result(fresh=True),)
+
+
 def _allocates_for_the_graph(node: Node) -> bool:
     """Whether fresh memory that the node returns certainly belongs to the graph alone."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
@@ -350,8 +362,10 @@ def _allocates_for_the_graph(node: Node) -> bool:
 
 
 def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:
-    positions = table.setdefault(storage, [])
-    if not positions or positions[-1] != position:
+    positions = table.get(storage)
+    if positions is None:
+        table[storage] = [position]
+    elif positions[-1] != position:
         positions.append(position)
 
 

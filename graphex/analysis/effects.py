@@ -101,7 +101,7 @@ def written_arguments(node: Node) -> list[Node]:
         return []
     op = operator_of(node)
     if op is not None:
-        return list(_written_by_schema(op, node.args, node.kwargs))
+        return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
     if node.op == "call_function":
         if is_size_arithmetic(node):
             return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from graphex.torch_private.symbolic import statically_known_true
 
 Size = int | torch.SymInt
+Sizes = tuple[Size, ...] | list[Size]
 
 
 def known_true(condition: bool | torch.SymBool) -> bool:
@@ -17,10 +17,12 @@ def known_true(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
-def known_equal(left: Size | Sequence[Size], right: Size | Sequence[Size]) -> bool:
+def known_equal(left: Size | Sizes, right: Size | Sizes) -> bool:
     """True only if the sizes, or sequences of sizes, are equal for every value of their symbols."""
-    if isinstance(left, Sequence) or isinstance(right, Sequence):
-        if not (isinstance(left, Sequence) and isinstance(right, Sequence)):
+    if type(left) is int and type(right) is int:
+        return left == right
+    if isinstance(left, (tuple, list)) or isinstance(right, (tuple, list)):
+        if not (isinstance(left, (tuple, list)) and isinstance(right, (tuple, list))):
             return False
         return len(left) == len(right) and all(known_equal(a, b) for a, b in zip(left, right, strict=True))
     return known_true(left == right)

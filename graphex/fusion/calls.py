@@ -28,6 +28,7 @@ from graphex.analysis.shapes import canonical_dim
 aten = torch.ops.aten
 
 Args = dict[str, Any]
+Ops = tuple[Any, Any]
 
 RESHAPE, CAST, PERMUTE, EXPAND = "reshape", "cast", "permute", "expand"
 SOFT = frozenset({RESHAPE, CAST, EXPAND, "alias"})
@@ -57,7 +58,8 @@ class Calls:
     def __init__(self) -> None:
         self._known: dict[Node, Call] = {}
         self._sources: dict[Node, Node] = {}
-        self._ops: dict[Node, tuple[Any, Any]] = {}
+        self._ops: dict[Node, Ops] = {}
+        self._operands: dict[Node, dict[str, Ops]] = {}
 
     def __getitem__(self, node: Node) -> Call:
         call = self._known.get(node)
@@ -74,19 +76,33 @@ class Calls:
             found = self._sources[node] = source_of(node)
         return found
 
-    def ops(self, node: Node) -> tuple[Any, Any]:
+    def ops(self, node: Node) -> Ops:
         """The op of a node, and of the node whose value it is."""
         found = self._ops.get(node)
         if found is None:
-            found = self._ops[node] = op_of(node), op_of(self.source(node))
+            source, op = self.source(node), op_of(node)
+            found = self._ops[node] = (op, op if source is node else op_of(source))
+        return found
+
+    def operands(self, node: Node) -> dict[str, Ops]:
+        """The ops of the arguments that are nodes."""
+        found = self._operands.get(node)
+        if found is None:
+            args = self[node].args.items()
+            found = self._operands[node] = {name: self.ops(value) for name, value in args if isinstance(value, Node)}
         return found
 
     def forget(self, nodes: Iterable[Node]) -> None:
-        """Drop what was known of nodes whose arguments have changed."""
-        self._sources.clear()
-        self._ops.clear()
-        for node in nodes:
-            self._known.pop(node, None)
+        """Drop what was known of nodes whose arguments have changed, and of those that see through them."""
+        pending = list(nodes)
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            for facts in (self._known, self._sources, self._ops, self._operands):
+                facts.pop(node, None)
+            if may_be_nothing(op_of(node)):
+                pending += (user for user in node.users if user not in seen)
+                seen.update(node.users)
 
 
 def op_of(node: Node) -> Any:
@@ -135,10 +151,15 @@ def value_of(argument: Any) -> Any:
     return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
+def may_be_nothing(op: Any) -> bool:
+    """Whether there are calls of this op that hand on what they are given. Ops under one name of ours are text."""
+    return isinstance(op, str) and (op in SOFT or op == PERMUTE)
+
+
 def is_nothing(node: Node) -> bool:
     """Whether a node certainly hands on what it is given: same shape, same dtype, same device."""
     op = op_of(node)
-    if (op not in SOFT and op != PERMUTE) or not node.all_input_nodes:
+    if not may_be_nothing(op) or not node.all_input_nodes:
         return False
     before, after = value_of(node.all_input_nodes[0]), value_of(node)
     if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):

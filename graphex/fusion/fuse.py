@@ -31,6 +31,10 @@ _MOST_SWEEPS = 16
 _MOST_VISITED = 64
 
 
+Looks = dict[Node, tuple[object, Stop | None]]
+"""What a first look at an anchor has shown, and the operands it looked at."""
+
+
 @dataclass
 class Outcome:
     """What became of one rule: how often it applied, and how each try of the last sweep ended."""
@@ -58,6 +62,8 @@ class Fusion:
         self._mode = fake_mode_of(work.gm)
         self._made_by: dict[Node, Rule] = {}
         self._index: dict[Any, list[Node]] = {}
+        self._missing: dict[Rule, list[Any]] = {}
+        self._looks: dict[Any, Looks] = {}
         self._line = cache(node_line)
         self._downstream = cache(_downstream)
         keeps_strides = work.phase != "inference"  # the backward graph was traced with the strides of what is saved
@@ -72,15 +78,24 @@ class Fusion:
             return 0
         outcome.ends.clear()
         before = outcome.matches
+        looks = self._looks.setdefault(rule.pattern.look, {})
         for anchor in reversed(self._nodes(rule.pattern.anchor_op)):
             if anchor._erased or self._made_by.get(anchor) is rule:
                 continue
-            end = self._try(rule, anchor)
+            end = self._first_look(rule, anchor, looks) or self._try(rule, anchor)
             if end is None:
                 outcome.matches += 1
             else:
                 outcome.ends[anchor] = end
         return outcome.matches - before
+
+    def _first_look(self, rule: Rule, anchor: Node, looks: Looks) -> Stop | None:
+        """Why the rule cannot apply here, where the next nodes show it. They are looked at again when they change."""
+        operands = self._site.calls.operands(anchor)
+        known = looks.get(anchor)
+        if known is None or known[0] is not operands:
+            known = looks[anchor] = operands, rule.pattern.rejected(anchor, self._site.calls)
+        return known[1]
 
     def _try(self, rule: Rule, anchor: Node) -> Stop | Refusal | None:
         """Apply the rule here: None, or why it did not apply."""
@@ -92,7 +107,7 @@ class Fusion:
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
-        self._index = {}
+        self._index, self._missing = {}, {}
         if isinstance(made, Refusal):
             return made
         self._made_by.update(dict.fromkeys(made, plan.rule))
@@ -125,10 +140,12 @@ class Fusion:
         for rule, root, end in told:
             self._tell(rule, root, end)
         spoken_of = {rule.name for rule, _, _ in told} | {rule.name for rule in self.rules if rule.origin == "user"}
+        variants: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            variants.setdefault(rule.name, []).append(rule)
         for name, roots in missed.items():
-            matches = sum(outcome.matches for rule, outcome in self.outcomes.items() if rule.name == name)
-            if matches or name in spoken_of:
-                self._count(name, matches, matches + len(roots))
+            if name in spoken_of or any(self.outcomes[rule].matches for rule in variants[name]):
+                self._count(name, variants[name], len(roots))
 
     def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
@@ -153,18 +170,22 @@ class Fusion:
             )
         )
 
-    def _count(self, rule: str, matches: int, candidates: int) -> None:
+    def _count(self, rule: str, variants: list[Rule], missed: int) -> None:
+        matches = sum(self.outcomes[variant].matches for variant in variants)
         absent: list[Any] = []
         if not matches:  # the variant that came closest speaks for all
-            absent = min((self._absent(variant) for variant in self.rules if variant.name == rule), key=len)
+            absent = min(map(self._absent, variants), key=len)
         remark = f"the graph holds no {', '.join(sorted(map(op_title, absent)))}" if absent else ""
-        self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates, remark))
+        self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, matches + missed, remark))
 
     # -- the graph's index -----------------------------------------------------------------------------------------
 
     def _absent(self, rule: Rule) -> list[Any]:
         """The ops of the rule that the graph does not hold."""
-        return [op for op in rule.pattern.needs() if not self._nodes(op)]
+        found = self._missing.get(rule)
+        if found is None:
+            found = self._missing[rule] = [op for op in rule.pattern.needs if not self._nodes(op)]
+        return found
 
     def _nodes(self, op: Any) -> list[Node]:
         """The calls of an op, in order. Looked up again after every change of the graph."""
@@ -179,7 +200,7 @@ class Fusion:
 def _without_kernel(plan: Plan) -> str:
     """Why a lift would gain nothing: the device it computes on has no kernel for a named op. Empty: it would."""
     device = next(value_of(output).device for output in plan.outputs if output is not None)
-    for op in filter(None, map(operator_of, plan.replacement.graph.nodes)):
+    for op in filter(None, map(operator_of, plan.replacement.nodes)):
         if (name := op._schema.name) in SPECS and not has_kernel(name, device):
             return f"'{name}' has no kernel on {device.type}"
     return ""

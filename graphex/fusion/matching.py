@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.launches import is_kernel
 from graphex.analysis.turns import turn_of
 from graphex.errors import RuleError
-from graphex.fusion.calls import Calls, is_nothing, source_of, value_of
+from graphex.fusion.calls import Calls, is_nothing, value_of
 from graphex.fusion.making import pattern_of
 from graphex.fusion.patterns import OpPattern, Pattern
+from graphex.fusion.replacement import Replacement
 from graphex.fusion.rules import Rule
 from graphex.fusion.stops import Stop
 from graphex.fusion.tracing import fresh, key_of, without_guards
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
-from graphex.torch_private.symbolic import FakeTensorMode, NewGuardError, detect_fake_mode
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Plan:
     nodes: list[Node]
     outputs: list[Node | None]
     inputs: list[Any]
-    replacement: GraphModule
+    replacement: Replacement
     after: Node | None  # insert behind this node; None: before the first output
     later: list[Node]  # nodes that use a result too early and have to move behind the replacement
 
@@ -55,45 +55,80 @@ class Site:
     may_change_strides_of_outputs: bool = True
     calls: Calls = field(default_factory=Calls)
     writes: list[Node] = field(default_factory=list)
+    latest: dict[Rule, tuple[Pattern, FakeTensorMode, Any]] = field(default_factory=dict)
     _traces: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.writes = [node for node in self.graph.nodes if node.op != "output" and any(written_arguments(node))]
 
-    def traced(self, rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode) -> GraphModule | Pattern:
+    def traced(self, rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode) -> Replacement | Pattern:
         """The exact pattern ("search") or the replacement ("replace") of a rule for these arguments."""
         key = (rule, what, id(mode), key_of(args))
         if key not in self._traces:
             self._traces[key] = _trace(rule, what, args, mode, self.table)
-        found: GraphModule | Pattern = self._traces[key]
+        found: Replacement | Pattern = self._traces[key]
         return found
 
 
 def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
     """What comes of `rule` with its anchor at this node."""
-    found = rule.pattern.match(anchor, site.calls)
+    found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Stop):
         return found
-    bound = _bound(rule, found)
-    if isinstance(bound, Stop):
-        return bound
-    mode = detect_fake_mode([value_of(value) for value in bound.values() if isinstance(value, Node)])
-    if mode is None:
-        return Stop(len(found.nodes), anchor, "no tensor argument was found")
-    pattern = rule.pattern
-    if rule.given is None:
-        exact = _exact(rule, bound, anchor, site, mode)
-        if isinstance(exact, Stop):
-            return exact
-        pattern, found = exact
-    outputs = [found.ctx.pattern_to_node.get(output) for output in pattern.outputs]
-    nodes = sorted(found.nodes)
+    outputs = [found.match.ctx.pattern_to_node.get(output) for output in found.pattern.outputs]
+    nodes = sorted(found.match.nodes)
     for refusal in (_escapes(nodes, outputs), _streams(nodes)):
         if refusal is not None:
             return refusal
-    if (refusal := _checked(rule, found)) is not None:
+    if (refusal := _checked(rule, found.match)) is not None:
         return refusal
-    return _planned(rule, nodes, outputs, bound, site, mode)
+    return _planned(rule, nodes, outputs, found, site)
+
+
+@dataclass
+class Found:
+    """A match, the pattern that it is a match of, and what stands for the arguments of the rule."""
+
+    pattern: Pattern
+    match: Match
+    bound: dict[str, Any]
+    mode: FakeTensorMode
+
+
+def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Stop:
+    """Match loosely, to find the arguments, then exactly."""
+    loose = rule.pattern.match(anchor, site.calls)
+    if isinstance(loose, Stop):
+        return loose
+    bound = _bound(rule, loose)
+    if isinstance(bound, Stop):
+        return bound
+    mode = _mode_of(bound)
+    if mode is None:
+        return Stop(len(loose.nodes), anchor, "no tensor argument was found")
+    if rule.given is not None:
+        return Found(rule.pattern, loose, bound, mode)
+    args = _arguments(rule, bound)
+    exact = _exact(rule, args, anchor, site, mode)
+    if isinstance(exact, Stop):
+        return exact
+    pattern, match = exact
+    site.latest[rule] = pattern, mode, key_of(args)
+    return Found(pattern, match, bound, mode)
+
+
+def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
+    """The match of the exact pattern that matched last, if its arguments are of the same kind: layers are alike."""
+    if rule not in site.latest:
+        return None
+    pattern, mode, key = site.latest[rule]
+    match = pattern.match(anchor, site.calls)
+    if isinstance(match, Stop):
+        return None
+    bound = _bound(rule, match)
+    if isinstance(bound, Stop) or _mode_of(bound) is not mode or key_of(_arguments(rule, bound)) != key:
+        return None
+    return Found(pattern, match, bound, mode)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -117,9 +152,18 @@ def _bound(rule: Rule, match: Match) -> dict[str, Any] | Stop:
     return bound
 
 
-def _exact(rule: Rule, bound: dict[str, Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Stop:
+def _arguments(rule: Rule, bound: dict[str, Any]) -> list[Any]:
+    """Values to trace the search function with: those that were found, and marks for the scalars."""
+    return [rule.scalars[name] if name in rule.scalars else value_of(bound.get(name)) for name in rule.parameters]
+
+
+def _mode_of(bound: dict[str, Any]) -> FakeTensorMode | None:
+    values = (value_of(value) for value in bound.values() if isinstance(value, Node))
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def _exact(rule: Rule, args: list[Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Stop:
     """Match once more, with the constants the search function has for these very arguments."""
-    args = [rule.scalars[name] if name in rule.scalars else value_of(bound.get(name)) for name in rule.parameters]
     try:
         pattern = site.traced(rule, "search", args, mode)
     except NewGuardError as problem:
@@ -135,11 +179,11 @@ def _exact(rule: Rule, bound: dict[str, Any], anchor: Node, site: Site, mode: An
     return found if isinstance(found, Stop) else (pattern, found)
 
 
-def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, table: Any) -> GraphModule | Pattern:
+def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, table: Any) -> Replacement | Pattern:
     fresh_args = [fresh(arg, requires_grad=rule.joint) for arg in args]
     fn = rule.search if what == "search" else rule.replace
     gm = without_guards(lambda: rule.trace(fn, fresh_args, mode, table), mode)
-    return pattern_of(gm, rule.parameters, rule.scalars, exact=True) if what == "search" else gm
+    return pattern_of(gm, rule.parameters, rule.scalars, exact=True) if what == "search" else Replacement(gm)
 
 
 # -- what must hold ----------------------------------------------------------------------------------------------------
@@ -192,18 +236,17 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
     return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
 
 
-def _planned(
-    rule: Rule, nodes: list[Node], outputs: list[Node | None], bound: dict[str, Any], site: Site, mode: FakeTensorMode
-) -> Plan | Refusal:
-    inputs = [source_of(bound.get(name)) for name in (*rule.parameters, *_tangents(bound))]
+def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site) -> Plan | Refusal:
+    names = [*rule.parameters, *_tangents(found.bound)]
+    inputs = [site.calls.source(found.bound.get(name)) for name in names]
     count = len(rule.parameters)
     try:
-        replacement = site.traced(rule, "replace", [value_of(value) for value in inputs[:count]], mode)
+        replacement = site.traced(rule, "replace", [value_of(value) for value in inputs[:count]], found.mode)
     except NewGuardError as problem:
         return Refusal(f"{problem}, which the replacement would need", nodes[-1])
     except Exception as problem:
         return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
-    assert isinstance(replacement, GraphModule)
+    assert isinstance(replacement, Replacement)
     for refusal in (_same_results(replacement, outputs), _written(nodes, inputs, site)):
         if refusal is not None:
             return refusal
@@ -217,14 +260,8 @@ def _tangents(bound: dict[str, Any]) -> list[str]:
     return sorted((name for name in bound if name.startswith("tangents_")), key=lambda name: int(name.split("_")[1]))
 
 
-def results_of(gm: GraphModule) -> list[Any]:
-    """The tensors that a traced function returns, flat."""
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
-
-
-def _same_results(replacement: GraphModule, outputs: Sequence[Node | None]) -> Refusal | None:
-    results = results_of(replacement)
+def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> Refusal | None:
+    results = replacement.results
     if len(results) != len(outputs):
         return Refusal(f"the replacement returns {len(results)} values instead of {len(outputs)}")
     for index, (old, new) in enumerate(zip(outputs, results, strict=True)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from graphex.torch_private.patterns import (
     CallFunction,
     FailedMatch,
     Ignored,
+    KeywordArg,
     Match,
     MatchContext,
     MultiOutputPattern,
@@ -75,8 +77,13 @@ class Attempt(MatchContext):
         self.entered = 0  # ops whose arguments are being looked at
 
     def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
-        if not (isinstance(pattern, OpPattern) and isinstance(node, Node) and op_of(node) == pattern.op_name):
-            node = self.calls.source(node)
+        if isinstance(node, Node):
+            is_op = type(pattern) is OpPattern  # `isinstance` of an abstract class takes longer than all of this
+            if not is_op or self.calls.ops(node)[0] != pattern.op_name:  # type: ignore[attr-defined]
+                node = self.calls.source(node)
+            if type(pattern) is KeywordArg and pattern not in self.pattern_to_node:
+                self.pattern_to_node[pattern] = node
+                return Match(self, pattern, kwargs={pattern.name: node})
         found: Match | FailedMatch = super().match(pattern, node)
         return found
 
@@ -107,46 +114,47 @@ class OpPattern(CallFunction):
         self.op_name = op_name
         self.arguments = dict(arguments)
         self.soft = soft
-        self._firm = [
-            (name, part) for name, part in self.arguments.items() if isinstance(part, OpPattern) and not part.soft
-        ]
+        self.firm = tuple(
+            (name, part.op_name)
+            for name, part in self.arguments.items()
+            if isinstance(part, OpPattern) and not part.soft
+        )
         self.ops = 1 + sum(map(_ops_in, arguments.values()))
-        if op_name in COMMUTATIVE:
+        self._swappable = op_name in COMMUTATIVE
+        if self._swappable:
             # The operand that says most binds variables first: a bare variable would take either operand.
             self.arguments = dict(sorted(self.arguments.items(), key=lambda item: -_ops_in(item[1])))
+        asking = [(name, part) for name, part in self.arguments.items() if not isinstance(part, Ignored)]
+        self._asked = [(name, part, isinstance(part, PatternExpr)) for name, part in asking]
+        alpha = self.arguments.get("alpha", 1)
+        self._unscaled = isinstance(alpha, Ignored) or bool(alpha == 1)
 
     def __repr__(self) -> str:
         return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def rejected(self, node: Node, calls: Calls) -> Stop | None:
         """A quick look at the ops of the arguments: most tries end here, and never set up a match."""
-        found = calls[node].args
-        swappable = self.op_name in COMMUTATIVE
-        for name, part in self._firm:
-            value = found.get(name)
-            if part.is_possible(value, calls):
+        operands = calls.operands(node)
+        for name, op in self.firm:
+            if op in operands.get(name, ()):
                 continue
-            if swappable and part.is_possible(found.get("other" if name == "self" else "self"), calls):
+            if self._swappable and op in operands.get("other" if name == "self" else "self", ()):
                 continue
-            return OtherOp(1, value if isinstance(value, Node) else None, "", expected=part.op_name, found=value)
+            value = calls[node].args.get(name)
+            return OtherOp(1, value if isinstance(value, Node) else None, "", expected=op, found=value)
         return None
-
-    def is_possible(self, node: Any, calls: Calls) -> bool:
-        return isinstance(node, Node) and self.op_name in calls.ops(node)
 
     def _match_fns(self, node: Any) -> bool:
         return isinstance(node, Node) and op_of(node) == self.op_name
 
     def _match(self, node: Any, ctx: MatchContext) -> Match | FailedMatch:
         assert isinstance(ctx, Attempt)
-        if not self._match_fns(node):
+        if not isinstance(node, Node) or ctx.calls.ops(node)[0] != self.op_name:
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
             return ctx.stop_at(node, self.op_name)
         found = ctx.calls[node].args
-        alpha = self.arguments.get("alpha", 1)
-        unscaled = (alpha == 1 or isinstance(alpha, Ignored)) and found.get("alpha", 1) == 1
-        if self.op_name in COMMUTATIVE and unscaled:
+        if self._swappable and self._unscaled and found.get("alpha", 1) == 1:
             swapped = {**found, "self": found["other"], "other": found["self"]}
             return self._either(node, (found, swapped), ctx)
         return self._with(node, found, ctx)
@@ -173,13 +181,14 @@ class OpPattern(CallFunction):
 
     def _with_arguments(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
         match = Match(ctx, self)
-        for name, wanted in self.arguments.items():
-            part = self._argument(node, name, wanted, found.get(name), ctx)
+        for name, wanted, is_pattern in self._asked:
+            value = found.get(name)
+            part = ctx.match(wanted, value) if is_pattern else self._value(node, name, wanted, value, ctx)
+            if part is None:
+                continue
             if isinstance(part, FailedMatch):
                 return part
-            try:
-                match.extend(part)
-            except FailedMatch:
+            if not _taken_up(match, part):
                 return self._inconsistent(node, name, ctx)
         match.nodes.append(node)
         match.targets[self] = node.target
@@ -188,21 +197,26 @@ class OpPattern(CallFunction):
     def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
         return ctx.stop(node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere")
 
-    def _argument(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch:
-        if isinstance(wanted, PatternExpr):
-            return ctx.match(wanted, found)
+    def _value(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch | None:
+        """The match of a constant, or of a list that may hold patterns; None if there is nothing to remember."""
         if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
             if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
                 return ctx.stop(node, lambda: f"'{name}' of {describe(node)} has another length than in the rule")
             match = Match(ctx, self)
             for one_wanted, one_found in zip(wanted, found, strict=True):
-                part = self._argument(node, name, one_wanted, one_found, ctx)
+                is_pattern = isinstance(one_wanted, PatternExpr)
+                part = (
+                    ctx.match(one_wanted, one_found)
+                    if is_pattern
+                    else self._value(node, name, one_wanted, one_found, ctx)
+                )
                 if isinstance(part, FailedMatch):
                     return part
-                match.extend(part)
+                if part is not None and not _taken_up(match, part):
+                    return self._inconsistent(node, name, ctx)
             return match
         if same_constant(wanted, found):
-            return Match(ctx, self)
+            return None
         return ctx.stop(
             node,
             lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
@@ -245,12 +259,12 @@ class Pattern:
         parts = [part for part in output.arguments.values() if isinstance(part, OpPattern)]
         return parts[0].op_name if output.op_name is operator.getitem and parts else output.op_name
 
-    @property
+    @cached_property
     def anchor_op(self) -> Any:
         output = self.outputs[self.anchor]
         return output.op_name if isinstance(output, OpPattern) else None
 
-    @property
+    @cached_property
     def root_op(self) -> Any:
         """The op that tells this pattern from others: its sites are the candidates."""
         return max(self.operations, key=lambda op: _weight(op.op_name)).op_name
@@ -259,18 +273,30 @@ class Pattern:
     def size(self) -> int:
         return len(self.operations)
 
+    @cached_property
     def needs(self) -> frozenset[Any]:
         """The ops a graph must hold for this pattern to match anywhere. A slice may be hidden in a split."""
         hidden = torch.ops.aten.slice.Tensor
         return frozenset(op.op_name for op in self.operations if not op.soft and op.op_name is not hidden)
 
+    @cached_property
+    def look(self) -> Any:
+        """What a first look at an anchor asks: patterns that ask the same get the same answer."""
+        begin = self.outputs[self.anchor]
+        return (begin.op_name, begin.firm) if isinstance(begin, OpPattern) else None
+
+    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+        """Why the anchor cannot be at `node`, at a first look."""
+        begin = self.outputs[self.anchor]
+        if isinstance(begin, OpPattern) and calls.ops(node)[0] == begin.op_name:
+            return begin.rejected(node, calls)
+        return None
+
     def match(self, node: Node, calls: Calls) -> Match | Stop:
         """Match with the anchor at `node`; the furthest stop if it does not."""
-        begin = self.outputs[self.anchor]
-        if isinstance(begin, OpPattern) and op_of(node) == begin.op_name:
-            rejected = begin.rejected(node, calls)
-            if rejected is not None:
-                return rejected
+        rejected = self.rejected(node, calls)
+        if rejected is not None:
+            return rejected
         attempt = Attempt(self, calls, node)
         try:
             found = self._match(attempt, node)
@@ -292,7 +318,8 @@ class Pattern:
             part = self._match_further(attempt, output)
             if isinstance(part, FailedMatch):
                 return part
-            whole.extend(part)
+            if not _taken_up(whole, part):
+                return FailedMatch("a variable stands for two values")
         whole.nodes = list(dict.fromkeys(whole.nodes))
         whole.pattern = MultiOutputPattern([self.outputs[self.anchor]])
         return whole
@@ -320,8 +347,26 @@ class Pattern:
         return sorted(before, reverse=True) + sorted(node for node in found if not node < anchor)
 
 
+def _taken_up(match: Match, part: Match) -> bool:
+    """Make a part a part of the match. No if a variable would stand for two values; the match is of no use then."""
+    bound = match.kwargs
+    for name, value in part.kwargs.items():
+        known = bound.setdefault(name, value)
+        if known is not value and known != value:
+            return False
+    match.args.extend(part.args)
+    match.nodes.extend(part.nodes)
+    match.targets.update(part.targets)
+    return True
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
 def same_constant(wanted: Any, found: Any) -> bool:
     """Whether an argument certainly has the value it has in the rule. Symbolic sizes are compared as expressions."""
+    if type(wanted) is type(found) and type(wanted) in _PLAIN:
+        return bool(wanted == found)
     wanted, found = (_plain(value) for value in (wanted, found))
     if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
         return len(wanted) == len(found) and all(same_constant(a, b) for a, b in zip(wanted, found, strict=True))

@@ -20,7 +20,8 @@ from torch.fx import GraphModule
 from graphex.analysis import Aliases, known_equal
 from graphex.errors import GraphexWarning, RuleError
 from graphex.fusion.calls import value_of
-from graphex.fusion.matching import Plan, Site, results_of, try_rule
+from graphex.fusion.matching import Plan, Site, try_rule
+from graphex.fusion.replacement import results_of
 from graphex.fusion.rules import Rule
 from graphex.fusion.stops import Stop
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, unset_fake_temporarily

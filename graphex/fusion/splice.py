@@ -14,8 +14,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from graphex.analysis import same_layout
 from graphex.fusion.calls import is_nothing
-from graphex.fusion.matching import Plan, Site, results_of
-from graphex.fusion.tracing import fresh
+from graphex.fusion.matching import Plan, Site
 from graphex.passes.base import Refusal
 from graphex.passes.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -33,10 +32,10 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     for node, value in changed.items():
         node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
+    site.calls.forget(changed)
     for old, new in pairs:
-        users = list(old.users)
+        site.calls.forget(old.users)
         old.replace_all_uses_with(new)
-        site.calls.forget(users)
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
     return _used(made)
@@ -50,53 +49,25 @@ def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Nod
     first = min(node for node in plan.outputs if node is not None)
     place = first if plan.after is None else plan.after.next
     with graph.inserting_before(place):
-        for node in plan.replacement.graph.nodes:
+        for node in plan.replacement.nodes:
             if node.op == "placeholder":
                 env[node] = next(inputs)
             elif node.op == "get_attr":
-                env[node] = graph.get_attr(_attribute(gm, plan.replacement, str(node.target)))
+                env[node] = graph.get_attr(_attribute(gm, plan.replacement.module, str(node.target)))
                 made.append(env[node])
             elif node.op == "call_function":
                 args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = graph.call_function(node.target, args, kwargs)
                 made.append(env[node])
-    copies = _Copies(plan.replacement)
+    for node in made[:1]:
+        inherit_all(node, plan.nodes)
+    for node in made[1:]:
+        node.meta.update(made[0].meta)
     for traced, node in env.items():
         if isinstance(node, Node) and traced.op != "placeholder":
-            inherit_all(node, plan.nodes)
-            value = copies.of(traced, node)
+            value = plan.replacement.value_for(traced, node)
             node.meta["val"] = evaluate(gm, node, mode) if value is None else value
-    return made, [env[node] for node in results_of(plan.replacement)]
-
-
-class _Copies:
-    """Values for new nodes, from the trace they were copied from: alike, in memory of their own.
-
-    Cheaper than evaluating the op again; where the trace shares memory between nodes, that is what has to be done.
-    """
-
-    def __init__(self, replacement: GraphModule) -> None:
-        self._owners: dict[Any, Node] = {}
-        for node in replacement.graph.nodes:
-            for part in _tensors(node.meta.get("val")):
-                self._owners.setdefault(part.untyped_storage()._cdata, node)
-
-    def of(self, traced: Node, node: Node) -> Any:
-        """The value for a new node; None if it shares memory with an older one."""
-        value = traced.meta.get("val")
-        if traced.target is operator.getitem:
-            whole, index = node.args
-            return whole.meta["val"][index] if isinstance(whole, Node) else None
-        if not all(self._owners[part.untyped_storage()._cdata] is traced for part in _tensors(value)):
-            return None
-        if isinstance(value, (list, tuple)):
-            return type(value)(fresh(part) for part in value)
-        return fresh(value) if isinstance(value, torch.Tensor) else None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    return made, [env[node] for node in plan.replacement.results]
 
 
 def _attribute(gm: GraphModule, replacement: GraphModule, target: str) -> str:

@@ -1,0 +1,56 @@
+"""What takes the place of a match: a traced graph, and what can be said of it once for all the places it is put in."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphex.fusion.tracing import fresh
+from graphex.torch_private.trees import pytree
+
+
+class Replacement:
+    """The trace of a replacement function for arguments of one kind."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.nodes = list(module.graph.nodes)
+        self.results = results_of(module)
+        self._owners: dict[int, Node] = {}
+        for node in self.nodes:
+            for part in _tensors(node.meta.get("val")):
+                self._owners.setdefault(part.untyped_storage()._cdata, node)
+        self._own = {node for node in self.nodes if self._is_in_own_memory(node)}
+
+    def value_for(self, traced: Node, node: Node) -> Any:
+        """The value of a node that was made like the traced one: alike, in memory of its own.
+
+        Cheaper than evaluating the op again. None where the trace shares memory between nodes: there that has to be
+        done.
+        """
+        if traced.target is operator.getitem:
+            whole, index = node.args
+            return whole.meta["val"][index] if isinstance(whole, Node) else None
+        if traced not in self._own:
+            return None
+        value = traced.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            return type(value)(fresh(part) for part in value)
+        return fresh(value) if isinstance(value, torch.Tensor) else None
+
+    def _is_in_own_memory(self, node: Node) -> bool:
+        return all(self._owners[part.untyped_storage()._cdata] is node for part in _tensors(node.meta.get("val")))
+
+
+def results_of(gm: GraphModule) -> list[Any]:
+    """The tensors that a traced function returns, flat."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
