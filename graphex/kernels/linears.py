@@ -51,12 +51,16 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
         return Declined(refusal), True
     if sum(w.numel() for w in job.weights) < FEW_ELEMENTS:
         return likely(job).prepare(job), True
-    by_name = {way.name: way for way in ways(job)}
-    scratch = Scratch(job)
-    found = {name: scratch.candidate(way) for name, way in by_name.items()}
     text = description(job)
+    found = candidates(job)
     chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
-    return by_name[chosen.name].prepare(job), is_settled(KIND, text)
+    (way,) = (way for way in ways(job) if way.name == chosen.name)
+    return way.prepare(job), is_settled(KIND, text)
+
+
+def candidates(job: Job) -> dict[str, Candidate]:
+    scratch = Scratch(job)
+    return {way.name: scratch.candidate(way) for way in ways(job)}
 
 
 class Scratch:

@@ -4,7 +4,8 @@
 
 looks (1) in this process, (2) in the store on disk, (3) among the choices that come with graphex, (4) measures, and
 (5) takes the default for now where it must not measure: while a CUDA graph is captured, without a GPU, with
-GRAPHEX_TUNING=off. `choices()` says what was chosen, how, and by which times; `measured()` how often it was measured.
+GRAPHEX_TUNING=off. GRAPHEX_TUNING=again leaves out (2) and (3). `choices()` says what was chosen, how, and by which
+times; `measured()` how often it was measured.
 
 A measurement is a replay of a CUDA graph of several launches, as the winner will run, on a device that is kept busy.
 The first candidate stays unless another is faster by more than times scatter.
@@ -74,11 +75,20 @@ class Tuner:
         return (kind, signature) in self._known
 
     def choose(
-        self, kind: str, signature: str, candidates: Sequence[Candidate], default: Candidate, may_measure: bool
+        self,
+        kind: str,
+        signature: str,
+        candidates: Sequence[Candidate],
+        default: Candidate,
+        *,
+        may_measure: bool = True,
+        may_look_up: bool = True,
     ) -> Candidate:
         by_name = {candidate.name: candidate for candidate in candidates}
         with self._lock:
-            choice = self._known.get((kind, signature)) or self._look_up(kind, signature)
+            choice = self._known.get((kind, signature))
+            if choice is None and may_look_up:
+                choice = self._look_up(kind, signature)
             if choice is not None and choice.name in by_name:
                 self._known[kind, signature] = choice
                 return by_name[choice.name]
@@ -121,7 +131,10 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
     tuner = _tuner() if torch.cuda.is_available() else None
     chosen = default
     if tuner is not None:
-        chosen = tuner.choose(kind, signature, candidates, default, _may_measure())
+        may_measure = not _is_off() and not torch.cuda.is_current_stream_capturing()
+        chosen = tuner.choose(
+            kind, signature, candidates, default, may_measure=may_measure, may_look_up=_switch() != "again"
+        )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
     else:
@@ -150,12 +163,12 @@ def forget() -> None:
     _defaults.clear()
 
 
+def _switch() -> str:
+    return os.environ.get(SWITCH, "on").lower()
+
+
 def _is_off() -> bool:
-    return os.environ.get(SWITCH, "").lower() in ("off", "0")
-
-
-def _may_measure() -> bool:
-    return not _is_off() and not torch.cuda.is_current_stream_capturing()
+    return _switch() in ("off", "0")
 
 
 def _tuner() -> Tuner:

@@ -47,7 +47,7 @@ def tuner(folder: Path, clock: Clock, shipped: dict | None = None, **conditions:
 
 
 def choose(by: Tuner, signature: str = "1x8", may_measure: bool = True) -> str:
-    return by.choose("linears", signature, CANDIDATES, SLOW, may_measure).name
+    return by.choose("linears", signature, CANDIDATES, SLOW, may_measure=may_measure).name
 
 
 def test_the_fastest_is_chosen_and_measured_once(tmp_path):
@@ -91,6 +91,14 @@ def test_other_conditions_are_measured_anew(tmp_path, condition):
     clock = Clock()
     assert choose(tuner(tmp_path, clock)) == "fast"
     assert clock.calls == 0
+
+
+def test_measuring_again_looks_nowhere_and_replaces_what_was_stored(tmp_path):
+    choose(tuner(tmp_path, Clock(fast=1.0)))
+    again = tuner(tmp_path, Clock(library=1.0, fast=2.0), {"linears": {"1x8": {"name": "fast"}}})
+    assert again.choose("linears", "1x8", CANDIDATES, SLOW, may_look_up=False) is LIBRARY
+    assert choose(again) == "library"
+    assert choose(tuner(tmp_path, Clock())) == "library"
 
 
 def test_shipped_choices_need_no_measurement_but_give_way_to_stored_ones(tmp_path):
