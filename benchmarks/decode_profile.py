@@ -153,8 +153,18 @@ def recorded(step: Step) -> list[Op]:
             kernels = nested or list(_kernels_of(event))
             op.kernels = [kernel.name for kernel in kernels]
             op.seconds = sum(kernel.seconds for kernel in kernels) if kernels else event.cpu_time_total / 1e6
+    _put_in_order(recorder.ops, [kernel.name for kernel in _launched(seen)])
     on_device = step.caches[0].is_cuda
     return [op for op in recorder.ops if (op.kernels if on_device else op.moved)]
+
+
+def _put_in_order(ops: list[Op], launched: list[str]) -> None:
+    """An op's kernels as they ran: the profile has those that it launched itself before those of the ops it calls."""
+    if len(launched) != sum(len(op.kernels) for op in ops):
+        return
+    names = iter(launched)
+    for op in ops:
+        op.kernels = [next(names) for _ in op.kernels]
 
 
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
@@ -204,11 +214,16 @@ def _replayed(step: Step, compiled: Callable[..., Any]) -> list[list[Kernel]]:
         with _profiler() as seen:
             step.run(compiled)
             synchronize()
-        spans = {event.name for event in seen.events() if event.device_type == DeviceType.CPU}  # shown on both sides
-        events = [each for each in seen.events() if each.device_type == DeviceType.CUDA and each.name not in spans]
-        events.sort(key=lambda event: event.time_range.start)
-        found.append([Kernel(event.name, event.time_range.elapsed_us() / 1e6) for event in events])
+        found.append(_launched(seen))
     return [each for each in found if each]
+
+
+def _launched(seen: torch.profiler.profile) -> list[Kernel]:
+    """The kernels of a profile in the order in which they began."""
+    spans = {event.name for event in seen.events() if event.device_type == DeviceType.CPU}  # shown on both sides
+    events = [each for each in seen.events() if each.device_type == DeviceType.CUDA and each.name not in spans]
+    events.sort(key=lambda event: event.time_range.start)
+    return [Kernel(event.name, event.time_range.elapsed_us() / 1e6) for event in events]
 
 
 def _through_graphex(step: Step) -> Callable[..., Any]:
