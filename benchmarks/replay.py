@@ -4,16 +4,18 @@
 
 Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
 of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
-for a millisecond, and in the middle of eight calls that follow each other. `floor` is the bytes of weights and caches
-divided by the measured copy bandwidth. `Dynamo alone` is a backend that computes nothing: its host time is what no
-backend gets below. Inductor's rows are those of the same steps that `benchmarks/decode_stock.py` has measured, each in
-a process of its own, on this device with these versions.
+for a millisecond, and in the middle of eight calls that follow each other. `to replay` is the part of both up to where
+the device graph has been launched; what comes after it runs beside the device. `floor` is the bytes of weights and
+caches divided by the measured copy bandwidth. `Dynamo alone` is a backend that computes nothing: its host time is what
+no backend gets below. Inductor's rows are those of the same steps that `benchmarks/decode_stock.py` has measured, each
+in a process of its own, on this device with these versions.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import graphex
 from benchmarks.decoding import Setting, Step, build, step_of
-from benchmarks.measure import Call, Times, copy_bandwidth, machine, timed
+from benchmarks.measure import ROW, Call, Times, copy_bandwidth, keep_busy, machine, synchronize, timed
 from benchmarks.rows import RESULTS, Row, Store
 from benchmarks.variants import NAMED
 from examples.tiny_llama import TinyLlama
@@ -43,9 +45,12 @@ COLUMNS = (
     "x floor",
     "host us",
     "in a row",
+    "to replay us",
+    "in a row",
     "first 3 calls s",
     "peak GiB",
 )
+NOT_REPLAYED = "- | -"
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
@@ -71,12 +76,14 @@ class Measured:
         assert isinstance(found, torch.Tensor)
         torch.testing.assert_close(found, self.wanted, rtol=0.05, atol=0.05)
         peak = torch.cuda.max_memory_allocated()
-        self.line(name, timed(call), first, peak)
+        self.line(name, timed(call), first, peak, launch=to_replay(call))
 
-    def line(self, name: str, times: Times, first: float, peak: int, star: str = "") -> None:
+    def line(
+        self, name: str, times: Times, first: float, peak: int, star: str = "", launch: str = NOT_REPLAYED
+    ) -> None:
         self.hand = self.hand or times.pipelined
         ratios = f"{times.pipelined / self.hand:.3f} | {times.pipelined / self.floor:.2f}"
-        hosts = f"{times.host * 1e6:.0f} | {times.in_a_row * 1e6:.0f}"
+        hosts = f"{times.host * 1e6:.0f} | {times.in_a_row * 1e6:.0f} | {launch}"
         where = f"| {self.setting.layers} | {self.setting.batch} | {name} | {times.pipelined * 1e3:.3f}"
         print(f"{where} | {ratios} | {hosts} | {first:.1f}{star} | {peak / 2**30:.2f} |", flush=True)
 
@@ -140,6 +147,44 @@ def inductor(steps: list[Measured], stock: list[Row]) -> list[str]:
                 measured.line(name, times, row.compile, row.peak, "" if alone else "\\*")
     absent = [str(each.setting) for each in steps if not any(row.setting == each.setting for row in stock)]
     return [*(f"\\* compiled {what}" for what in beside), *(f"no rows of Inductor: {setting}" for setting in absent)]
+
+
+class Launches:
+    """When a device graph was launched last."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        replay = torch.cuda.CUDAGraph.replay
+
+        def noted(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            self.last = time.perf_counter()
+
+        torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
+
+
+LAUNCHES = Launches()
+
+
+def to_replay(call: Call, rounds: int = 20) -> str:
+    """Median microseconds from a call to its launch: after a wait, and in a row."""
+    alone, in_a_row = [], []
+    for _ in range(rounds):
+        keep_busy()
+        synchronize()
+        alone.append(_until_launched(call))
+        synchronize()
+        in_a_row += [_until_launched(call) for _ in range(ROW)]
+    synchronize()
+    if None in alone:
+        return NOT_REPLAYED
+    return " | ".join(f"{statistics.median(each) * 1e6:.0f}" for each in (alone, in_a_row))
+
+
+def _until_launched(call: Call) -> float | None:
+    started = time.perf_counter()
+    call()
+    return LAUNCHES.last - started if LAUNCHES.last > started else None
 
 
 def compiled(backend: str, model: torch.nn.Module) -> Callable[..., Any]:
