@@ -129,6 +129,7 @@ def ours(measured: Measured) -> None:
     measured.row("eager", lambda step: step.call(step.model))
     measured.row("Dynamo alone", lambda step: computing_nothing(step, measured.wanted))
     measured.row("graphex", lambda step: through("graphex", step))
+    measured.row("graphex, frozen_parameter", lambda step: through("graphex", step, frozen_parameter=True))
     measured.row("graphex, replayer", replayer)
     measured.row("cudagraphs", lambda step: through("cudagraphs", step))
 
@@ -187,12 +188,12 @@ def _until_launched(call: Call) -> float | None:
     return LAUNCHES.last - started if LAUNCHES.last > started else None
 
 
-def compiled(backend: str, model: torch.nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend=backend, fullgraph=True)
+def compiled(backend: str, model: torch.nn.Module, **options: object) -> Callable[..., Any]:
+    return torch.compile(model, backend=backend, fullgraph=True, options=options or None)
 
 
-def through(backend: str, step: Step) -> Call:
-    run = compiled(backend, step.model)
+def through(backend: str, step: Step, **options: object) -> Call:
+    run = compiled(backend, step.model, **options)
     call = step.call(run)
     for _ in range(3):
         call()
