@@ -192,11 +192,17 @@ def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates at once; one that does not compile says so when it runs."""
     import triton
 
-    waiting = [candidate.compile for candidate in candidates if candidate.compile is not None]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         with triton.AsyncCompileMode(threads, ignore_errors=True):
-            for compile in waiting:
-                compile()
+            for candidate in candidates:
+                if candidate.compile is None:
+                    continue
+                try:
+                    candidate.compile()
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception:
+                    pass  # it fails again when it runs, and is reported there
 
 
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
