@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from graphex.kernels import linears
 from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Gemv, Job, Skinny, can_fold
 from graphex.ops.definition import Declined
 from tests.kernels.compare import launcher
@@ -118,6 +120,25 @@ def test_one_row_of_large_numbers_stays_finite():
     huge.x.mul_(10000)
     huge.gain.mul_(50)
     check(Gemv(4, 32, 1), huge)
+
+
+class TooLarge(Gemv):
+    """A tile that no device has room for."""
+
+    def prepare(self, job):
+        def run(job):
+            raise OutOfResources(10**6, 10**5, "shared memory")
+
+        return run
+
+
+def test_a_default_that_the_device_has_no_room_for_gives_way_to_the_library(monkeypatch):
+    monkeypatch.setattr(linears, "likely", lambda job: TooLarge(4, 32, 1))
+    monkeypatch.setattr(linears, "_PREPARED", {})
+    x, weight = random(1, 32), random(8, 32)
+    for _ in range(2):
+        (found,) = launcher("graphex::linears")(x, [weight], [None])
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
 
 
 def test_more_rows_than_the_kernels_take_run_in_the_library():
