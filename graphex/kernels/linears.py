@@ -119,7 +119,9 @@ def _run(job: Job) -> Any:
         try:
             return prepared(job)
         except OutOfResources:  # a default that nobody measured, on a device that has no room for its tile
-            return remember(_PREPARED, key, Library().prepare(job))(job)
+            library = Library().prepare(job)
+            remember(_PREPARED, key, library)
+            return library(job)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:
