@@ -92,9 +92,11 @@ class Tuner:
             if choice is not None and choice.name in by_name:
                 self._known[kind, signature] = choice
                 return by_name[choice.name]
-            if not may_measure or (choice := self._measured(kind, signature, candidates)) is None:
+            if not may_measure:
                 return default
-            self._known[kind, signature] = choice
+            # What cannot be measured is not tried again and again, but the next process may have more room.
+            unknown = Choice(kind, signature, default.name, "default")
+            choice = self._known[kind, signature] = self._measured(kind, signature, candidates) or unknown
             return by_name[choice.name]
 
     def _look_up(self, kind: str, signature: str) -> Choice | None:
@@ -218,9 +220,9 @@ def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
                 candidate.run()
                 record = partial(_repeat, candidate.run)
                 replays[candidate.name], _ = device.capture(record, pool, "thread_local")
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                    raise torch.OutOfMemoryError(str(error)) from error
                 _say_why_not(candidate, error)
         samples: dict[str, list[float]] = {name: [] for name in replays}
         for round in range(ROUNDS + 1):

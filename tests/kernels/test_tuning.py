@@ -71,9 +71,6 @@ def test_the_first_candidate_stays_where_times_scatter(tmp_path):
 
 def test_what_cannot_run_here_is_not_chosen(tmp_path):
     assert choose(tuner(tmp_path, Clock(library=2.0))) == "library"
-    nothing = tuner(tmp_path, Clock())
-    assert choose(nothing, "other") == "slow"
-    assert not nothing.is_settled("linears", "other")
 
 
 def test_the_second_process_measures_nothing(tmp_path):
@@ -128,12 +125,18 @@ def test_a_default_is_not_remembered(tmp_path):
     assert by.is_settled("linears", "1x8")
 
 
-def test_too_little_memory_to_measure_takes_the_default(tmp_path):
-    def measure(candidates: list[Candidate]) -> dict[str, float]:
-        raise torch.OutOfMemoryError("no room")
+def out_of_memory(candidates: list[Candidate]) -> dict[str, float]:
+    raise torch.OutOfMemoryError("no room")
 
-    assert choose(Tuner(Store(CONDITIONS, tmp_path), {}, measure)) == "slow"
-    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize("measure", [out_of_memory, Clock()], ids=["too little memory", "nothing runs"])
+def test_what_cannot_be_measured_is_the_default_in_this_process(tmp_path, measure):
+    by = Tuner(Store(CONDITIONS, tmp_path), {}, measure)
+    assert choose(by) == "slow"
+    assert [(c.name, c.source) for c in by.known()] == [("slow", "default")]
+    assert by.is_settled("linears", "1x8")
+    assert by.measured == 0
+    assert choose(tuner(tmp_path, Clock(fast=1.0))) == "fast"
 
 
 @pytest.mark.parametrize(
