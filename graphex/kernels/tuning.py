@@ -29,7 +29,7 @@ from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
 SWITCH = "GRAPHEX_TUNING"
-LAUNCHES = 12  # in a graph that is timed
+LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
 MOST_THREADS = 16  # that compile
