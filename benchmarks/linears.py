@@ -1,11 +1,12 @@
 """Linear layers of a decode step: the library's time and each tile's against the memory floor. Needs a GPU.
 
-    PYTHONPATH=. python benchmarks/linears.py [--rows 1,16,64] [--only down] [--keep]
+    PYTHONPATH=. python benchmarks/linears.py [--rows 1,16,64] [--only down] [--keep] [--search]
 
 The shapes are those of Llama-3-8B with 32000 words, bfloat16. Times are microseconds of device time for one call, from
 CUDA graphs of several, over weights that the cache does not hold. `floor` is what the bytes that must be read and
 written take at the measured copy bandwidth. All of it is measured anew; with `--keep` the winners go to the tuning
-store, from which `python -m graphex.kernels.tuned` ships them.
+store, from which `python -m graphex.kernels.tuned` ships them. `--search` tries many more tiles than graphex does, to
+find which are worth trying; it takes minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import linears, tuning
-from graphex.kernels.linear_ways import Job, likely
+from graphex.kernels.linear_ways import Gemv, Job, Library, Skinny, Way, can_fold, likely, padded_rows, ways
 
 DTYPE = torch.bfloat16
 SHAPES = {  # what stands before the layers, the columns, the rows of each weight, whether a residual is added
@@ -62,10 +65,34 @@ def moved(of: Job) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def measure(name: str, rows: int, bandwidth: float) -> tuple[str, str]:
+def many_ways(of: Job) -> Iterator[Way]:
+    """Every tile that could be any good."""
+    yield Library()
+    if of.rows == 1:
+        for bn, bk, warps, stages in product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8), (1, 3)):
+            if 16 <= bn * bk // (32 * warps) <= 64:
+                yield Gemv(bn, bk, warps, stages)
+        return
+    bm, folds = padded_rows(of.rows), (False, True) if of.prologue != "none" and can_fold(of) else (False,)
+    for bn, bk, warps, stages in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 6)):
+        bytes_staged = (bn + bm) * bk * 2 * (stages - 1)
+        if not 24 * 1024 <= bytes_staged <= 200 * 1024 or (warps == 8 and bn < 64):
+            continue
+        for folded in folds:
+            yield Skinny(bn, bk, warps, stages, folded=folded)
+            if bn >= 64:
+                yield Skinny(bn, bk, warps, stages, 2, folded)
+
+
+def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:
+    scratch = linears.Scratch(of)
+    return {way.name: scratch.candidate(way) for way in (*ways(of), *(many_ways(of) if search else ()))}
+
+
+def measure(name: str, rows: int, bandwidth: float, search: bool) -> tuple[str, str]:
     """A line of the table, and a line with the times of all tiles."""
     of = job(name, rows)
-    found, text = linears.candidates(of), linears.description(of)
+    found, text = candidates(of, search), linears.description(of)
     default = likely(of).name
     best = tuning.choose(linears.KIND, text, list(found.values()), found[default]).name
     (choice,) = (choice for choice in tuning.choices() if choice.signature == text)
@@ -90,30 +117,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,64", help="row counts, with commas between them")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--search", action="store_true", help="try many more tiles")
     parser.add_argument("--keep", action="store_true", help="put the winners into the tuning store")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device")
         return 1
     os.environ["GRAPHEX_TUNING"] = "again"
-    if not options.keep:
+    if options.search or not options.keep:  # a tile that graphex does not try is no choice
         os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
     rows = [int(count) for count in options.rows.split(",")]
     names = [name for name in SHAPES if options.only in name]
     started = time.perf_counter()
     bandwidth = copy_bandwidth()
     print(f"linear layers, bfloat16. {machine()}. Copy bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    compiling = time.perf_counter()
-    compile_all(names, rows)
-    print(f"compiled in {time.perf_counter() - compiling:.1f} s\n", flush=True)
+    if not options.search:
+        compiling = time.perf_counter()
+        compile_all(names, rows)
+        print(f"compiled in {time.perf_counter() - compiling:.1f} s\n", flush=True)
     print("| layers | rows | floor us | library us | default us | best us | x floor | best |")
     print("|---|---|---|---|---|---|---|---|")
     details = []
     for name in names:
         for count in rows:
-            line, detail = measure(name, count, bandwidth)
+            line, detail = measure(name, count, bandwidth, options.search)
             print(line, flush=True)
-            details.append(detail)
+            if options.search:
+                print(f"    {detail}", flush=True)
+            else:
+                details.append(detail)
     print("", *details, sep="\n")
     print(f"\n{time.perf_counter() - started:.0f} s")
     return 0

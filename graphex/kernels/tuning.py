@@ -29,7 +29,7 @@ from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
 SWITCH = "GRAPHEX_TUNING"
-LAUNCHES = 12  # in a graph that is timed
+LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
 MOST_THREADS = 16  # that compile
@@ -92,9 +92,11 @@ class Tuner:
             if choice is not None and choice.name in by_name:
                 self._known[kind, signature] = choice
                 return by_name[choice.name]
-            if not may_measure or (choice := self._measured(kind, signature, candidates)) is None:
+            if not may_measure:
                 return default
-            self._known[kind, signature] = choice
+            # What cannot be measured is not tried again and again, but the next process may have more room.
+            unknown = Choice(kind, signature, default.name, "default")
+            choice = self._known[kind, signature] = self._measured(kind, signature, candidates) or unknown
             return by_name[choice.name]
 
     def _look_up(self, kind: str, signature: str) -> Choice | None:
@@ -192,11 +194,17 @@ def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates at once; one that does not compile says so when it runs."""
     import triton
 
-    waiting = [candidate.compile for candidate in candidates if candidate.compile is not None]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         with triton.AsyncCompileMode(threads, ignore_errors=True):
-            for compile in waiting:
-                compile()
+            for candidate in candidates:
+                if candidate.compile is None:
+                    continue
+                try:
+                    candidate.compile()
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception:
+                    pass  # it fails again when it runs, and is reported there
 
 
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
@@ -212,9 +220,9 @@ def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
                 candidate.run()
                 record = partial(_repeat, candidate.run)
                 replays[candidate.name], _ = device.capture(record, pool, "thread_local")
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                    raise torch.OutOfMemoryError(str(error)) from error
                 _say_why_not(candidate, error)
         samples: dict[str, list[float]] = {name: [] for name in replays}
         for round in range(ROUNDS + 1):
