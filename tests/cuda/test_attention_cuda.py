@@ -1,4 +1,4 @@
-"""Attention on a real GPU: random shapes, masks, strides and types against float64; captured; measured; through models."""
+"""Attention on a real GPU: random shapes, masks, strides and types against float64; captured; measured; compiled."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_random_calls(seed):
 @pytest.mark.parametrize("mask", ["none", "prefix"])
 @torch.no_grad()
 def test_every_way_of_a_decode_step(batch, length, mask):
-    of = job(
-        batch=batch, group=4, heads=8, length=length, width=128, mask=mask, dtype=torch.bfloat16, device="cuda"
-    )
+    of = job(batch=batch, group=4, heads=8, length=length, width=128, mask=mask, dtype=torch.bfloat16, device="cuda")
     for way in ways(of, length):
         assert_right(of, way.prepare(of)(of))
 

@@ -1,4 +1,4 @@
-"""Models of `transformers` decode 64 tokens on the GPU in bfloat16: eager's tokens up to near-ties, in captured steps."""
+"""Models of `transformers` decode 64 tokens on the GPU in bfloat16: eager's tokens up to near-ties, by replay."""
 
 from __future__ import annotations
 

@@ -99,10 +99,12 @@ def decode(
 
 
 def assert_equal_to_eager(steps: list[Step]) -> None:
+    """Eager is sometimes lucky: its usual distance from float32 counts too."""
+    usual = torch.stack([step.error for step in steps]).median()
     for step in steps:
         assert (step.agrees | step.is_near_tie).all()
         error = (step.compiled - step.exact).abs().amax(-1)
-        assert (error <= 2 * step.error + 1e-5 * step.exact.abs().amax(-1)).all()
+        assert (error <= 2 * step.error.clamp(min=usual) + 1e-5 * step.exact.abs().amax(-1)).all()
 
 
 def lifted(journal: graphex.Journal) -> dict[str, int]:

@@ -142,6 +142,14 @@ def test_heads_whose_elements_are_apart_are_declined():
     assert "adjacent" in found.reason
 
 
+def test_positions_that_are_too_far_apart_are_declined():
+    of = job(length=2)
+    far = torch.empty(2**24 + 16, dtype=torch.float16).as_strided((1, 1, 2, 16), (0, 0, 2**24, 1))
+    found = launcher("graphex::attention")(*of._replace(key=far))
+    assert isinstance(found, Declined)
+    assert "far apart" in found.reason
+
+
 def test_no_queries():
     assert launcher("graphex::attention")(*job(positions=0)).shape == (1, 1, 0, 16)
     assert launcher("graphex::attention")(*job(batch=0)).shape == (0, 1, 1, 16)
