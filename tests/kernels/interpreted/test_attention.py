@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphex.kernels import attention
 from graphex.kernels.attention import _allowing, _copied, description
 from graphex.kernels.attention_ways import Tile, ways
 from graphex.ops.definition import Declined
@@ -173,6 +174,17 @@ def test_copies_for_measuring_have_the_layout_of_the_cache():
         assert copy.stride() == key.stride()
         assert copy.data_ptr() != key.data_ptr()
         assert torch.equal(copy, key)
+
+
+def test_measuring_reads_copies_in_turn_and_writes_to_nobody(monkeypatch):
+    monkeypatch.setattr(attention, "cold_copies", lambda bytes_read: 3)
+    of = job(group=2, length=70, width=32, mask="prefix")
+    before = [x.clone() for x in of[:4]]
+    wanted = of._replace(mask=_allowing(of.mask))
+    for candidate in attention.candidates(of, 128).values():
+        for _ in range(4):
+            assert_right(wanted, candidate.run())
+    assert all(torch.equal(x, old) for x, old in zip(of[:4], before, strict=True))
 
 
 def test_a_cache_that_grows_keeps_its_choice():
