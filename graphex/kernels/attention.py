@@ -18,6 +18,7 @@ from graphex.ops.definition import Declined
 KIND = "attention"
 MOST_ROWS = 64
 MOST_COLUMNS = 256
+MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
@@ -33,6 +34,8 @@ def _refusal(job: Job) -> str | None:
         return "arguments are on different devices"
     if any(each.shape[3] > 1 and each.stride(3) != 1 for each in (query, key, value)):
         return "the elements of a head are not adjacent"
+    if max(key.stride(2), value.stride(2)) > MOST_APART:
+        return "neighbouring positions of the keys are too far apart for 32 bits"
     if not (job.heads and key.shape[2] and query.shape[3] and value.shape[3]):
         return "there are no keys"
     if job.rows > MOST_ROWS:

@@ -113,6 +113,8 @@ def attention_kernel(
     column, value_column = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
     token, query_head = row // GROUP, head * GROUP + row % GROUP
     row_ok = row < positions * GROUP
+    q_at = batch * q_batch + query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
+    q = tl.load(query + q_at + column[None, :], mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
     start = split * chunk
     end = tl.minimum(start + chunk, length)
     if MASK != "none":
@@ -123,8 +125,6 @@ def attention_kernel(
             mask, mask_row, row_ok[:, None], start, end, mask_position, MASK == "boolean", ROWWISE, SCAN
         )
         start += (tl.maximum(first, start) - start) // BLOCK * BLOCK
-    q_at = batch * q_batch + query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
-    q = tl.load(query + q_at + column[None, :], mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
     head_of_keys = head.to(tl.int64)
     keys = key + batch * k_batch + head_of_keys * k_head + start.to(tl.int64) * k_position
     values = value + batch * v_batch + head_of_keys * v_head + start.to(tl.int64) * v_position

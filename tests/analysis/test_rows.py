@@ -18,6 +18,11 @@ def attention(x):
     return F.scaled_dot_product_attention(q, q, q)
 
 
+def named_attention(x):
+    q = x.unsqueeze(1)
+    return torch.ops.graphex.attention(q, q, q, None, 0.5)
+
+
 def decomposed_attention(x):
     scores = torch.bmm(x, x.transpose(1, 2)) / 2.0
     return torch.bmm(scores.softmax(-1), x)
@@ -61,6 +66,7 @@ SEPARATE = [
     lambda x: x.unbind(1)[2],
     lambda x: x.cumsum(1) + x.reshape(-1).reshape(x.shape),
     attention,
+    named_attention,
     decomposed_attention,
     rotated,
     in_place,
@@ -94,6 +100,11 @@ def up_to_count(x):
     return x + torch.arange(x.shape[0]).view(-1, 1, 1)
 
 
+def attended_by_all(x):
+    q = x.transpose(0, 1).unsqueeze(0)  # rows are keys
+    return torch.ops.graphex.attention(q, q, q, None, 0.5)
+
+
 def mixed(x):
     return x.transpose(0, 1).reshape(x.shape) + 1
 
@@ -116,6 +127,7 @@ MIXING = [
     shifted,
     by_count,
     up_to_count,
+    attended_by_all,
     mixed,
 ]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphex
+from graphex.frontend import attention as frontend
 from tests.fusion.lifted import Lifted, rand
 
 ATTENTION = torch.ops.graphex.attention
@@ -80,6 +84,18 @@ def test_the_result_is_laid_out_for_the_projection_that_follows():
 
     found = lifted(fn, *heads(positions=3))
     assert torch.ops.aten.clone.default not in found.seen.targets
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (Linux)")
+@pytest.mark.parametrize(("device", "times"), [("cuda", 1), ("cpu", 0)])
+def test_it_is_lifted_where_there_is_a_kernel(device, times):
+    def fn(q, k, v):
+        return frontend.attend(q, k, v, call="attention", forced=False)
+
+    with FakeTensorMode(), torch.device(device):
+        inputs = [torch.empty(2, 4, length, 16) for length in (1, 9, 9)]
+    targets = [node.target for node in make_fx(fn)(*inputs).graph.nodes]
+    assert targets.count(ATTENTION.default) == times
 
 
 def test_symbolic_sizes_are_lifted_and_cost_no_guard():

@@ -21,6 +21,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.bool: "*i1",
     torch.int8: "*i8",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -45,7 +46,9 @@ class Compiler:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *args: object, num_warps: int, enable_fp_fusion: bool = True, **constants: object) -> None:
+    def compile(
+        self, *args: object, num_warps: int, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: object
+    ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -73,7 +76,7 @@ class Compiler:
             else:
                 types[name] = type_of(given[name], (at,), not self.kernel.params[at].do_not_specialize)
         source = ASTSource(self.kernel, types, fixed, aligned)
-        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         self.code.append(compiled.asm["ptx"])
         self.shared = max(self.shared, compiled.metadata.shared)

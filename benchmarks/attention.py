@@ -1,0 +1,76 @@
+"""Attention of a decode step: every way to compute it, against reading the keys and values once. Needs a GPU.
+
+    PYTHONPATH=. python benchmarks/attention.py [--batch 1 16 64] [--length 2048]
+
+Microseconds of device time per call, from a CUDA graph of calls that go round several caches, so that none is in the
+L2 cache when it is read. `of floor` is the time over that of the bytes at the copy bandwidth. Caches are half or wholly
+full, as the mask says; a way is chosen by its time on a full one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measure import copy_bandwidth, machine
+from graphex.kernels.attention import Scratch
+from graphex.kernels.attention_ways import Job, ways
+from graphex.kernels.tuning import Candidate, seconds_on_device
+
+HEADS = {"llama": (32, 8, 128), "multi-head": (32, 32, 128), "narrow": (16, 2, 64), "gemma": (16, 8, 256)}
+
+
+def job(name: str, batch: int, length: int) -> Job:
+    heads, shared, width = HEADS[name]
+    query = torch.randn(batch, 1, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.randn(batch, shared, length, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mask = torch.ones(batch, 1, 1, length, device="cuda", dtype=torch.bool)
+    return Job(query, key, value, mask, width**-0.5, False, 0.0)
+
+
+class HalfFull(Scratch):
+    """The same caches with a mask that allows the first half of them."""
+
+    def _next(self) -> Job:
+        is_first = self._jobs is None
+        of = super()._next()
+        if is_first and of.mask is not None:  # the jobs share their mask
+            of.mask[..., of.mask.shape[-1] // 2 :] = False
+        return of
+
+
+def measured(of: Job, scratch: Scratch, length: int) -> dict[str, float]:
+    candidates: list[Candidate] = [scratch.candidate(way) for way in ways(of, length)]
+    return seconds_on_device(candidates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--heads", choices=HEADS, nargs="+", default=list(HEADS))
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(machine(), f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    for name in options.heads:
+        for batch in options.batch:
+            of = job(name, batch, options.length)
+            floor = 2 * of.key.numel() * of.key.element_size() / bandwidth
+            full, half = (measured(of, kind(of), options.length) for kind in (Scratch, HalfFull))
+            print(f"\n{name} {HEADS[name]}, batch {batch}, {options.length} positions: floor {floor * 1e6:.1f} us")
+            for way, seconds in sorted(full.items(), key=lambda item: item[1]):
+                print(
+                    f"  {way:44} {seconds * 1e6:8.1f} us {seconds / floor:6.2f} of floor"
+                    f"   half full {half.get(way, float('nan')) * 1e6:8.1f} us {half.get(way, 0.0) / floor * 2:6.2f}"
+                )
+            del of
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

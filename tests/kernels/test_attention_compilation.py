@@ -1,0 +1,58 @@
+"""Every tile of attention compiles for a Hopper GPU, fits into it, and has loads of 16 bytes under way."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from graphex.kernels import attention_ways
+from graphex.kernels.attention_ways import Job, Tile, tiles
+from tests.kernels.attention_jobs import job
+from tests.kernels.test_compilation import Compiler
+from tests.kernels.test_linears_compilation import MOST_SHARED
+
+
+def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    kernels = {name: Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")}
+    for name, compiler in kernels.items():
+        monkeypatch.setattr(attention_ways, name, compiler)
+    tile.prepare(of)(of)
+    (code,) = kernels["attention_kernel"].code
+    assert len(kernels["combine_kernel"].code) == (tile.splits > 1)
+    return code, kernels["attention_kernel"].shared
+
+
+def decode(width: int, mask: str = "prefix", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Job:
+    return job(group=4, heads=2, length=4096, width=width, mask=mask, dtype=dtype, **sizes)
+
+
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+CASES = [(width, at) for width in WIDTHS for at in range(len(attention_ways.TILES))]
+
+
+@pytest.mark.parametrize(
+    ("width", "at"),
+    [pytest.param(*case, marks=() if case in ((128, 0), (80, 1), (256, 3)) else pytest.mark.full) for case in CASES],
+)
+def test_tiles(width, at, monkeypatch):
+    of = decode(width)
+    found = tiles(of, 4096)
+    code, shared = compiled(found[min(at, len(found) - 1)], of, monkeypatch)
+    assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
+    assert "mma" in code
+    assert shared <= MOST_SHARED
+
+
+@pytest.mark.parametrize("mask", ["none", "by head", pytest.param("added -inf", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.full)])
+def test_masks_and_types(mask, dtype, monkeypatch):
+    of = decode(128, mask, dtype, positions=4)._replace(softcap=30.0)
+    code, shared = compiled(tiles(of, 4096)[0], of, monkeypatch)
+    assert "cp.async.cg.shared.global" in code
+    assert shared <= MOST_SHARED
