@@ -53,8 +53,8 @@ def _always(node: Node) -> bool:
     return True
 
 
-def _covers_everything(node: Node) -> bool:
-    """slice(x, dim, 0, size or more, 1)"""
+def _scatters_everything(node: Node) -> bool:
+    """slice_scatter(x, src, dim, 0, size or more, 1) is src"""
     tensor, dim = argument(node, "self"), argument(node, "dim")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return False
@@ -62,11 +62,6 @@ def _covers_everything(node: Node) -> bool:
     from_zero = start is None or known_equal(start, 0)
     to_end = end is None or known_equal(end, MAXIMUM) or known_true(end >= size)
     return from_zero and to_end and known_equal(argument(node, "step"), 1)
-
-
-def _scatters_everything(node: Node) -> bool:
-    """slice_scatter(x, src, dim, 0, size, 1) is src"""
-    return _covers_everything(node)
 
 
 def _all_ones(node: Node) -> bool:
@@ -99,7 +94,7 @@ _ROUND = "an integer is already round"
 _LAYOUT = "the result has the input's shape, strides and type"
 
 NOOPS: dict[Any, Noop] = {
-    **_row("full_slice", "the slice covers the whole dimension", _covers_everything, aten.slice.Tensor),
+    **_row("full_slice", "the slice covers the whole dimension", _always, aten.slice.Tensor),  # it has the same shape
     **_row("full_scatter", "all is overwritten", _scatters_everything, aten.slice_scatter.default, keeps=1),
     **_row("repeat_once", "every repeat is 1", _all_ones, aten.repeat.default),
     **_row("pad_nothing", "every pad is 0", _all_zeros, aten.constant_pad_nd.default),

@@ -22,6 +22,8 @@ NOOPS = {
     "full_slice, end beyond the size": ("full_slice", lambda x: aten.slice.Tensor(x, 1, 0, 2**63 - 1), X),
     "full_slice, negative dim": ("full_slice", lambda x: aten.slice.Tensor(x, -1, 0, 4), X),
     "full_slice, defaults": ("full_slice", lambda x: aten.slice.Tensor(x), X),
+    "full_slice, the last of one": ("full_slice", lambda x: aten.slice.Tensor(x, 1, -1, 2**63 - 1), X[:, :1]),
+    "full_slice, from before the start": ("full_slice", lambda x: aten.slice.Tensor(x, 0, -9, 3), X),
     "full_scatter": ("full_scatter", lambda x: aten.slice_scatter.default(torch.zeros_like(x), x, 0, 0, 3), X),
     "repeat_once": ("repeat_once", lambda x: aten.repeat.default(x, [1, 1]), X),
     "pad_nothing": ("pad_nothing", lambda x: aten.constant_pad_nd.default(x, [0, 0, 0, 0]), X),
@@ -54,7 +56,8 @@ VIEWS = [
 VIEWS.remove("same_view, unsafe")  # its schema says it is a copy
 COPIES = [name for name in NOOPS if name not in (*VIEWS, "same_view, unsafe")]
 COPIES.remove("same_device")  # its schema says it is a copy; on the same device it is the input itself
-FOR_ONE_SIZE = ("full_slice", "full_slice, negative dim", "full_scatter")  # called with a number that fits one size
+# called with a number that fits one size
+FOR_ONE_SIZE = ("full_slice", "full_slice, negative dim", "full_slice, from before the start", "full_scatter")
 FOR_ANY_SIZE = [name for name in NOOPS if name not in FOR_ONE_SIZE and not name.startswith("same_view")]
 every_noop = pytest.mark.parametrize("name", NOOPS)
 
