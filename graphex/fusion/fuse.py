@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
-from graphex.fusion.calls import targets_of, value_of
+from graphex.fusion.calls import op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
@@ -193,7 +193,7 @@ class Fusion:
         if found is None:
             find = self.work.graph.find_nodes
             nodes = (node for target in targets_of(op) for node in find(op="call_function", target=target, sort=False))
-            found = self._index[op] = sorted(nodes)
+            found = self._index[op] = sorted(node for node in nodes if op_of(node) == op)
         return found
 
 
@@ -208,8 +208,10 @@ def _without_kernel(plan: Plan) -> str:
 
 def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
     """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
-    place only if most of the idiom is there.
+    place only if most of the idiom is there. A rule that says why not has nothing to say but that.
     """
+    if rule.why_not is not None:
+        return isinstance(end, Stop) and end.said == rule.why_not.reason
     return rule.origin != "lift" or _closeness(rule, end) > 0.5
 
 

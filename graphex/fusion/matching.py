@@ -75,6 +75,8 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Stop):
         return found
+    if rule.why_not is not None:
+        return Stop(rule.pattern.size, found.match.nodes[-1], rule.why_not.reason, rule.why_not.edit)
     outputs = [found.match.ctx.pattern_to_node.get(output) for output in found.pattern.outputs]
     nodes = sorted(found.match.nodes)
     for refusal in (_escapes(nodes, outputs), _streams(nodes)):
