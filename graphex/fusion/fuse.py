@@ -103,7 +103,7 @@ class Fusion:
         if not isinstance(plan, Plan):
             return plan
         if rule.origin == "lift" and self.work.config.lift_idioms != "always" and (slow := _without_kernel(plan)):
-            return Refusal(slow, anchor)
+            return Refusal(slow, anchor, "lift_idioms='always' lifts it all the same")
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
@@ -163,11 +163,9 @@ class Fusion:
             self.work.refuse(where, end, rule=rule.name)
             return
         line, size = self._line(where) or self._line(root), rule.pattern.size
-        matched, stop = min(end.matched, size), end
+        matched, reason, edit = min(end.matched, size), end.reason, end.edit(own_rule=rule.origin == "user")
         self.work.note(
-            lambda graph, name: NearMiss(
-                graph, name, rule.name, where.name, matched, size, stop.reason, line, stop.edit
-            )
+            lambda graph, name: NearMiss(graph, name, rule.name, where.name, matched, size, reason, line, edit)
         )
 
     def _count(self, rule: str, variants: list[Rule], missed: int) -> None:

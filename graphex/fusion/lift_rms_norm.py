@@ -32,6 +32,7 @@ from graphex.fusion.checks import example, tensor
 from graphex.fusion.lifting import floating, rule
 from graphex.fusion.mean_square import SPELLINGS, MeanSquare
 from graphex.fusion.rules import Rule
+from graphex.fusion.words import short
 from graphex.ops.norms import wide_dtype
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
@@ -108,7 +109,8 @@ def _narrow(match: Match) -> bool | Refusal:
     """Where the product is made in the wide type, a wider weight would make it wider still."""
     x, weight = tensor(match, "x"), tensor(match, "weight")
     if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
-        return Refusal(f"the weight is {weight.dtype}, which is wider than the norm", match.kwargs["weight"])
+        said = f"the weight is {short(weight.dtype)}, which is wider than the norm"
+        return Refusal(said, match.kwargs["weight"], f"cast the weight to {short(wide_dtype(x))}")
     return floating("x", "weight")(match)
 
 
@@ -138,7 +140,8 @@ def _named(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
 
 def _one_dimension(match: Match) -> bool | Refusal:
     if len(match.kwargs["normalized_shape"]) != 1:
-        return Refusal("it normalises more than the last dimension", match.nodes[0])
+        edit = "flatten the dimensions that it normalises into one"
+        return Refusal("it normalises more than the last dimension", match.nodes[0], edit)
     return True if match.kwargs["weight"] is None else _narrow(match)
 
 
