@@ -90,7 +90,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Refused(Record):
-    """A rewrite that its pattern allowed and that was not made: why, the bytes each call still moves, what would help."""
+    """A rewrite that its pattern allowed and that was not made: why, what would help, and the bytes still moved."""
 
     kind: ClassVar[str] = "refusal"
     pass_name: str

@@ -214,8 +214,8 @@ def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
 
 
 def _closeness(rule: Rule, end: Stop | Refusal) -> float:
-    """How much of a rule matched: all of it, if it was refused afterwards."""
-    return 2.0 if isinstance(end, Refusal) else end.matched / rule.pattern.size
+    """How much of a rule matched: all of it, if it was refused afterwards; more than ops, if all of these are there."""
+    return 2.0 if isinstance(end, Refusal) else end.fits + min(end.matched / rule.pattern.size, 0.99)
 
 
 def _downstream(node: Node, hops: int) -> list[Node]:

@@ -113,6 +113,7 @@ def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Stop:
     args = _arguments(rule, bound)
     exact = _exact(rule, args, anchor, site, mode)
     if isinstance(exact, Stop):
+        exact.fits = True
         return exact
     pattern, match = exact
     site.latest[rule] = pattern, mode, key_of(args)

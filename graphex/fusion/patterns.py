@@ -98,7 +98,7 @@ class Attempt(MatchContext):
     def stop_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
         """Another op stands where this one should."""
         where = node if isinstance(node, Node) else None
-        wanted, arguments = pattern.op_name, pattern.arguments
+        wanted, arguments = pattern.op_name, pattern.arguments if pattern.op_name in SOFT else None
         return self._stopped(OtherOp(self._matched(), where, "", expected=wanted, found=node, arguments=arguments))
 
     def _matched(self) -> int:

@@ -26,6 +26,7 @@ class Stop:
     said: str | Words
     advice: str | Words = ""
     advice_to_author: str = ""
+    fits: bool = False  # all ops are there: it ended at an argument
 
     @property
     def reason(self) -> str:
@@ -50,4 +51,7 @@ class OtherOp(Stop):
         return f"{describe(self.found)} stands where the rule has {op_title(self.expected)}"
 
     def edit(self, *, own_rule: bool) -> str:
+        """Of a rule of ours another variant may be meant: a value from outside says nothing about the op expected."""
+        if own_rule and isinstance(self.found, Node) and self.found.op == "placeholder" and not self.arguments:
+            return f"compute the {op_title(self.expected)} inside of what is compiled, and not outside"
         return edit_for(self.found, self.expected, self.arguments or {})

@@ -40,11 +40,7 @@ def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
     name, words = _PUT_IN.get(expected, ("", ""))
     if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
         return words.format(short(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
-    if not isinstance(found, Node):
-        return ""
-    if found.op == "placeholder" and expected not in _PUT_IN:
-        return f"compute the {op_title(expected)} inside of what is compiled; here its result comes in from outside"
-    return _LEFT_OUT.get(op_of(found), "")
+    return _LEFT_OUT.get(op_of(found), "") if isinstance(found, Node) else ""
 
 
 def short(dtype: torch.dtype) -> str:
