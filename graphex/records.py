@@ -90,7 +90,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Refused(Record):
-    """A rewrite that was possible by its pattern and was not made, why, and how many bytes each call still moves."""
+    """A rewrite that its pattern allowed and that was not made: why, what would help, and the bytes still moved."""
 
     kind: ClassVar[str] = "refusal"
     pass_name: str
@@ -99,6 +99,7 @@ class Refused(Record):
     reason: str
     line: str = ""
     bytes_moved: int = 0
+    edit: str = ""
 
 
 @dataclass(frozen=True)

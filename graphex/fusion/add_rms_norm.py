@@ -34,7 +34,7 @@ def _same_kind(match: Match) -> bool | Refusal:
     values = [value_of(match.kwargs[name]) for name in ("x1", "x2")]
     if all(isinstance(value, Tensor) for value in values) and values[0].dtype == values[1].dtype:
         return True
-    return Refusal("the addends are not tensors of one type", match.nodes[-1])
+    return Refusal("the addends are not tensors of one type", match.nodes[-1], "give both addends one type")
 
 
 RULES = tuple(_rule(norm, results) for norm, results in NORMS.items())

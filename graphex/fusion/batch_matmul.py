@@ -26,7 +26,7 @@ def _aligned(match: Match) -> Answer:
     for name in ("a", "b"):
         width = tensor(match, name).shape[-1]
         said = f"the last dimension of '{name}' is {width}, which is not certainly a multiple of {_LANES}"
-        refusal = certainly(width % _LANES == 0, match, name, said)
+        refusal = certainly(width % _LANES == 0, match, name, said, f"pad it to a multiple of {_LANES}")
         if refusal is not None:
             return refusal
     return None

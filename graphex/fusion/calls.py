@@ -5,6 +5,7 @@
     transpose(x, -1, 0)  transpose(x, 0, 2)  permute(x, [2, 1, 0])   ->  permute(x, dims=(2, 1, 0))
     slice(x, -1, 0, 4)   split(x, 4, -1)[0]                          ->  slice(x, dim=2, start=0, end=4, step=1)
     mean(x, [-1], True)  mean(x, [2], True)                          ->  mean(x, dim=(2,), keepdim=True, dtype=None)
+    pow(x, -0.5)         rsqrt(x)                                    ->  rsqrt(x)     in float32 and float64
     npu_rms_norm(x, g)   npu_rms_norm(x, g, epsilon=1e-6)            ->  npu_rms_norm(x, g, epsilon=1e-6)
 
 Shapes are what an op comes to (the metadata of its result), never what was written; dimensions are non-negative;
@@ -38,6 +39,8 @@ COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor, aten.maximum.default,
 
 _WITH_NUMBER = (aten.add, aten.sub, aten.mul, aten.div)
 """`add.Scalar(x, 1)` is `add.Tensor(x, 1)`: torch's own decompositions write the one, Python's operators the other."""
+
+_POWER, _RSQRT = aten.pow.Tensor_Scalar, aten.rsqrt.default
 
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 
@@ -111,12 +114,24 @@ def op_of(node: Node) -> Any:
         return node.op
     if node.target is operator.getitem and isinstance(whole := node.args[0], Node) and whole.target in SPLITS:
         return aten.slice.Tensor
+    if node.target is _POWER and _is_rsqrt(node):
+        return _RSQRT
     return one_name(node.target)
+
+
+def _is_rsqrt(node: Node) -> bool:
+    """torch computes this power as rsqrt. In 16 bits the last bit depends on where in memory a value lies."""
+    base, value = value_of(node.args[0]), value_of(node)
+    if node.args[1] != -0.5 or not (isinstance(base, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    return base.dtype == value.dtype and value.dtype in (torch.float32, torch.float64)
 
 
 @cache
 def targets_of(op: Any) -> tuple[Any, ...]:
-    """The targets that go by one name."""
+    """The targets that go by one name, some of them only with certain arguments."""
+    if op is _RSQRT:
+        return _RSQRT, _POWER
     return tuple(target for target, name in _names().items() if name == op) or (op,)
 
 
@@ -201,6 +216,10 @@ def _permute(node: Node, args: Args) -> Args:
     return {"self": args["self"], "dims": tuple(dims)}
 
 
+def _rsqrt(node: Node, args: Args) -> Args:
+    return {"self": args["self"]}
+
+
 def _unsqueeze(node: Node, args: Args) -> Args:
     return {**args, "dim": canonical_dim(args["dim"], node.meta["val"].dim())}
 
@@ -251,6 +270,7 @@ _READERS: dict[Any, Callable[[Node, Args], Args]] = {
     PERMUTE: _permute,
     aten.unsqueeze.default: _unsqueeze,
     aten.slice.Tensor: _slice,
+    _RSQRT: _rsqrt,
 }
 
 

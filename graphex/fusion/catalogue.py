@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph
 
+from graphex.fusion.calls import op_of
+
 if TYPE_CHECKING:
     from graphex.fusion.rules import Rule
 
@@ -73,7 +75,7 @@ LIFTS: tuple[Family, ...] = (
     Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
     Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
     Family("lift_quant", ("lift_dynamic_quant", "lift_static_quant"), frozenset({"aten::clamp"})),
-    Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::_fused_rms_norm"})),
+    Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::sqrt", "aten::_fused_rms_norm"})),
 )
 
 
@@ -91,6 +93,6 @@ def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -
 
 
 def ops_of(graph: Graph) -> frozenset[str]:
-    """The ops a graph calls, as ``aten::add``."""
-    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    """The ops a graph calls, as ``aten::add``, under the names it spells them by and under their one name."""
+    targets = {target for node in graph.nodes if node.op == "call_function" for target in (node.target, op_of(node))}
     return frozenset(target._schema.name for target in targets if isinstance(target, torch._ops.OpOverload))

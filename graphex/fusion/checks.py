@@ -9,6 +9,7 @@ import torch
 
 from graphex.analysis import known_true
 from graphex.fusion.calls import value_of
+from graphex.fusion.words import short
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
 
@@ -43,23 +44,21 @@ def dtypes(names: Collection[str], allowed: Collection[torch.dtype]) -> Callable
         found = [tensor(match, name).dtype for name in names]
         if found[0] in allowed and len(set(found)) == 1:
             return None
-        said = " and ".join(f"'{name}' is {_short(dtype)}" for name, dtype in zip(names, found, strict=True))
-        return Refusal(f"{said}; the fused op takes {' or '.join(map(_short, allowed))}", _node(match, names))
+        said = " and ".join(f"'{name}' is {short(dtype)}" for name, dtype in zip(names, found, strict=True))
+        taken = " or ".join(map(short, allowed))
+        edit = f"give {' and '.join(map(repr, names))} one of these types"
+        return Refusal(f"{said}; the fused op takes {taken}", _node(match, names), edit)
 
     return question
 
 
-def certainly(condition: Any, match: Match, name: str, otherwise: str) -> Answer:
+def certainly(condition: Any, match: Match, name: str, otherwise: str, edit: str = "") -> Answer:
     """None if the condition holds for every value of the symbols in it."""
-    return None if known_true(condition) else Refusal(otherwise, _node(match, [name]))
+    return None if known_true(condition) else Refusal(otherwise, _node(match, [name]), edit)
 
 
 def _node(match: Match, names: Collection[str]) -> Any:
     return match.kwargs.get(next(iter(names)))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
-from graphex.fusion.calls import targets_of, value_of
+from graphex.fusion.calls import op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.rules import Rule
 from graphex.fusion.splice import splice
@@ -103,7 +103,7 @@ class Fusion:
         if not isinstance(plan, Plan):
             return plan
         if rule.origin == "lift" and self.work.config.lift_idioms != "always" and (slow := _without_kernel(plan)):
-            return Refusal(slow, anchor)
+            return Refusal(slow, anchor, "lift_idioms='always' lifts it all the same")
         assert self._mode is not None
         replaced, line = [node.name for node in plan.nodes], node_line(anchor)
         made = splice(self.work.gm, plan, self._site, self._mode)
@@ -163,11 +163,9 @@ class Fusion:
             self.work.refuse(where, end, rule=rule.name)
             return
         line, size = self._line(where) or self._line(root), rule.pattern.size
-        matched, stop = min(end.matched, size), end
+        matched, reason, edit = min(end.matched, size), end.reason, end.edit(own_rule=rule.origin == "user")
         self.work.note(
-            lambda graph, name: NearMiss(
-                graph, name, rule.name, where.name, matched, size, stop.reason, line, stop.edit
-            )
+            lambda graph, name: NearMiss(graph, name, rule.name, where.name, matched, size, reason, line, edit)
         )
 
     def _count(self, rule: str, variants: list[Rule], missed: int) -> None:
@@ -193,7 +191,7 @@ class Fusion:
         if found is None:
             find = self.work.graph.find_nodes
             nodes = (node for target in targets_of(op) for node in find(op="call_function", target=target, sort=False))
-            found = self._index[op] = sorted(nodes)
+            found = self._index[op] = sorted(node for node in nodes if op_of(node) == op)
         return found
 
 
@@ -208,14 +206,16 @@ def _without_kernel(plan: Plan) -> str:
 
 def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
     """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
-    place only if most of the idiom is there.
+    place only if most of the idiom is there. A rule that says why not has nothing to say but that.
     """
+    if rule.why_not is not None:
+        return isinstance(end, Stop) and end.said == rule.why_not.reason
     return rule.origin != "lift" or _closeness(rule, end) > 0.5
 
 
 def _closeness(rule: Rule, end: Stop | Refusal) -> float:
-    """How much of a rule matched: all of it, if it was refused afterwards."""
-    return 2.0 if isinstance(end, Refusal) else end.matched / rule.pattern.size
+    """How much of a rule matched: all of it, if it was refused afterwards; more than ops, if all of these are there."""
+    return 2.0 if isinstance(end, Refusal) else end.fits + min(end.matched / rule.pattern.size, 0.99)
 
 
 def _downstream(node: Node, hops: int) -> list[Node]:

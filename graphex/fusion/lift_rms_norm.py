@@ -4,7 +4,8 @@
 
 What differs between models, and what is generated here:
 
-    how x is squared      x.pow(2), x * x
+    the mean square       x.pow(2).mean(...), (x * x).mean(...), and either with sum(...) / n
+    its inverse root      rsqrt(m + eps), (m + eps) ** -0.5
     no weight             n.to(dtype)
     Llama, Qwen           weight * n.to(dtype)
     T5                    weight * (x * rstd).to(dtype)               x is not cast by itself
@@ -12,7 +13,8 @@ What differs between models, and what is generated here:
     Gemma                 ((1 + weight.float()) * n).to(dtype)        and the same without the 1, or cast before
     F.rms_norm on CUDA    aten._fused_rms_norm
 
-rsqrt is a result of the idiom: in a training graph it is saved for backward, and so is the op's rstd.
+rsqrt is a result of the idiom: in a training graph it is saved for backward, and so is the op's rstd. Norms that round
+otherwise (x / sqrt(m + eps)) or are others (m.clamp(min=eps)) stay as they are, and the journal says which and why.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.fusion import unlike_rms_norm
 from graphex.fusion.checks import example, tensor
 from graphex.fusion.lifting import floating, rule
+from graphex.fusion.mean_square import SPELLINGS, MeanSquare
 from graphex.fusion.rules import Rule
+from graphex.fusion.words import short
 from graphex.ops.norms import wide_dtype
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
@@ -60,27 +65,15 @@ ENDINGS = (
 )
 
 
-def _powered(x: Tensor) -> Tensor:
-    return x.pow(2)
-
-
-def _multiplied(x: Tensor) -> Tensor:
-    return x * x
-
-
-def _ops_of(squared: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
-    return ("mean", "rsqrt", *(["pow"] if squared is _powered else []))
-
-
-def _normalised(x: Tensor, eps: float, squared: Callable[[Tensor], Tensor], widens_x: bool = True) -> Both:
+def _normalised(x: Tensor, eps: float, mean_square: MeanSquare, widens_x: bool = True) -> Both:
     """Both casts of x are written out: two casts of a pattern match one of a graph, but not the other way round."""
-    rstd = torch.rsqrt(squared(x.to(wide_dtype(x))).mean(-1, keepdim=True) + eps)
+    rstd = torch.rsqrt(mean_square.of(x.to(wide_dtype(x))) + eps)
     return (x.to(wide_dtype(x)) if widens_x else x) * rstd, rstd
 
 
-def _weighted(squared: Callable[[Tensor], Tensor], ending: Ending) -> Rule:
+def _weighted(mean_square: MeanSquare, ending: Ending) -> Rule:
     def norm(x: Tensor, weight: Tensor, offset: float | None, eps: float) -> Both:
-        n, rstd = _normalised(x, eps, squared, ending.widens_x)
+        n, rstd = _normalised(x, eps, mean_square, ending.widens_x)
         if ending.cast_before_weight:
             n = n.to(x.dtype)
         if ending.widens_weight:
@@ -109,27 +102,29 @@ def _weighted(squared: Callable[[Tensor], Tensor], ending: Ending) -> Rule:
         return [example(2, 3, 16), example(16), *([1.0] if ending.has_offset else []), 1e-6]
 
     check = floating("x", "weight") if ending.cast_before_weight else _narrow
-    return rule(NAME, search, replace, examples, check, requires=_ops_of(squared))
+    return rule(NAME, search, replace, examples, check, requires=("rsqrt", *mean_square.requires))
 
 
 def _narrow(match: Match) -> bool | Refusal:
     """Where the product is made in the wide type, a wider weight would make it wider still."""
     x, weight = tensor(match, "x"), tensor(match, "weight")
     if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
-        return Refusal(f"the weight is {weight.dtype}, which is wider than the norm", match.kwargs["weight"])
+        said = f"the weight is {short(weight.dtype)}, which is wider than the norm"
+        return Refusal(said, match.kwargs["weight"], f"cast the weight to {short(wide_dtype(x))}")
     return floating("x", "weight")(match)
 
 
-def _unweighted(squared: Callable[[Tensor], Tensor]) -> Rule:
+def _unweighted(mean_square: MeanSquare) -> Rule:
     def search(x: Tensor, eps: float) -> Both:
-        n, rstd = _normalised(x, eps, squared)
+        n, rstd = _normalised(x, eps, mean_square)
         return n.to(x.dtype), rstd
 
     def replace(x: Tensor, eps: float) -> Both:
         y, rstd = lifted(x, None, eps)
         return y, rstd
 
-    return rule(NAME, search, replace, lambda: [example(2, 3, 16), 1e-6], floating("x"), requires=_ops_of(squared))
+    requires = ("rsqrt", *mean_square.requires)
+    return rule(NAME, search, replace, lambda: [example(2, 3, 16), 1e-6], floating("x"), requires=requires)
 
 
 def _fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
@@ -145,7 +140,8 @@ def _named(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
 
 def _one_dimension(match: Match) -> bool | Refusal:
     if len(match.kwargs["normalized_shape"]) != 1:
-        return Refusal("it normalises more than the last dimension", match.nodes[0])
+        edit = "flatten the dimensions that it normalises into one"
+        return Refusal("it normalises more than the last dimension", match.nodes[0], edit)
     return True if match.kwargs["weight"] is None else _narrow(match)
 
 
@@ -165,10 +161,11 @@ def _torch_rms_norm() -> Rule:
 
 
 def _variants() -> Iterator[Rule]:
-    for squared in (_powered, _multiplied):
-        yield from (_weighted(squared, ending) for ending in ENDINGS)
-        yield _unweighted(squared)
+    for mean_square in SPELLINGS:
+        yield from (_weighted(mean_square, ending) for ending in ENDINGS)
+        yield _unweighted(mean_square)
     yield _torch_rms_norm()
+    yield from unlike_rms_norm.rules(NAME)
 
 
 RULES = tuple(_variants())

@@ -15,7 +15,7 @@ import torch
 import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.fusion.checks import tensor
 from graphex.fusion.patterns import Check
-from graphex.fusion.rules import Rule, examples_of
+from graphex.fusion.rules import Rule, WhyNot, examples_of
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr
 
@@ -32,6 +32,7 @@ def rule(
     requires: Iterable[str] = (),
     given: PatternExpr | None = None,
     origin: str = "lift",
+    why_not: WhyNot | None = None,
 ) -> Rule:
     """A rule whose examples are made when it is first tried. bfloat16 examples bring the casts into the pattern.
 
@@ -39,7 +40,17 @@ def rule(
     """
 
     needed = frozenset(f"aten::{op}" for op in requires)
-    return Rule(name, search, replace, examples_of(examples), check, given=given, origin=origin, requires=needed)
+    return Rule(
+        name,
+        search,
+        replace,
+        examples_of(examples),
+        check,
+        given=given,
+        origin=origin,
+        requires=needed,
+        why_not=why_not,
+    )
 
 
 def floating(*names: str) -> Callable[[Match], bool | Refusal]:

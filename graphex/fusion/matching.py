@@ -75,9 +75,11 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Stop):
         return found
+    if rule.why_not is not None:
+        return Stop(rule.pattern.size, found.match.nodes[-1], rule.why_not.reason, rule.why_not.edit)
     outputs = [found.match.ctx.pattern_to_node.get(output) for output in found.pattern.outputs]
     nodes = sorted(found.match.nodes)
-    for refusal in (_escapes(nodes, outputs), _streams(nodes)):
+    for refusal in (_escapes(rule, nodes, outputs), _streams(nodes)):
         if refusal is not None:
             return refusal
     if (refusal := _checked(rule, found.match)) is not None:
@@ -111,6 +113,7 @@ def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Stop:
     args = _arguments(rule, bound)
     exact = _exact(rule, args, anchor, site, mode)
     if isinstance(exact, Stop):
+        exact.fits = True
         return exact
     pattern, match = exact
     site.latest[rule] = pattern, mode, key_of(args)
@@ -145,8 +148,10 @@ def _bound(rule: Rule, match: Match) -> dict[str, Any] | Stop:
         value = match.kwargs[name]
         is_tensor = isinstance(value, Node) and isinstance(value_of(value), torch.Tensor)
         if rule.given is None and is_tensor == (name in rule.scalars):
-            kind = "a tensor" if is_tensor else "a number"
-            return Stop(len(match.nodes), match.nodes[-1], f"'{name}' is {kind}, which it is not in the rule")
+            kind, other = ("a tensor", "a number") if is_tensor else ("a number", "a tensor")
+            said = f"'{name}' is {kind}, which it is not in the rule"
+            advice = f"pass {other} for '{name}'", f"give {kind} as the rule's example for it"
+            return Stop(len(match.nodes), match.nodes[-1], said, *advice)
         bound[name] = value
     bound.update({name: value for name, value in match.kwargs.items() if name.startswith("tangents_")})
     return bound
@@ -167,9 +172,10 @@ def _exact(rule: Rule, args: list[Any], anchor: Node, site: Site, mode: Any) -> 
     try:
         pattern = site.traced(rule, "search", args, mode)
     except NewGuardError as problem:
-        return Stop(rule.pattern.size, anchor, f"{problem}, which the rule would need")
+        return Stop(rule.pattern.size, anchor, f"{problem}, which the rule would need", _STATIC)
     except Exception as problem:
-        return Stop(rule.pattern.size, anchor, f"the search function fails on these arguments: {_first_line(problem)}")
+        said = f"the search function fails on these arguments: {_first_line(problem)}"
+        return Stop(rule.pattern.size, anchor, said, "", "let the search function take such arguments")
     assert isinstance(pattern, Pattern)
     if not all(isinstance(output, OpPattern) for output in pattern.outputs):
         return Stop(rule.pattern.size, anchor, "with these shapes and dtypes there is nothing to compute")
@@ -189,7 +195,15 @@ def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, tab
 # -- what must hold ----------------------------------------------------------------------------------------------------
 
 
-def _escapes(nodes: list[Node], outputs: Sequence[Node | None]) -> Refusal | None:
+_STATIC = "compile it for fixed sizes: dynamic=False, or torch._dynamo.mark_static"
+_APART = "move it before or behind all of them"
+_KEPT = {
+    "user": "let the rule return it too",
+    "lift": "compute it once more for the other use",  # lifts come before common subexpressions are unified
+}
+
+
+def _escapes(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> Refusal | None:
     """A value that would disappear must not be used by anybody else."""
     inside, kept = set(nodes), set(outputs)
     for node in nodes:
@@ -199,7 +213,7 @@ def _escapes(nodes: list[Node], outputs: Sequence[Node | None]) -> Refusal | Non
         if stranger is not None:
             where = f" ({line})" if (line := node_line(stranger)) else ""
             what = "returned" if stranger.op == "output" else f"used by '{stranger.name}'{where}"
-            return Refusal(f"'{node.name}' would disappear, and it is also {what}", node)
+            return Refusal(f"'{node.name}' would disappear, and it is also {what}", node, _KEPT.get(rule.origin, ""))
     return None
 
 
@@ -213,10 +227,12 @@ def _streams(nodes: list[Node]) -> Refusal | None:
     kernels = list(filter(is_kernel, nodes)) or nodes
     first = kernels[0]
     if (other := next((node for node in kernels if placement(node) != placement(first)), None)) is not None:
-        return Refusal(f"'{first.name}' and '{other.name}' run on different streams", other)
+        said = f"'{first.name}' and '{other.name}' run on different streams"
+        return Refusal(said, other, "put them on one stream")
     timed = [node for node in kernels if turn_of(node) is not None]
     if (other := next((node for node in timed if turn_of(node) != turn_of(timed[0])), None)) is not None:
-        return Refusal(f"their stream records or waits between '{timed[0].name}' and '{other.name}'", other)
+        said = f"their stream records or waits between '{timed[0].name}' and '{other.name}'"
+        return Refusal(said, other, "record or wait before or behind both of them")
     return None
 
 
@@ -243,7 +259,7 @@ def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: F
     try:
         replacement = site.traced(rule, "replace", [value_of(value) for value in inputs[:count]], found.mode)
     except NewGuardError as problem:
-        return Refusal(f"{problem}, which the replacement would need", nodes[-1])
+        return Refusal(f"{problem}, which the replacement would need", nodes[-1], _STATIC)
     except Exception as problem:
         return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
     assert isinstance(replacement, Replacement)
@@ -283,7 +299,7 @@ def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | 
             continue
         for write in between:
             if not site.aliases.knows(value) or write in site.aliases.writes(value):
-                return Refusal(f"'{write.name}' writes to '{value.name}' in between", write)
+                return Refusal(f"'{write.name}' writes to '{value.name}' in between", write, _APART)
     return None
 
 
@@ -304,11 +320,11 @@ def _place(nodes: list[Node], outputs: list[Node], inputs: Iterable[Any]) -> tup
             if node in needed:
                 return Refusal(f"'{node.name}' is needed by the rule and computed from its result", node)
             if is_effectful(node):
-                return Refusal(f"'{node.name}' has an effect and cannot be moved", node)
+                return Refusal(f"'{node.name}' has an effect and cannot be moved", node, _APART)
             depends.add(node)
             later.append(node)
         elif is_effectful(node):
-            return Refusal(f"'{node.name}' has an effect and stands in the way", node)
+            return Refusal(f"'{node.name}' has an effect and stands in the way", node, _APART)
         if node is last:
             return last, later
         node = node.next

@@ -30,7 +30,7 @@ def _aligned(match: Match) -> Answer:
     x = tensor(match, "x1")
     width = x.shape[-1] * x.element_size()
     said = f"a row of 'x1' has {width} bytes, which is not certainly a multiple of {_ROW_BYTES}"
-    return certainly(width % _ROW_BYTES == 0, match, "x1", said)
+    return certainly(width % _ROW_BYTES == 0, match, "x1", said, f"pad rows to a multiple of {_ROW_BYTES} bytes")
 
 
 def _scales_like_gamma(match: Match) -> Answer:
@@ -38,13 +38,14 @@ def _scales_like_gamma(match: Match) -> Answer:
     if known_equal(tuple(gamma.shape), tuple(scales.shape)):
         return None
     said = f"'scales' has the shape {list(scales.shape)} and 'gamma' {list(gamma.shape)}; they must be the same"
-    return Refusal(said, match.kwargs["scales"])
+    return Refusal(said, match.kwargs["scales"], f"expand 'scales' to {list(gamma.shape)}")
 
 
 def _wide_zero_points(match: Match) -> Answer:
     if "zero_points" not in match.kwargs or tensor(match, "zero_points").dtype not in (torch.int8, torch.uint8):
         return None
-    return Refusal("'zero_points' is 8 bits wide, which the fused op does not take", match.kwargs["zero_points"])
+    said = "'zero_points' is 8 bits wide, which the fused op does not take"
+    return Refusal(said, match.kwargs["zero_points"], "use zero points of int32")
 
 
 def _rule(name: str, *, code: int, shifted: bool) -> Rule:

@@ -55,6 +55,8 @@ _MOVES = frozenset(
 )
 
 
+_ONE = "use one and the same value in both places"
+
 Check = Callable[[Match], Any]
 """What a rule asks about a match: True, False, or a `Refusal` with a reason."""
 
@@ -84,17 +86,20 @@ class Attempt(MatchContext):
             if type(pattern) is KeywordArg and pattern not in self.pattern_to_node:
                 self.pattern_to_node[pattern] = node
                 return Match(self, pattern, kwargs={pattern.name: node})
+        if (other := self.pattern_to_node.get(pattern)) is not None and other != node:
+            return self.stop(node, lambda: f"{describe(node)} stands where the rule has {describe(other)} again", _ONE)
         found: Match | FailedMatch = super().match(pattern, node)
         return found
 
-    def stop(self, node: Any, said: Words, advice: str | Words = "") -> FailedMatch:
+    def stop(self, node: Any, said: Words, advice: str | Words = "", to_author: str = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
-        return self._stopped(Stop(self._matched(), node if isinstance(node, Node) else None, said, advice))
+        return self._stopped(Stop(self._matched(), node if isinstance(node, Node) else None, said, advice, to_author))
 
-    def stop_at(self, node: Any, op: Any) -> FailedMatch:
+    def stop_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
         """Another op stands where this one should."""
         where = node if isinstance(node, Node) else None
-        return self._stopped(OtherOp(self._matched(), where, "", expected=op, found=node))
+        wanted, arguments = pattern.op_name, pattern.arguments if pattern.op_name in SOFT else None
+        return self._stopped(OtherOp(self._matched(), where, "", expected=wanted, found=node, arguments=arguments))
 
     def _matched(self) -> int:
         done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
@@ -152,7 +157,7 @@ class OpPattern(CallFunction):
         if not isinstance(node, Node) or ctx.calls.ops(node)[0] != self.op_name:
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            return ctx.stop_at(node, self.op_name)
+            return ctx.stop_at(node, self)
         found = ctx.calls[node].args
         if self._swappable and self._unscaled and found.get("alpha", 1) == 1:
             swapped = {**found, "self": found["other"], "other": found["self"]}
@@ -195,13 +200,19 @@ class OpPattern(CallFunction):
         return match
 
     def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
-        return ctx.stop(node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere")
+        return ctx.stop(
+            node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere", _ONE
+        )
 
     def _value(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch | None:
         """The match of a constant, or of a list that may hold patterns; None if there is nothing to remember."""
         if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
             if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-                return ctx.stop(node, lambda: f"'{name}' of {describe(node)} has another length than in the rule")
+                return ctx.stop(
+                    node,
+                    lambda: f"'{name}' of {describe(node)} has another length than in the rule",
+                    lambda: f"give {len(wanted)} values for '{name}'",
+                )
             match = Match(ctx, self)
             for one_wanted, one_found in zip(wanted, found, strict=True):
                 is_pattern = isinstance(one_wanted, PatternExpr)
@@ -220,7 +231,8 @@ class OpPattern(CallFunction):
         return ctx.stop(
             node,
             lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
-            lambda: f"use {name}={show(wanted)}, or make it a scalar argument of the rule",
+            lambda: f"use {name}={show(wanted)}",
+            "make it a scalar argument of the rule" if _is_number(wanted) else "",
         )
 
     def find_anchor_nodes(self, ctx: MatchContext, searched: Any) -> Generator[Node | None, None, None]:
@@ -335,7 +347,12 @@ class Pattern:
         if isinstance(output, OpPattern) and output.op_name is operator.getitem:
             attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
             return Match(attempt, output)
-        return result or attempt.stop(None, lambda: f"no {_title_of(output)} uses what was matched so far")
+        return result or attempt.stop(
+            None,
+            lambda: f"no {_title_of(output)} uses what was matched so far",
+            "",
+            "leave that result out of the rule",
+        )
 
     def _candidates(self, attempt: Attempt, output: PatternExpr) -> list[Node]:
         """Where a further output can be: nearest to the anchor first, and never where another output is."""
@@ -376,6 +393,10 @@ def same_constant(wanted: Any, found: Any) -> bool:
     if isinstance(wanted, number) and isinstance(found, number):
         return bool(statically_known_true(wanted == found))
     return type(wanted) is type(found) and bool(wanted == found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

@@ -38,9 +38,20 @@ def examples_of(make: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]
     return examples
 
 
+@dataclass(frozen=True)
+class WhyNot:
+    """What is said of a place that a rule finds and does not replace: the reason, and the edit that would help."""
+
+    reason: str
+    edit: str
+
+
 @dataclass(eq=False)
 class Rule(AnyRule):
-    """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced."""
+    """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
+
+    A rule with `why_not` replaces nothing: it is there to say why.
+    """
 
     name: str
     search: Callable[..., Any]
@@ -52,6 +63,7 @@ class Rule(AnyRule):
     scalar_workaround: Mapping[str, float] = field(default_factory=dict)
     origin: str = "user"
     requires: frozenset[str] = frozenset()
+    why_not: WhyNot | None = None
 
     @property
     def joint(self) -> bool:

@@ -99,7 +99,8 @@ def _values_after(
         try:
             value = evaluate(gm, node, mode, {**overlay, **changed})
         except Exception as problem:
-            return Refusal(f"'{node.name}' cannot work on the strides of the new result ({problem})", node)
+            edit = "use reshape() instead of view() here" if node.target is torch.ops.aten.view.default else ""
+            return Refusal(f"'{node.name}' cannot work on the strides of the new result ({problem})", node, edit)
         if not _alike(node.meta.get("val"), value):
             changed[node] = value
             pending = sorted({*pending, *node.users})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graphex.fusion.calls import SOFT, op_of
+from graphex.fusion.calls import CAST, PERMUTE, RESHAPE, SOFT, op_of
 
 
 def op_title(op: Any) -> str:
@@ -24,8 +25,26 @@ def describe(node: Any) -> str:
     return f"the constant {show(node)}"
 
 
-def advice_about(node: Any) -> str:
-    return f"do not {op_title(op_of(node))} the value here" if isinstance(node, Node) and op_of(node) in SOFT else ""
+_LEFT_OUT: dict[Any, str] = {
+    **{op: f"do not {op} the value here" for op in (*SOFT, PERMUTE)},
+    torch.ops.aten.clone.default: "do not clone the value here, with clone() or contiguous()",
+}
+_PUT_IN: dict[Any, tuple[str, str]] = {
+    CAST: ("dtype", "cast the value to {} here"),
+    RESHAPE: ("shape", "reshape the value to {} here"),
+}
+
+
+def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
+    """What would put an op with these arguments where something else was found; empty where nothing is known."""
+    name, words = _PUT_IN.get(expected, ("", ""))
+    if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
+        return words.format(short(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
+    return _LEFT_OUT.get(op_of(found), "") if isinstance(found, Node) else ""
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def show(value: Any) -> str:

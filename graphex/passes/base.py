@@ -20,10 +20,11 @@ from graphex.records import Certificate, Record, Refused, Rewrote
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rewrite was not made, and at which node. False, with a reason."""
+    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason."""
 
     reason: str
     node: Node | None = None
+    edit: str = ""
 
     def __bool__(self) -> bool:
         return False
@@ -110,8 +111,9 @@ class Work:
 
     def refuse(self, node: Node, reason: str | Refusal, *, rule: str, bytes_moved: int = 0) -> None:
         """Take note that `rule` fits at `node` and was not applied."""
-        text = reason.reason if isinstance(reason, Refusal) else reason
-        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, node_line(node), bytes_moved))
+        text, edit = (reason.reason, reason.edit) if isinstance(reason, Refusal) else (reason, "")
+        line = node_line(node)
+        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, line, bytes_moved, edit))
 
     def certificate(self, written: Node, writer: Node, bytes_saved: int) -> Certificate:
         """Why `writer` may write to the memory of `written`: nobody reads it after the node named here."""
