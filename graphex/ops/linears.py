@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphex.ops.definition import op
-from graphex.ops.gated import check_gated, silu_mul
-from graphex.ops.norms import check_norm, norm_dtype, rms_norm
+from graphex.ops.gated import check_gated
+from graphex.ops.norms import check_norm, norm_dtype
 from graphex.torch_private.checks import require
 
 Biases = Sequence[Tensor | None]
@@ -108,6 +108,7 @@ def _fake_silu_mul_linears(
 @op(
     "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
     fake=_fake_linears,
+    kernel="linears.linears",
 )
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
     """One linear layer for each weight, all of the same x.
@@ -129,6 +130,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tens
     "graphex::rms_norm_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
     "Tensor[] weights, Tensor?[] biases) -> Tensor[]",
     fake=_fake_rms_norm_linears,
+    kernel="linears.rms_norm_linears",
 )
 def rms_norm_linears(
     x: Tensor,
@@ -147,7 +149,7 @@ def rms_norm_linears(
     The weights have the type of the norm. A kernel may leave out the roundings of n.
     """
     check_norm(x, gain)
-    normed, _ = rms_norm(x, gain, eps, weight_offset, cast_before_weight)
+    normed, _ = torch.ops.graphex.rms_norm(x, gain, eps, weight_offset, cast_before_weight)
     return linears(normed, weights, biases)
 
 
@@ -155,6 +157,7 @@ def rms_norm_linears(
     "graphex::silu_mul_linears(Tensor gate, Tensor up, Tensor[] weights, Tensor?[] biases, "
     "Tensor? residual=None) -> Tensor[]",
     fake=_fake_silu_mul_linears,
+    kernel="linears.silu_mul_linears",
 )
 def silu_mul_linears(
     gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
@@ -165,4 +168,4 @@ def silu_mul_linears(
 
     A kernel may leave out the roundings of the activation.
     """
-    return linears(silu_mul(gate, up), weights, biases, residual)
+    return linears(torch.ops.graphex.silu_mul(gate, up), weights, biases, residual)

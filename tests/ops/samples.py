@@ -152,6 +152,37 @@ def silu_mul_static_quant(make: Maker) -> Iterator[Sample]:
         yield Sample((*sample.args, make.positive(sample.args[0].shape[-1])), options)
 
 
+def _linear_inputs(make: Maker) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor | None]]]:
+    """One row and several, one weight and several, with and without biases, strided weights and inputs."""
+    yield make(1, 1, 32), [make(24, 32), make(8, 32), make(8, 32)], [None, None, None]
+    yield make(3, 5, 16), [make(7, 16)], [make(7)]
+    yield make(19), [make.row_strided(5, 19), make(3, 19)], [make(5), None]
+    yield make.row_strided(4, 8), [make(6, 8)], [None]
+    yield make.transposed(3, 4, 8), [make.row_strided(6, 8)], [make(6)]
+    yield make(0, 8), [make(3, 8), make(2, 8)], [None, make(2)]
+    yield make(70, 8), [make(3, 8)], [None]
+
+
+def linears(make: Maker) -> Iterator[Sample]:
+    for x, weights, biases in _linear_inputs(make):
+        yield Sample((x, weights, biases))
+        if len(weights) == 1:
+            yield Sample((x, weights, biases), {"residual": make(*x.shape[:-1], weights[0].shape[0])})
+    yield Sample((make(2, 8), [], []))
+
+
+def rms_norm_linears(make: Maker) -> Iterator[Sample]:
+    for at, (x, weights, biases) in enumerate(_linear_inputs(make)):
+        gain = None if at == 2 else make(x.shape[-1])
+        yield Sample((x, gain, EPS, float(at % 2), at % 3 == 0, weights, biases))
+
+
+def silu_mul_linears(make: Maker) -> Iterator[Sample]:
+    for x, weights, biases in _linear_inputs(make):
+        residual = make(*x.shape[:-1], weights[0].shape[0]) if len(weights) == 1 else None
+        yield Sample((x, make(*x.shape), weights, biases, residual))
+
+
 def _rotary_inputs(make: Maker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     yield make(2, 3, 5, 8), *(t.unsqueeze(1) for t in make.angles(2, 5, 8))
     yield make(2, 5, 3, 6), *(t.unsqueeze(2) for t in make.angles(1, 5, 6))
@@ -274,6 +305,9 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::silu_mul": silu_mul,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
+    "graphex::linears": linears,
+    "graphex::rms_norm_linears": rms_norm_linears,
+    "graphex::silu_mul_linears": silu_mul_linears,
     "graphex::rotary": rotary,
     "graphex::rotary_qk": rotary_qk,
     "graphex::rotary_write_": rotary_write_,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
 
 from graphex import ops
 from tests.ops.samples import SAMPLES, Maker, overload
@@ -32,10 +33,9 @@ def test_results_are_described_before_they_are_computed(name):
         args = [a.clone() if isinstance(a, torch.Tensor) and name.endswith("_") else a for a in sample.args]
         real = overload(name)(*args, **sample.options)
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args]
-            options = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in sample.options.items()}
+            fakes, options = tree_map_only(torch.Tensor, mode.from_tensor, (sample.args, sample.options))
             fake = overload(name)(*fakes, **options)
-        as_tuple = lambda r: () if r is None else r if isinstance(r, tuple) else (r,)  # noqa: E731
+        as_tuple = lambda r: () if r is None else r if isinstance(r, (tuple, list)) else (r,)  # noqa: E731
         for mine, its in zip(as_tuple(real), as_tuple(fake), strict=True):
             assert (mine.dtype, list(mine.shape)) == (its.dtype, [int(s) for s in its.shape])
             if mine.numel():
