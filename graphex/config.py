@@ -276,8 +276,8 @@ class CompilerConfig:
     lift_idioms = Option(
         Choice("auto", "always", "never"),
         "auto",
-        "Turn idioms of plain PyTorch (RMSNorm, rotary embedding, silu * up ...) into named ops: where the device has "
-        "a faster kernel for them, everywhere, or nowhere.",
+        "Turn idioms of plain PyTorch (RMSNorm, rotary embedding, silu * up ...) and linear layers of few rows into "
+        "named ops: where the device has a faster kernel for them, everywhere, or nowhere.",
     )
     fusion_rules = Option[tuple[Any, ...]](
         Rules(), (), "Fusion rules, made with `graphex.replacement`, for this configuration alone. See docs/fusion.md."

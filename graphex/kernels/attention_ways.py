@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -19,16 +20,16 @@ MOST_SPLITS = 64
 SHARED_MEMORY = 128 * 2**10  # bytes of keys and values that a program may have on their way
 FEWEST_POSITIONS = 128  # of a split: below, its own cost counts for more than what it shares
 PROGRAMS = 4  # for each multiprocessor, so that loads of some go on while others begin and end
+FEW = 0.75  # one split for each head, where there are nearly as many of these as multiprocessors
 
 # Programs for each multiprocessor, positions at a time, warps and stages of the pipeline; the likeliest first.
 TILES = (
-    (PROGRAMS, 64, 4, 2),
     (PROGRAMS, 64, 4, 3),
     (2, 64, 4, 3),
-    (1, 64, 4, 4),
     (8, 64, 4, 2),
-    (PROGRAMS, 32, 4, 4),
-    (PROGRAMS, 128, 8, 2),
+    (FEW, 32, 4, 3),
+    (FEW, 64, 8, 3),
+    (FEW, 128, 8, 3),
 )
 
 
@@ -166,7 +167,7 @@ def tiles(job: Job, length: int) -> list[Tile]:
     for programs, block, warps, stages in TILES:
         while block > 16 and block * width * job.key.element_size() * (stages - 1) > SHARED_MEMORY:
             block //= 2
-        wanted = blocks_of(programs * _multiprocessors(job.query.get_device()), outer)
+        wanted = math.ceil(programs * _multiprocessors(job.query.get_device()) / outer)
         most = blocks_of(length, max(block, FEWEST_POSITIONS if programs <= PROGRAMS else block))
         found[Tile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
     return list(found)

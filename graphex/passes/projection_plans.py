@@ -176,7 +176,7 @@ class Planner:
             return None
         self.candidates[RESIDUAL].add(found.add)
         flat = found.result is linear.node and plan.before is None
-        x = _read_by(linear) if flat else plan.x
+        x = linear.read if flat else plan.x
         if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
             return None
         self.added.add(found.add)
@@ -252,20 +252,12 @@ def _added_to(linear: Linear) -> Residual | None:
     """The sum that reads a layer's product, or a reshape of it."""
     for result in (linear.node, *(user for user in linear.node.users if is_reshape(user))):
         for add in result.users:
-            if add.target is not aten.add.Tensor or not known_equal(arguments(add)["alpha"], 1):
+            if add.target is not aten.add.Tensor or not known_equal((given := arguments(add))["alpha"], 1):
                 continue
-            others = [each for each in add.args[:2] if each is not result]
+            others = [each for each in (given["self"], given["other"]) if each is not result]
             if len(others) == 1 and isinstance(others[0], Node) and isinstance(others[0].meta.get("val"), Tensor):
                 return Residual(add, others[0], result)
     return None
-
-
-def _read_by(linear: Linear) -> Node:
-    """What the product itself reads: the input, flattened if it is."""
-    place = 1 if linear.node.target is aten.addmm.default else 0
-    read = linear.node.args[place]
-    assert isinstance(read, Node)
-    return read
 
 
 def _where(node: Node) -> Hashable:

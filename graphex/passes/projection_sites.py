@@ -44,6 +44,7 @@ class Linear:
     """`node` computes linear(x, weight, bias), with the leading dimensions of x flattened or not."""
 
     node: Node
+    read: Node  # x, or x flattened
     x: Node
     weight: Node
     bias: Node | None
@@ -70,34 +71,35 @@ def linear_at(node: Node) -> Linear | None:
         return None
     if node.target is not aten.linear.default:
         weight = transposed(weight)
-    tensors = [node, x, weight, *([] if bias is None else [bias])]
-    if not all(isinstance(each, Node) and isinstance(each.meta.get("val"), Tensor) for each in tensors):
+    if not all(map(_is_strided, [node, x, weight, *([] if bias is None else [bias])])):
         return None
-    x = before_reshape(x)
     if weight.meta["val"].dim() != 2 or x.meta["val"].dim() == 0:
         return None
-    return Linear(node, x, weight, bias)
+    return Linear(node, x, before_reshape(x), weight, bias)
+
+
+def _is_strided(value: Any) -> bool:
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided
 
 
 def transposed(node: Any) -> Node | None:
     """The matrix that a node is the transpose of, one for all or repeated for each of a batch."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
-    if op_of(node) == EXPAND and isinstance(source := node.args[0], Node) and source.meta["val"].dim() == 2:
+    source = arguments(node).get("self")
+    if not isinstance(source, Node) or not _is_strided(source) or source.meta["val"].dim() != 2:
+        return None
+    if op_of(node) == EXPAND:
         return transposed(source)
-    if op_of(node) == PERMUTE:
-        swaps = call_of(node).args["dims"] == (1, 0)
-    else:
-        swaps = node.target is aten.t.default and node.meta["val"].dim() == 2
-    source = node.args[0]
-    return source if swaps and isinstance(source, Node) else None
+    swaps = node.target is aten.t.default or (op_of(node) == PERMUTE and call_of(node).args["dims"] == (1, 0))
+    return source if swaps else None
 
 
 def before_reshape(node: Node) -> Node:
     """The value whose leading dimensions a reshape has flattened; the node itself if there is none."""
     while is_reshape(node):
-        source = node.args[0]
-        assert isinstance(source, Node)
+        source: Node = arguments(node)["self"]
         before, after = source.meta["val"], node.meta["val"]
         if before.dim() < 2 or not known_equal(before.shape[-1], after.shape[-1]):
             return node

@@ -54,6 +54,17 @@ def test_each_input_has_memory_of_its_own():
     assert not facts(lambda x, y: aten.add.Tensor(x, y)).joined("x_1", "y_1")
 
 
+def test_results_in_a_list_of_ours_have_memory_of_their_own():
+    found = facts(lambda x, y: torch.ops.graphex.linears(x, [x, y], [None, None]))
+    assert not found.joined("getitem", "getitem_1")
+    assert not found.joined("getitem", "x_1")
+    assert found.joined("getitem", "linears")
+
+
+def test_results_in_a_list_of_others_may_be_parts_of_one_memory():
+    assert facts(lambda x, y: aten.unsafe_split.Tensor(x, 2)).joined("getitem", "getitem_1")
+
+
 def test_inputs_that_are_views_of_one_tensor_share_memory():
     gm = trace(lambda x, y: aten.add.Tensor(x, y), X, Y)
     x, y = (node for node in gm.graph.nodes if node.op == "placeholder")

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from graphex.analysis.rows import MixedRowsError, Rows
 from graphex.torch_private.symbolic import free_symbols
 
+ours = torch.ops.graphex
+
 W, V = torch.randn(6, 5), torch.randn(5, 6)
 TABLE = torch.randn(7, 6)
 
@@ -48,6 +50,15 @@ def fresh(x):
     return x + torch.full((x.shape[0], 1, 1), 3.0), torch.zeros(x.shape[0], 4)
 
 
+def folded(x):
+    """Linear layers of few rows, as a pass joins them with what is around them."""
+    q, k = ours.linears(x, [V, V[:3]], [V[:, 0].contiguous(), None])
+    (wide,) = ours.rms_norm_linears(x, None, 1e-6, 0.0, True, [V], [None])
+    (residual,) = ours.silu_mul_linears(q, wide, [W], [None], x)
+    normed, _, _ = ours.add_rms_norm(x, residual, None, 1e-6)
+    return k, residual, normed, ours.silu_mul(q, wide)
+
+
 SEPARATE = [
     lambda x: x @ W,
     lambda x: F.linear(x, V, V[:, 0]),
@@ -72,6 +83,7 @@ SEPARATE = [
     in_place,
     looked_up,
     fresh,
+    folded,
 ]
 
 
@@ -129,6 +141,9 @@ MIXING = [
     up_to_count,
     attended_by_all,
     mixed,
+    lambda x: ours.rms_norm(x.transpose(0, 2).contiguous(), None, 1e-6)[0],
+    lambda x: ours.linears(x.reshape(-1, 6), [V], [None], (x.reshape(-1, 6) @ V.t()).flip(0))[0],
+    lambda x: ours.linears(V, [x.reshape(-1, 6)], [None])[0],
 ]
 
 
