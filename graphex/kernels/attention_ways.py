@@ -22,12 +22,13 @@ PROGRAMS = 4  # for each multiprocessor, so that loads of some go on while other
 
 # Programs for each multiprocessor, positions at a time, warps and stages of the pipeline; the likeliest first.
 TILES = (
-    (PROGRAMS, 64, 4, 2),
     (PROGRAMS, 64, 4, 3),
+    (PROGRAMS, 64, 4, 2),
     (2, 64, 4, 3),
     (1, 64, 4, 4),
     (8, 64, 4, 2),
     (PROGRAMS, 32, 4, 4),
+    (8, 32, 2, 3),
     (PROGRAMS, 128, 8, 2),
 )
 
