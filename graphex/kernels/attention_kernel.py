@@ -130,7 +130,9 @@ def attention_kernel(
     values = value + batch * v_batch + head_of_keys * v_head + start.to(tl.int64) * v_position
     step = tl.arange(0, BLOCK)
     largest = tl.full((ROWS,), MINUS_INFINITY, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    totals = tl.zeros(
+        (ROWS, BLOCK), tl.float32
+    )  # summed up at the end: within the loop warps would have to meet for it
     weighted = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
     for begin in range(bound(start), bound(end), BLOCK):
         position = begin + step
@@ -159,7 +161,7 @@ def attention_kernel(
         base = tl.where(larger == MINUS_INFINITY, 0.0, larger)  # -inf less -inf would be no number
         weights = tl.exp2((scores - base[:, None]) * LOG2_E)  # not scaled before: a mask of -3e38 would become -inf
         fading = tl.exp2((largest - base) * LOG2_E)
-        total = total * fading + tl.sum(weights, 1)
+        totals = totals * fading[:, None] + weights
         v = tl.load(
             values + step[:, None] * v_position + value_column[None, :],
             mask=inside[:, None] & (value_column < VALUE_WIDTH)[None, :],
@@ -169,6 +171,7 @@ def attention_kernel(
         largest = larger
         keys += BLOCK * k_position
         values += BLOCK * v_position
+    total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * GROUP
     stored = row_ok[:, None] & (value_column < VALUE_WIDTH)[None, :]
     if SPLIT:
