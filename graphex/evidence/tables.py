@@ -147,16 +147,18 @@ def _near_misses(journal: Journal) -> Any:
 
 def _refusals(journal: Journal) -> Any:
     """The most expensive first; the same reason at the same line is one row."""
-    table = _table("refused", "rule", "times", "node", "reason", "line", "what would help")
+    helped = any(record.edit for record in journal.refusals)
+    table = _table("refused", "rule", "times", "node", "reason", "line", *(["what would help"] if helped else []))
     groups: dict[tuple[str, str, str], list[Refused]] = {}
     for record in journal.refusals:
         groups.setdefault((record.rule, record.reason, record.line), []).append(record)
     ranked = sorted(groups.values(), key=lambda group: -sum(record.bytes_moved for record in group))
     for group in ranked[:SHOWN]:
         first = group[0]
-        table.add_row(first.rule, str(len(group)), first.node, first.reason, first.line, first.edit)
+        edit = [first.edit] if helped else []
+        table.add_row(first.rule, str(len(group)), first.node, first.reason, first.line, *edit)
     if len(ranked) > SHOWN:
-        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "", "")
+        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "")
     return table
 
 
