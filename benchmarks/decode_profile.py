@@ -165,7 +165,7 @@ def _time(ops: list[Op], seen: torch.profiler.profile) -> None:
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
     """Gives the ops the times of the replay, each kernel its median. Kernels of no op, such as copies, are added."""
     sequences = [tuple(kernel.name for kernel in each) for each in replays]
-    usual = statistics.mode(sequences)  # the profiler loses a kernel now and then
+    usual = statistics.mode(sequences)
     same = [each for each, sequence in zip(replays, sequences, strict=True) if sequence == usual]
     first = same[0]
     medians = [statistics.median(each[at].seconds for each in same) for at in range(len(first))]
@@ -196,10 +196,8 @@ def table(ops: list[Op], bandwidth: float) -> str:
         figures = f"{len(same)} | {seconds * 1e6:.2f} | {floor * 1e6:.2f} | {ratio} | {total * 1e6:.1f}"
         lines.append(f"| {name} | {sizes} | {kernels} | {figures} |")
     everything, floors = sum(op.seconds for op in ops), sum(op.moved for op in ops) / bandwidth
-    lines.append(
-        f"| all | | | {len(ops)} | | {floors * 1e6:.1f} | {everything / floors:.2f} | {everything * 1e6:.1f} |"
-    )
-    return "\n".join(lines)
+    ratio = f"{everything / floors:.2f}" if floors else "-"
+    return "\n".join([*lines, f"| all | | | {len(ops)} | | {floors * 1e6:.1f} | {ratio} | {everything * 1e6:.1f} |"])
 
 
 def _replayed(step: Step, compiled: Callable[..., Any]) -> list[list[Kernel]]:

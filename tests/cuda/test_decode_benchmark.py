@@ -1,4 +1,4 @@
-"""The decode benchmark on a GPU, at a small size: the profile finds the kernels of every op, a row has all its figures."""
+"""The decode benchmark on a GPU, at a small size: the kernels of every op are found, a row has all its figures."""
 
 from __future__ import annotations
 
