@@ -29,7 +29,7 @@ from benchmarks.decode_profile import profile
 from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting
-from benchmarks.measure import copy_bandwidth, machine
+from benchmarks.measure import copy_bandwidth, machine, versions
 from benchmarks.rows import RESULTS, Row, Store
 from benchmarks.variants import GRAPHEX, GRAPHEX_UNTUNED, NAMED
 from benchmarks.workers import Job, Plan, measure
@@ -46,7 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
         each for each in (*STEPS, *TRANSFORMERS) if each.model in options.models and each.batch in options.batch
     ]
     settings = [each.tiny() if options.tiny else each for each in settings]
-    print(f"decode step of Llama-3-8B geometry. {machine()}")
+    if not settings:
+        print(f"there are only these steps: {'; '.join(map(str, (*STEPS, *TRANSFORMERS)))}")
+        return 1
+    others = versions("transformers")
+    about = f"Triton {others['triton']}, transformers {others['transformers']}"
+    print(f"decode step of Llama-3-8B geometry, {settings[0].dtype}. {machine()}, {about}")
     bandwidth = copy_bandwidth(settings[0].device)
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s\n", flush=True)
     if options.profile:

@@ -11,6 +11,7 @@ import difflib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +122,8 @@ def profile(setting: Setting, bandwidth: float) -> str:
 
 def recorded(step: Step) -> list[Op]:
     """The ops of the program that launch something, in order, from a run without capture."""
-    recorder, recording = Recorder(), False
+    recorder = Recorder()
+    around: list[AbstractContextManager[Any]] = [nullcontext()]  # Dynamo compiles nothing inside of such a mode
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from graphex.backend import graphex_backend
@@ -129,33 +131,36 @@ def recorded(step: Step) -> list[Op]:
         program = graphex_backend(gm, inputs, options={"mode": "eager"})
 
         def call(*args: Any) -> Any:
-            if not recording:
-                return program(*args)
-            with recorder:
+            with around[0]:
                 return program(*args)
 
         return call
 
     torch.compiler.reset()
     run = torch.compile(step.model, backend=backend, fullgraph=True)
-    for recording in (False, False, True):
+    for _ in range(2):
         step.rewind(1)
-        if recording:
-            with _profiler() as seen:
-                step.run(run)
-                synchronize()
-        else:
-            step.run(run)
+        step.run(run)
+    around[0] = recorder
+    step.rewind(1)
+    with _profiler() as seen:
+        step.run(run)
+        synchronize()
+    _time(recorder.ops, seen)
+    _put_in_order(recorder.ops, [kernel.name for kernel in _launched(seen)])
+    on_device = step.caches[0].is_cuda
+    return [op for op in recorder.ops if (op.kernels if on_device else op.moved)]
+
+
+def _time(ops: list[Op], seen: torch.profiler.profile) -> None:
+    """Gives the ops the kernels that they have launched; without any, the time that they took on the CPU."""
     for event in seen.events():
         if event.name.startswith(MARK) and event.device_type == DeviceType.CPU:
-            op = recorder.ops[int(event.name[len(MARK) :])]
+            op = ops[int(event.name[len(MARK) :])]
             nested = [kernel for child in event.cpu_children for kernel in _kernels_of(child)]
             kernels = nested or list(_kernels_of(event))
             op.kernels = [kernel.name for kernel in kernels]
             op.seconds = sum(kernel.seconds for kernel in kernels) if kernels else event.cpu_time_total / 1e6
-    _put_in_order(recorder.ops, [kernel.name for kernel in _launched(seen)])
-    on_device = step.caches[0].is_cuda
-    return [op for op in recorder.ops if (op.kernels if on_device else op.moved)]
 
 
 def _put_in_order(ops: list[Op], launched: list[str]) -> None:
@@ -169,8 +174,10 @@ def _put_in_order(ops: list[Op], launched: list[str]) -> None:
 
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
     """Gives the ops the times of the replay, each kernel its median. Kernels of no op, such as copies, are added."""
-    first = replays[0]
-    same = [each for each in replays if [kernel.name for kernel in each] == [kernel.name for kernel in first]]
+    sequences = [tuple(kernel.name for kernel in each) for each in replays]
+    usual = statistics.mode(sequences)
+    same = [each for each, sequence in zip(replays, sequences, strict=True) if sequence == usual]
+    first = same[0]
     medians = [statistics.median(each[at].seconds for each in same) for at in range(len(first))]
     owners = [(op, name) for op in ops for name in op.kernels]
     for op in ops:
@@ -199,10 +206,8 @@ def table(ops: list[Op], bandwidth: float) -> str:
         figures = f"{len(same)} | {seconds * 1e6:.2f} | {floor * 1e6:.2f} | {ratio} | {total * 1e6:.1f}"
         lines.append(f"| {name} | {sizes} | {kernels} | {figures} |")
     everything, floors = sum(op.seconds for op in ops), sum(op.moved for op in ops) / bandwidth
-    lines.append(
-        f"| all | | | {len(ops)} | | {floors * 1e6:.1f} | {everything / floors:.2f} | {everything * 1e6:.1f} |"
-    )
-    return "\n".join(lines)
+    ratio = f"{everything / floors:.2f}" if floors else "-"
+    return "\n".join([*lines, f"| all | | | {len(ops)} | | {floors * 1e6:.1f} | {ratio} | {everything * 1e6:.1f} |"])
 
 
 def _replayed(step: Step, compiled: Callable[..., Any]) -> list[list[Kernel]]:

@@ -34,7 +34,9 @@ SHAPES = {  # what stands before the layers, the columns, the rows of each weigh
     "qkv": ("rms_norm", 4096, (4096, 1024, 1024), False),
     "o": ("none", 4096, (4096,), True),
     "gate-up": ("rms_norm", 4096, (14336, 14336), False),
-    "down": ("silu_mul", 14336, (4096,), True),
+    "gated": ("rms_norm", 4096, (14336, 14336), False),
+    "down": ("none", 14336, (4096,), True),
+    "silu-down": ("silu_mul", 14336, (4096,), True),
     "head": ("rms_norm", 4096, (32000,), False),
 }
 
@@ -56,6 +58,7 @@ def job(name: str, rows: int) -> Job:
         [randn(size, columns) / columns**0.5 for size in sizes],
         [None for _ in sizes],
         randn(rows, sizes[0]) if residual else None,
+        gated=name == "gated",
     )
 
 

@@ -28,6 +28,7 @@ from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
 from graphex.passes import (
     CheckDeadlocks,
+    FoldGates,
     FoldProjections,
     FuseJointPatterns,
     FusePatterns,
@@ -59,6 +60,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
     ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
+    ("fuse", FoldGates()),
     ("fuse", FusePatterns()),
     ("fuse", FuseJointPatterns()),
 )

@@ -350,7 +350,7 @@ class Aliases:
 def _is_plain(op: torch._ops.OpOverload) -> bool:
     """Whether calls of the op only read, and return one result in memory of its own: most nodes are such calls."""
     only_reads = not op._schema.is_mutable and op.namespace in PURE_NAMESPACES and op not in _ABSOLUTE_VIEWS
-    return only_reads and declared_results(op) == (Result(fresh=True),)
+    return only_reads and declared_results(op) == (Result(fresh=True),) and not lists_its_own(op)
 
 
 def _allocates_for_the_graph(node: Node) -> bool:

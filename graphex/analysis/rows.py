@@ -369,6 +369,8 @@ _RULES: dict[Any, Rule] = {
     aten.addmm: _product_of_matrices(1, 2),
     aten.linear: _linear,
     ours.linears: _along_the_last("x", "residual"),
+    ours.gated_linears: _along_the_last("x"),
+    ours.rms_norm_gated_linears: _along_the_last("x"),
     ours.rms_norm: _along_the_last("x"),
     ours.rms_norm_linears: _along_the_last("x"),
     ours.add_rms_norm: _along_the_last("x1", "x2"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked for. `x` is the gate where the prologue is "silu_mul"."""
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
+    second.
+    """
 
     prologue: str  # "none", "rms_norm", "silu_mul"
     x: Tensor
@@ -38,6 +40,7 @@ class Job:
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
     residual: Tensor | None
+    gated: bool = False
 
     @property
     def rows(self) -> int:
@@ -47,7 +50,8 @@ class Job:
         return self.x, self.up, self.gain, self.residual, *self.weights, *self.biases
 
     def results(self) -> list[Tensor]:
-        return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in self.weights]
+        made = self.weights[:1] if self.gated else self.weights
+        return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in made]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -80,7 +84,7 @@ def with_prologue_done(job: Job) -> Job:
 
 
 def _plain(job: Job, x: Tensor) -> Job:
-    return Job("none", x, None, None, 0.0, 0.0, False, job.weights, job.biases, job.residual)
+    return Job("none", x, None, None, 0.0, 0.0, False, job.weights, job.biases, job.residual, job.gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +101,31 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
     if start is not launch:
         return []
     done = with_prologue_done(job)
-    return reference.linears(done.x, done.weights, done.biases, done.residual)
+    results = reference.linears(done.x, done.weights, done.biases, done.residual)
+    return [torch.ops.graphex.silu_mul(*results)] if job.gated else results
 
 
-def _chunks(count: int) -> list[slice]:
-    return [slice(first, first + MOST_WEIGHTS) for first in range(0, count, MOST_WEIGHTS)]
+class Part(NamedTuple):
+    """The weights of one launch, in how many blocks of rows, their rows and strides, and the results they make."""
+
+    chunk: slice
+    blocks: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    results: slice
+
+
+def _parts(job: Job, bn: int) -> list[Part]:
+    if job.gated:
+        size, strides = job.weights[0].shape[0], tuple(w.stride(0) for w in job.weights)
+        return [Part(slice(None), blocks_of(size, bn), (size,), strides, slice(None))]
+    found = []
+    for first in range(0, len(job.weights), MOST_WEIGHTS):
+        chunk = slice(first, first + MOST_WEIGHTS)
+        sizes = tuple(w.shape[0] for w in job.weights[chunk])
+        strides = tuple(w.stride(0) for w in job.weights[chunk])
+        found.append(Part(chunk, sum(blocks_of(n, bn) for n in sizes), sizes, strides, chunk))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +145,7 @@ class Gemv:
         columns = job.x.shape[-1]
         constants = {
             "PROLOGUE": job.prologue,
+            "GATED": job.gated,
             "EVEN_K": columns % self.bk == 0,
             "BN": self.bn,
             "BK": self.bk,
@@ -128,19 +153,15 @@ class Gemv:
             "STAGES": self.stages,
             "num_warps": self.warps,
         }
-        parts = []
-        for chunk in _chunks(len(job.weights)):
-            sizes = tuple(w.shape[0] for w in job.weights[chunk])
-            strides = tuple(w.stride(0) for w in job.weights[chunk])
-            parts.append((chunk, (sum(blocks_of(n, self.bn) for n in sizes),), sizes, strides))
+        parts = _parts(job, self.bn)
 
         def run(job: Job, start: Start = launch) -> list[Tensor]:
             outs = job.results()
-            for chunk, grid, sizes, strides in parts:
+            for part in parts:
                 tensors = job.x, job.up, job.gain, job.residual
-                lists = tuple(job.weights[chunk]), tuple(job.biases[chunk]), tuple(outs[chunk])
-                arguments = (*tensors, *lists, sizes, strides, columns, job.eps, job.offset)
-                start(gemv_kernel, grid, arguments, constants)
+                lists = tuple(job.weights[part.chunk]), tuple(job.biases[part.chunk]), tuple(outs[part.results])
+                arguments = (*tensors, *lists, part.sizes, part.strides, columns, job.eps, job.offset)
+                start(gemv_kernel, (part.blocks,), arguments, constants)
             return outs
 
         return run
@@ -163,15 +184,14 @@ class Skinny:
     warps: int
     stages: int
     parts: int = 1
-    folded: bool = False
 
     @property
     def name(self) -> str:
         split = f" /{self.parts}" if self.parts > 1 else ""
-        return f"skinny {self.bn}x{self.bk} {self.warps}w {self.stages}s{split}{' folded' if self.folded else ''}"
+        return f"skinny {self.bn}x{self.bk} {self.warps}w {self.stages}s{split}"
 
     def prepare(self, job: Job) -> Prepared:
-        if self.folded or job.prologue == "none":
+        if job.prologue == "none":
             return self._prepare(job)
         prepared: Prepared | None = None
 
@@ -189,9 +209,9 @@ class Skinny:
     def _prepare(self, job: Job) -> Prepared:
         rows, columns = job.rows, job.x.shape[-1]
         tiles = blocks_of(blocks_of(columns, self.bk), self.parts)
-        steps = (*_steps(job.x), *_steps(job.up), *_steps(job.residual))
+        steps, residual_steps = _steps(job.x), _steps(job.residual)
         constants = {
-            "PROLOGUE": job.prologue,
+            "GATED": job.gated,
             "EVEN_K": columns == tiles * self.bk * self.parts,
             "BM": padded_rows(rows),
             "BN": self.bn,
@@ -201,28 +221,21 @@ class Skinny:
             "num_warps": self.warps,
         }
         adding = {"PARTS": self.parts, "ROWS": ROWS_ADDED, "BN": self.bn, "num_warps": 4}
-        chunks = []
-        for chunk in _chunks(len(job.weights)):
-            sizes = tuple(w.shape[0] for w in job.weights[chunk])
-            strides = tuple(w.stride(0) for w in job.weights[chunk])
-            chunks.append((chunk, sum(blocks_of(n, self.bn) for n in sizes), sizes, strides))
+        parts = _parts(job, self.bn)
 
         def run(job: Job, start: Start = launch) -> list[Tensor]:
             outs = job.results()
-            for chunk, blocks, sizes, strides in chunks:
-                partial = squares = None
+            for part in parts:
+                partial = None
                 if self.parts > 1:
-                    partial = job.x.new_empty((self.parts, rows, blocks * self.bn), dtype=torch.float32)
-                    if job.prologue == "rms_norm":
-                        squares = job.x.new_empty((self.parts, rows), dtype=torch.float32)
-                tensors = job.x, job.up, job.gain, job.residual
-                biases, results = tuple(job.biases[chunk]), tuple(outs[chunk])
-                lists = tuple(job.weights[chunk]), biases, results, sizes, strides
-                arguments = (*tensors, *lists, partial, squares, rows, columns, *steps, job.eps, job.offset)
-                start(skinny_kernel, (blocks, self.parts), arguments, constants)
+                    partial = job.x.new_empty((self.parts, rows, part.blocks * self.bn), dtype=torch.float32)
+                biases, results = tuple(job.biases[part.chunk]), tuple(outs[part.results])
+                lists = tuple(job.weights[part.chunk]), biases, results, part.sizes, part.strides
+                arguments = (job.x, job.residual, *lists, partial, rows, columns, *steps, *residual_steps)
+                start(skinny_kernel, (part.blocks, self.parts), arguments, constants)
                 if self.parts > 1:
-                    sums = job.residual, biases, results, sizes, partial, squares, rows, columns, *steps[6:], job.eps
-                    start(combine_kernel, (blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
+                    sums = job.residual, biases, results, part.sizes, partial, rows, *residual_steps
+                    start(combine_kernel, (part.blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
             return outs
 
         return run
@@ -235,21 +248,16 @@ def padded_rows(rows: int) -> int:
 
 GEMVS = (
     Gemv(4, 1024, 4),
-    Gemv(8, 1024, 4),
     Gemv(4, 2048, 8),
-    Gemv(4, 2048, 4),
     Gemv(2, 2048, 4),
-    Gemv(8, 512, 4),
     Gemv(4, 1024, 4, 3),
     Gemv(8, 512, 4, 4),
 )
 # By the rows of a tile.
 SKINNIES = {
     16: (
-        Skinny(16, 256, 4, 4),
         Skinny(32, 128, 4, 5),
         Skinny(32, 256, 4, 4),
-        Skinny(64, 64, 4, 6),
         Skinny(64, 128, 4, 4),
         Skinny(64, 256, 4, 3),
         Skinny(128, 64, 4, 5),
@@ -257,10 +265,8 @@ SKINNIES = {
         Skinny(64, 128, 4, 4, parts=4),
     ),
     32: (
-        Skinny(16, 256, 4, 4),
         Skinny(32, 128, 4, 5),
         Skinny(32, 256, 4, 3),
-        Skinny(64, 64, 4, 6),
         Skinny(64, 128, 4, 4),
         Skinny(64, 256, 4, 3),
         Skinny(128, 64, 4, 5),
@@ -268,41 +274,38 @@ SKINNIES = {
         Skinny(64, 128, 4, 4, parts=4),
     ),
     64: (
-        Skinny(16, 128, 4, 5),
         Skinny(32, 128, 4, 4),
         Skinny(64, 64, 4, 5),
         Skinny(64, 128, 4, 4),
-        Skinny(64, 128, 8, 4),
         Skinny(128, 64, 4, 5),
         Skinny(128, 128, 8, 3),
         Skinny(64, 128, 4, 4, parts=2),
         Skinny(64, 128, 4, 4, parts=4),
     ),
 }
-FOLDED = (
-    Skinny(32, 128, 4, 4, folded=True),
-    Skinny(64, 64, 4, 5, folded=True),
-    Skinny(64, 128, 4, 3, folded=True),
+# A program of these has twice its tile of weights under way.
+GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
+GATED_SKINNIES = (
+    Skinny(32, 128, 4, 4),
+    Skinny(32, 64, 4, 5),
+    Skinny(64, 64, 4, 5),
+    Skinny(64, 128, 4, 3),
+    Skinny(64, 64, 8, 4),
 )
-
-
-def can_fold(job: Job) -> bool:
-    """Whether the input of the products, before a norm's scale, is sure not to overflow their type."""
-    return job.prologue == "silu_mul" or job.x.dtype == torch.bfloat16 or job.gain is None
 
 
 def ways(job: Job) -> list[Way]:
     """All that could be fastest, the library first."""
     if job.rows == 1:
-        return [Library(), *GEMVS]
-    tiles = SKINNIES[padded_rows(job.rows)]
-    fold = job.prologue != "none" and can_fold(job)
-    return [Library(), *tiles, *(FOLDED if fold else ())]
+        return [Library(), *(GATED_GEMVS if job.gated else GEMVS)]
+    return [Library(), *(GATED_SKINNIES if job.gated else SKINNIES[padded_rows(job.rows)])]
 
 
 def likely(job: Job) -> Way:
     """What to take where nothing can be measured and nothing is known."""
-    elements = sum(w.numel() for w in job.weights)
+    if job.gated:
+        return GATED_GEMVS[-1] if job.rows == 1 else GATED_SKINNIES[0]
     if job.rows == 1:
-        return Gemv(4, 2048, 8) if elements > 2**26 and job.x.shape[-1] % 2048 == 0 else Gemv(4, 1024, 4)
+        return Gemv(8, 512, 4, 4)
+    elements = sum(w.numel() for w in job.weights)
     return Skinny(64, 128, 4, 4) if elements > 2**25 else Skinny(32, 128, 4, 4 if job.rows > 32 else 5)

@@ -99,7 +99,12 @@ def description(job: Job) -> str:
     """What the choice for a job is remembered by: `rms_norm bfloat16 1x4096 -> 4096+1024+1024`."""
     rows = 1 if job.rows == 1 else padded_rows(job.rows)
     sizes = "+".join(str(w.shape[0]) for w in job.weights)
-    words = [job.prologue, str(job.x.dtype).removeprefix("torch."), f"{rows}x{job.x.shape[-1]} -> {sizes}"]
+    words = [
+        job.prologue,
+        *(["gated"] if job.gated else []),
+        str(job.x.dtype).removeprefix("torch."),
+        f"{rows}x{job.x.shape[-1]} -> {sizes}",
+    ]
     words += ["bias"] if any(b is not None for b in job.biases) else []
     words += ["residual"] if job.residual is not None else []
     words += ["unaligned"] if any(w.stride(0) % 8 or w.data_ptr() % 16 for w in job.weights) else []
@@ -107,7 +112,7 @@ def description(job: Job) -> str:
 
 
 def _run(job: Job) -> Any:
-    key = job.prologue, len(job.weights), signature(*job.tensors())
+    key = job.prologue, job.gated, len(job.weights), signature(*job.tensors())
     prepared = _PREPARED.get(key)
     with on_device_of(job.x):
         if prepared is None:
@@ -144,3 +149,22 @@ def silu_mul_linears(
     gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
 ) -> Any:
     return _run(Job("silu_mul", gate, up, None, 0.0, 0.0, False, weights, biases, residual))
+
+
+def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Any:
+    done = _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, None, gated=True))
+    return done if isinstance(done, Declined) else done[0]
+
+
+def rms_norm_gated_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: Sequence[Tensor],
+    biases: Biases,
+) -> Any:
+    norm = eps, weight_offset, cast_before_weight
+    done = _run(Job("rms_norm", x, None, gain, *norm, weights, biases, None, gated=True))
+    return done if isinstance(done, Declined) else done[0]

@@ -3,6 +3,7 @@
     linears             query, key and value of one hidden state; a projection and the residual added to its result
     rms_norm_linears    the same, of an RMSNorm: the gain and the scale of a row can be folded into the products
     silu_mul_linears    the projection after a gated activation
+    gated_linears, rms_norm_gated_linears      the two before it: silu of the first, times the second
 
 The weights stay where they are: nothing is joined, copied or assumed constant. For inference: there is no derivative.
 """
@@ -105,6 +106,33 @@ def _fake_silu_mul_linears(
     return _fake_results(gate, weights)
 
 
+def _check_gated(weights: Sequence[Tensor]) -> None:
+    require(len(weights) == 2, lambda: f"a gate and what it lets through are two weights; there are {len(weights)}")
+    gate, up = weights
+    require(
+        gate.shape[0] == up.shape[0],
+        lambda: f"a gate and what it lets through have as many rows; they have {gate.shape[0]} and {up.shape[0]}",
+    )
+
+
+def _fake_gated_linears(x: Tensor, weights: list[Tensor], biases: Biases) -> Tensor:
+    _check_gated(weights)
+    return _fake_linears(x, weights, biases)[0]
+
+
+def _fake_rms_norm_gated_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: list[Tensor],
+    biases: Biases,
+) -> Tensor:
+    _check_gated(weights)
+    return _fake_rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)[0]
+
+
 @op(
     "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
     fake=_fake_linears,
@@ -169,3 +197,49 @@ def silu_mul_linears(
     A kernel may leave out the roundings of the activation.
     """
     return linears(torch.ops.graphex.silu_mul(gate, up), weights, biases, residual)
+
+
+@op(
+    "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
+    fake=_fake_gated_linears,
+    kernel="linears.gated_linears",
+)
+def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tensor:
+    """Two linear layers of the same x, a gate and what it lets through.
+
+        gate, up = linears(x, weights, biases)
+        h        = silu_mul(gate, up)
+
+    A kernel may leave out the roundings of gate and up.
+    """
+    _check_gated(weights)
+    made: Tensor = torch.ops.graphex.silu_mul(*linears(x, weights, biases))
+    return made
+
+
+@op(
+    "graphex::rms_norm_gated_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
+    "Tensor[] weights, Tensor?[] biases) -> Tensor",
+    fake=_fake_rms_norm_gated_linears,
+    kernel="linears.rms_norm_gated_linears",
+)
+def rms_norm_gated_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: Sequence[Tensor],
+    biases: Biases,
+) -> Tensor:
+    """`gated_linears` of an RMSNorm.
+
+        gate, up = rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)
+        h        = silu_mul(gate, up)
+
+    A kernel may leave out the roundings of the norm, gate and up.
+    """
+    _check_gated(weights)
+    norm = eps, weight_offset, cast_before_weight
+    made: Tensor = torch.ops.graphex.silu_mul(*rms_norm_linears(x, gain, *norm, weights, biases))
+    return made

@@ -12,6 +12,7 @@ from graphex.passes.cse import MergeCommonSubexpressions
 from graphex.passes.dce import RemoveDeadCode
 from graphex.passes.deadlock import CheckDeadlocks
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
+from graphex.passes.gates import FoldGates
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.lift_attention import LiftAttention
 from graphex.passes.noop import RemoveNoops
@@ -23,6 +24,7 @@ from graphex.passes.streams import ScheduleStreams
 
 __all__ = [
     "CheckDeadlocks",
+    "FoldGates",
     "FoldProjections",
     "FuseJointPatterns",
     "FusePatterns",

@@ -91,12 +91,12 @@ class Planner:
         """Layers of one input, in the order of the graph, by what can be computed at one place."""
         open_: dict[Hashable, list[Linear]] = {}
         for linear in linears:
-            here = _where(linear.node)
+            here = where(linear.node)
             group = open_.get(here)
             if group is None:
                 if open_:
                     other = next(iter(open_.values()))[0].node
-                    self._refused(LINEARS, Refusal(f"not joined: {_elsewhere(other, linear.node)}", linear.node))
+                    self._refused(LINEARS, Refusal(f"not joined: {elsewhere(other, linear.node)}", linear.node))
                 open_[here] = [linear]
             elif self._refused(LINEARS, self._cannot_join(group, linear)):
                 yield group
@@ -160,9 +160,9 @@ class Planner:
         ) is not None:
             return Refusal(f"the norm's rstd, '{other.name}', is used too", node)
         if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
-            return Refusal(f"the result of '{node.name}' is also {_used_by(stranger)}", node)
-        if _where(node) != _where(group[0].node):
-            return Refusal(_elsewhere(node, group[0].node), node)
+            return Refusal(f"the result of '{node.name}' is also {used_by(stranger)}", node)
+        if where(node) != where(group[0].node):
+            return Refusal(elsewhere(node, group[0].node), node)
         if any(each.meta["val"].dtype != y.meta["val"].dtype for each in node.all_input_nodes[:1]):
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
@@ -192,7 +192,7 @@ class Planner:
         if len(found.result.users) > 1 or len(linear.node.users) > 1:
             users = [user for each in {found.result, linear.node} for user in each.users]
             stranger = next(user for user in users if user not in (add, found.result))
-            return Refusal(f"the result of '{linear.node.name}' is also {_used_by(stranger)}", add)
+            return Refusal(f"the result of '{linear.node.name}' is also {used_by(stranger)}", add)
         if not known_equal(tuple(other.shape), tuple(result.shape)):
             return Refusal(f"what is added has the shape {list(other.shape)}, not {list(result.shape)}", add)
         if not known_equal(tuple(result.shape[:-1]), tuple(x.meta["val"].shape[:-1])):
@@ -201,8 +201,8 @@ class Planner:
             return Refusal(f"the residual is {str(other.dtype).removeprefix('torch.')} on {other.device}", add)
         if not known_contiguous(value):
             return Refusal("the sum is laid out differently from the op's result", add)
-        if _where(add) != _where(linear.node):
-            return Refusal(_elsewhere(linear.node, add), add)
+        if where(add) != where(linear.node):
+            return Refusal(elsewhere(linear.node, add), add)
         for user in readers(add):
             if user.target is aten.copy_.default and self.aliases.may_alias(user.args[0], found.other):  # type: ignore[arg-type]
                 return Refusal(f"the sum is written back to '{user.args[0]}', where it is", add)
@@ -260,12 +260,12 @@ def _added_to(linear: Linear) -> Residual | None:
     return None
 
 
-def _where(node: Node) -> Hashable:
+def where(node: Node) -> Hashable:
     """The stream, its turn and the limits under which a node runs."""
     return repr(placement(node)), turn_of(node), repr((node.meta.get("custom") or {}).get(CORES))
 
 
-def _elsewhere(one: Node, other: Node) -> str:
+def elsewhere(one: Node, other: Node) -> str:
     if placement(one) != placement(other):
         return f"'{one.name}' and '{other.name}' run on different streams"
     if turn_of(one) != turn_of(other):
@@ -273,7 +273,7 @@ def _elsewhere(one: Node, other: Node) -> str:
     return f"'{one.name}' and '{other.name}' have different limits of cores"
 
 
-def _used_by(user: Node) -> str:
+def used_by(user: Node) -> str:
     if user.op == "output":
         return "returned"
     return f"used by '{user.name}'" + (f" ({line})" if (line := node_line(user)) else "")

@@ -56,7 +56,9 @@ def folded(x):
     (wide,) = ours.rms_norm_linears(x, None, 1e-6, 0.0, True, [V], [None])
     (residual,) = ours.silu_mul_linears(q, wide, [W], [None], x)
     normed, _, _ = ours.add_rms_norm(x, residual, None, 1e-6)
-    return k, residual, normed, ours.silu_mul(q, wide)
+    gated = ours.gated_linears(x, [V, V], [None, V[:, 0].contiguous()])
+    normed_gated = ours.rms_norm_gated_linears(x, None, 1e-6, 0.0, True, [V, V], [None, None])
+    return k, residual, normed, ours.silu_mul(q, wide), gated + normed_gated
 
 
 SEPARATE = [

@@ -34,6 +34,8 @@ def row(setting: Setting, variant: Any, milliseconds: float, **others: Any) -> R
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_step_can_be_repeated_after_a_rewind(name: str) -> None:
     setting = replace(TINY, model=name, batch=2)
+    for package in setting.packages:
+        pytest.importorskip(package)
     model = build(setting)
     step, wanted = step_of(model, setting), in_float32(model, setting)
     with torch.no_grad():

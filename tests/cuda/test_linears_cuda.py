@@ -42,6 +42,7 @@ def job(
     residual: bool = False,
     cast_first: bool = True,
     offset: float = 0.0,
+    gated: bool = False,
 ) -> Job:
     return Job(
         prologue,
@@ -54,10 +55,15 @@ def job(
         [make(n, columns, dtype=dtype, gap=gap) / columns**0.5 for n in sizes],
         [make(n, dtype=dtype) if at in biased else None for at, n in enumerate(sizes)],
         make(*lead, sizes[0], dtype=dtype) if residual else None,
+        gated,
     )
 
 
 def call(of: Job) -> list[Tensor]:
+    if of.gated:
+        norm = of.gain, of.eps, of.offset, of.cast_first
+        layers = of.weights, of.biases
+        return [GX.gated_linears(of.x, *layers) if of.gain is None else GX.rms_norm_gated_linears(of.x, *norm, *layers)]
     if of.prologue == "rms_norm":
         return GX.rms_norm_linears(of.x, of.gain, of.eps, of.offset, of.cast_first, of.weights, of.biases)
     if of.prologue == "silu_mul":
@@ -87,6 +93,8 @@ def test_every_tile_agrees_with_float64(rows, dtype):
     jobs = [
         job("rms_norm", (rows,), 4096, (512, 130, 64), dtype),
         job("silu_mul", (rows,), 1500, (257,), dtype, residual=True, biased=(0,)),
+        job("rms_norm", (rows,), 2048, (300, 300), dtype, biased=(1,), gated=True),
+        job("none", (rows,), 1000, (129, 129), dtype, biased=(0,), gated=True),
     ]
     tuning.compile_all([candidate for each in jobs for candidate in linears.candidates(each).values()])
     for each in jobs:
@@ -113,6 +121,10 @@ def test_random_shapes_and_strides():
             cast_first=choose.random() < 0.5,
             offset=choose.choice([0.0, 1.0]),
         )
+        if len(sizes) == 2 and prologue != "silu_mul":
+            both = job(prologue, lead, 1000, (sizes[0], sizes[0]), dtype, gap=3, gated=True)
+            check(likely(both), both)
+            assert torch.equal(call(both)[0], check_free(both)[0])
         check(likely(each), each)
         for found, wanted in zip(call(each), check_free(each), strict=True):
             assert torch.equal(found, wanted)

@@ -20,6 +20,8 @@ def exact(job: Job, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     elif job.prologue == "silu_mul":
         x = functional.silu(x) * wide(job.up)
     results = [functional.linear(x, wide(w), wide(b)) for w, b in zip(job.weights, job.biases, strict=True)]
+    if job.gated:
+        return [functional.silu(results[0]) * results[1]]
     return results if job.residual is None else [wide(job.residual) + results[0]]
 
 
@@ -31,6 +33,8 @@ def eager(job: Job) -> list[Tensor]:
     elif job.prologue == "silu_mul":
         x = functional.silu(x) * job.up
     results = [functional.linear(x, w, b) for w, b in zip(job.weights, job.biases, strict=True)]
+    if job.gated:
+        return [functional.silu(results[0]) * results[1]]
     return results if job.residual is None else [job.residual + results[0]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import linear_ways
-from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Job, Way
+from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
 from tests.kernels.test_compilation import Compiler
 
 MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200
@@ -67,10 +68,15 @@ def test_several_rows(rows, way, monkeypatch):
     assert shared <= MOST_SHARED
 
 
-@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.full)])
-@pytest.mark.parametrize("prologue", ["rms_norm", "silu_mul"])
-@pytest.mark.parametrize("way", [FOLDED[0], *(pytest.param(way, marks=pytest.mark.full) for way in FOLDED[1:])])
-def test_prologue_in_the_product(way, prologue, rows, monkeypatch):
-    code, shared = compiled(way, job(rows, prologue, (256,)), monkeypatch)
-    assert "cp.async.cg.shared.global" in code
+@pytest.mark.parametrize(
+    ("rows", "way"),
+    [
+        (1, GATED_GEMVS[0]),
+        *(pytest.param(1, way, marks=pytest.mark.full) for way in GATED_GEMVS[1:]),
+        (16, GATED_SKINNIES[0]),
+        *(pytest.param(64, way, marks=pytest.mark.full) for way in GATED_SKINNIES),
+    ],
+)
+def test_a_gate_and_what_it_lets_through(rows, way, monkeypatch):
+    _, shared = compiled(way, replace(job(rows, "none", (256, 256)), gated=True), monkeypatch)
     assert shared <= MOST_SHARED

@@ -183,6 +183,19 @@ def silu_mul_linears(make: Maker) -> Iterator[Sample]:
         yield Sample((x, make(*x.shape), weights, biases, residual))
 
 
+def gated_linears(make: Maker) -> Iterator[Sample]:
+    for x, weights, biases in _linear_inputs(make):
+        gate, up = weights[0], make(*weights[0].shape)
+        yield Sample((x, [gate, up], [biases[0], None]))
+
+
+def rms_norm_gated_linears(make: Maker) -> Iterator[Sample]:
+    for at, (x, weights, biases) in enumerate(_linear_inputs(make)):
+        gain = None if at == 2 else make(x.shape[-1])
+        gate, up = weights[0], make(*weights[0].shape)
+        yield Sample((x, gain, EPS, float(at % 2), at % 3 == 0, [up, gate], [None, biases[0]]))
+
+
 def _rotary_inputs(make: Maker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     yield make(2, 3, 5, 8), *(t.unsqueeze(1) for t in make.angles(2, 5, 8))
     yield make(2, 5, 3, 6), *(t.unsqueeze(2) for t in make.angles(1, 5, 6))
@@ -322,6 +335,8 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::linears": linears,
     "graphex::rms_norm_linears": rms_norm_linears,
     "graphex::silu_mul_linears": silu_mul_linears,
+    "graphex::gated_linears": gated_linears,
+    "graphex::rms_norm_gated_linears": rms_norm_gated_linears,
     "graphex::rotary": rotary,
     "graphex::rotary_qk": rotary_qk,
     "graphex::rotary_write_": rotary_write_,

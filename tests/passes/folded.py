@@ -16,6 +16,7 @@ from tests.passes.support import Observer
 ops = torch.ops.graphex
 
 WIDTH, KV, HIDDEN = 16, 8, 24
+FOLDING = ("fold_projections", "fold_gates")
 
 
 class Folded:
@@ -48,7 +49,7 @@ class Folded:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """Rule -> (how often it applied, of how many places)."""
-        tried = [record for record in self.journal.rules if record.pass_name == "fold_projections"]
+        tried = [record for record in self.journal.rules if record.pass_name in FOLDING]
         return {record.rule: (record.matches, record.candidates) for record in tried}
 
     @property
@@ -59,7 +60,7 @@ class Folded:
         return [shown.get(name, name.removeprefix("graphex::")) for name in names if name in shown or "graphex" in name]
 
     def reasons(self, rule: str) -> list[str]:
-        refusals = [record for record in self.journal.refusals if record.pass_name == "fold_projections"]
+        refusals = [record for record in self.journal.refusals if record.pass_name in FOLDING]
         return [record.reason for record in refusals if record.rule == rule]
 
 

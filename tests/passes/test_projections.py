@@ -49,8 +49,8 @@ def test_projections_of_a_norm_become_one_op(shape: tuple[int, ...]) -> None:
 
 def test_a_feed_forward_block_is_two_ops() -> None:
     folded = Folded(feed_forward, *mlp(2, 1, WIDTH))
-    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"]
-    assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1), GATED: (1, 1), RESIDUAL: (1, 1)}
+    assert folded.ops == ["rms_norm_gated_linears", "linears"]
+    assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1), GATED: (1, 1), RESIDUAL: (1, 1), "gated_linears": (1, 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -59,8 +59,8 @@ def test_layers_in_a_row_carry_the_residual_along(dtype: torch.dtype) -> None:
         return feed_forward(feed_forward(x, *given), *given)
 
     folded = Folded(model, *(each.to(dtype) for each in mlp(2, 1, WIDTH)))
-    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"] * 2
-    assert folded.counts == {LINEARS: (6, 6), NORM: (2, 2), GATED: (2, 2), RESIDUAL: (2, 2)}
+    assert folded.ops == ["rms_norm_gated_linears", "linears"] * 2
+    assert folded.counts == {LINEARS: (6, 6), NORM: (2, 2), GATED: (2, 2), RESIDUAL: (2, 2), "gated_linears": (2, 2)}
 
 
 def test_a_layer_alone_is_taken_too() -> None:
@@ -152,7 +152,7 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
 def test_an_unknown_number_of_rows_is_the_ops_to_decide() -> None:
     given = mlp(4, 3, WIDTH)
     folded = Folded(feed_forward, *given, varies=[(0, 0)])
-    assert folded.ops == ["rms_norm_linears", "silu_mul_linears"]
+    assert folded.ops == ["rms_norm_gated_linears", "linears"]
     for rows in (2, 7, 50):
         folded.again(half(rows, 3, WIDTH), *given[1:])
     assert len(folded.journal.graphs) == 1
@@ -270,9 +270,9 @@ def test_a_weight_that_is_computed_later_is_not_waited_for() -> None:
     ("rule", "left"),
     [
         (LINEARS, ["rms_norm", "mm", "mm", "silu_mul", "mm", "add"]),
-        (NORM, ["rms_norm", "linears", "silu_mul_linears"]),
-        (GATED, ["rms_norm_linears", "silu_mul", "linears"]),
-        (RESIDUAL, ["rms_norm_linears", "silu_mul_linears", "add"]),
+        (NORM, ["rms_norm", "gated_linears", "linears"]),
+        (GATED, ["rms_norm_gated_linears", "linears"]),
+        (RESIDUAL, ["rms_norm_gated_linears", "linears", "add"]),
     ],
 )
 def test_each_rule_can_be_left_out(rule: str, left: list[str]) -> None:

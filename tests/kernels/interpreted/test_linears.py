@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import linears
-from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Gemv, Job, Skinny, can_fold
+from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny
 from graphex.ops.definition import Declined
 from tests.kernels.compare import launcher
 from tests.kernels.linear_jobs import check
@@ -38,6 +38,7 @@ def job(
     gain: bool = True,
     offset: float = 0.0,
     cast_first: bool = False,
+    gated: bool = False,
 ) -> Job:
     """`biases` has a bit for each weight."""
     x = random(*lead, columns, gap=gap)
@@ -52,6 +53,7 @@ def job(
         [random(n, columns, gap=gap) for n in sizes],
         [random(n) if biases >> at & 1 else None for at, n in enumerate(sizes)],
         random(*lead, sizes[0], gap=gap) if residual and len(sizes) == 1 else None,
+        gated,
     )
 
 
@@ -80,9 +82,7 @@ def test_several_rows(prologue, lead, columns, sizes, gap, biases, residual, gai
     several = job(prologue, lead, columns, sizes, gap=gap, biases=biases, residual=residual, gain=gain)
     check(Skinny(16, 32, 1, 2), several)
     check(Skinny(16, 32, 1, 2, parts=3), several)
-    # Also where graphex would not fold: numbers of this size do not overflow.
-    check(Skinny(16, 32, 1, 2, folded=True), several)
-    check(Skinny(16, 16, 1, 2, parts=2, folded=True), several)
+    check(Skinny(16, 16, 1, 2, parts=2), several)
 
 
 @pytest.mark.parametrize("way", GEMVS, ids=lambda way: way.name)
@@ -94,8 +94,21 @@ def test_tiles_for_one_row(way):
 def test_tiles_for_several_rows(rows):
     for way in SKINNIES[16 if rows == 2 else 32 if rows == 17 else 64]:
         check(way, job("silu_mul", (rows,), 300, [70, 20]))
-    for way in FOLDED:
-        check(way, job("silu_mul", (rows,), 256, [70]))
+    for way in GATED_SKINNIES:
+        check(way, job("none", (rows,), 300, [70, 70], gated=True))
+
+
+def test_tiles_of_a_gate_for_one_row():
+    for way in GATED_GEMVS:
+        check(way, job("rms_norm", (1,), 2100, [9, 9], gated=True))
+
+
+@FEW
+@given(st.booleans(), st.sampled_from([(1, 1), (2,), (3, 5), (64,)]), columns, st.integers(1, 40), st.integers(0, 3))
+def test_a_gate_and_what_it_lets_through(normed, lead, columns, size, biases):
+    torch.manual_seed(0)
+    both = job("rms_norm" if normed else "none", lead, columns, [size, size], gap=1, biases=biases, gated=True)
+    check(Gemv(4, 32, 1) if both.rows == 1 else Skinny(16, 32, 1, 2), both)
 
 
 @pytest.mark.parametrize("cast_first", [False, True])
@@ -103,14 +116,13 @@ def test_tiles_for_several_rows(rows):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_norms_of_either_cast_order(cast_first, offset, rows):
     x = job("rms_norm", (rows,), 96, [24], cast_first=cast_first, offset=offset)
-    check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2, folded=True), x)
+    check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2), x)
 
 
-def test_a_norm_is_not_folded_where_it_could_overflow():
+def test_a_norm_of_large_numbers_does_not_overflow():
     huge = job("rms_norm", (3,), 32, [8])
     huge.x.mul_(10000)
     huge.gain.mul_(100)
-    assert not can_fold(huge)
     results = launcher("graphex::rms_norm_linears")(huge.x, huge.gain, 1e-5, 0.0, False, huge.weights, huge.biases)
     assert results[0].isfinite().all()
 

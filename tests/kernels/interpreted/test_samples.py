@@ -17,6 +17,8 @@ DECLINED = {
     "graphex::linears": {ONLY_16_BIT},
     "graphex::rms_norm_linears": {ONLY_16_BIT},
     "graphex::silu_mul_linears": {ONLY_16_BIT},
+    "graphex::gated_linears": {ONLY_16_BIT},
+    "graphex::rms_norm_gated_linears": {ONLY_16_BIT},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
     "npu::npu_quantize": {"scales along a dimension other than the last"},
 }
