@@ -28,7 +28,7 @@ from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 ops = torch.ops.graphex
 
 RULE = "gated_linears"
-_GATED = {
+_GATED: dict[Any, Any] = {
     ops.linears.default: ops.gated_linears.default,
     ops.rms_norm_linears.default: ops.rms_norm_gated_linears.default,
 }
