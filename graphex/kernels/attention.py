@@ -13,11 +13,10 @@ from graphex.kernels.attention_ways import Job, Library, Prepared, Way, tiles, w
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, on_device_of, remember, signature
 from graphex.kernels.linear_ways import compile_only
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
 from graphex.ops.definition import Declined
 
 KIND = "attention"
-MOST_ROWS = 64
-MOST_COLUMNS = 256
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
 _PREPARED: dict[Any, Prepared | Declined] = {}
