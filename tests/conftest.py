@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
-os.environ.setdefault("GRAPHEX_TUNING", "off")  # tests that measure say so, and keep nothing in the user's cache
+os.environ["GRAPHEX_TUNING"] = "off"  # tests that measure say so
+os.environ["GRAPHEX_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "graphex-tests-keep-nothing")
 
 
 @pytest.fixture(autouse=True)

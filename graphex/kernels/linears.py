@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from graphex.kernels.layout import on_device_of, remember, rows_of, signature
 from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, Way, compile_only, likely, padded_rows, ways
@@ -18,6 +19,7 @@ from graphex.ops.definition import Declined
 
 KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
+OLDEST = (8, 0)
 Biases = Sequence[Tensor | None]
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
@@ -27,6 +29,8 @@ def _refusal(job: Job) -> str | None:
     x = job.x
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"x is {x.dtype}: how exactly its products are computed is for the library to say"
+    if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) < OLDEST:
+        return "the device is older than the tensor cores that the kernels are written for"
     if any(t is not None and t.device != x.device for t in job.tensors()):
         return "tensors are on several devices"
     if any(w.dtype != x.dtype for w in job.weights):
@@ -51,12 +55,16 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
         return Declined(refusal), True
     if sum(w.numel() for w in job.weights) < FEW_ELEMENTS:
         return likely(job).prepare(job), True
-    by_name = {way.name: way for way in ways(job)}
-    scratch = Scratch(job)
-    found = {name: scratch.candidate(way) for name, way in by_name.items()}
     text = description(job)
+    found = candidates(job)
     chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
-    return by_name[chosen.name].prepare(job), is_settled(KIND, text)
+    (way,) = (way for way in ways(job) if way.name == chosen.name)
+    return way.prepare(job), is_settled(KIND, text)
+
+
+def candidates(job: Job) -> dict[str, Candidate]:
+    scratch = Scratch(job)
+    return {way.name: scratch.candidate(way) for way in ways(job)}
 
 
 class Scratch:
@@ -106,7 +114,14 @@ def _run(job: Job) -> Any:
             prepared, is_final = _prepare(job)
             if is_final:
                 remember(_PREPARED, key, prepared)
-        return prepared if isinstance(prepared, Declined) else prepared(job)
+        if isinstance(prepared, Declined):
+            return prepared
+        try:
+            return prepared(job)
+        except OutOfResources:  # a default that nobody measured, on a device that has no room for its tile
+            library = Library().prepare(job)
+            remember(_PREPARED, key, library)
+            return library(job)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:

@@ -4,7 +4,8 @@
 
 looks (1) in this process, (2) in the store on disk, (3) among the choices that come with graphex, (4) measures, and
 (5) takes the default for now where it must not measure: while a CUDA graph is captured, without a GPU, with
-GRAPHEX_TUNING=off. `choices()` says what was chosen, how, and by which times; `measured()` how often it was measured.
+GRAPHEX_TUNING=off. GRAPHEX_TUNING=again leaves out (2) and (3). `choices()` says what was chosen, how, and by which
+times; `measured()` how often it was measured.
 
 A measurement is a replay of a CUDA graph of several launches, as the winner will run, on a device that is kept busy.
 The first candidate stays unless another is faster by more than times scatter.
@@ -28,7 +29,7 @@ from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
 SWITCH = "GRAPHEX_TUNING"
-LAUNCHES = 12  # in a graph that is timed
+LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
 MOST_THREADS = 16  # that compile
@@ -74,17 +75,28 @@ class Tuner:
         return (kind, signature) in self._known
 
     def choose(
-        self, kind: str, signature: str, candidates: Sequence[Candidate], default: Candidate, may_measure: bool
+        self,
+        kind: str,
+        signature: str,
+        candidates: Sequence[Candidate],
+        default: Candidate,
+        *,
+        may_measure: bool = True,
+        may_look_up: bool = True,
     ) -> Candidate:
         by_name = {candidate.name: candidate for candidate in candidates}
         with self._lock:
-            choice = self._known.get((kind, signature)) or self._look_up(kind, signature)
+            choice = self._known.get((kind, signature))
+            if choice is None and may_look_up:
+                choice = self._look_up(kind, signature)
             if choice is not None and choice.name in by_name:
                 self._known[kind, signature] = choice
                 return by_name[choice.name]
-            if not may_measure or (choice := self._measured(kind, signature, candidates)) is None:
+            if not may_measure:
                 return default
-            self._known[kind, signature] = choice
+            # What cannot be measured is not tried again and again, but the next process may have more room.
+            unknown = Choice(kind, signature, default.name, "default")
+            choice = self._known[kind, signature] = self._measured(kind, signature, candidates) or unknown
             return by_name[choice.name]
 
     def _look_up(self, kind: str, signature: str) -> Choice | None:
@@ -121,7 +133,10 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
     tuner = _tuner() if torch.cuda.is_available() else None
     chosen = default
     if tuner is not None:
-        chosen = tuner.choose(kind, signature, candidates, default, _may_measure())
+        may_measure = not _is_off() and not torch.cuda.is_current_stream_capturing()
+        chosen = tuner.choose(
+            kind, signature, candidates, default, may_measure=may_measure, may_look_up=_switch() != "again"
+        )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
     else:
@@ -150,12 +165,12 @@ def forget() -> None:
     _defaults.clear()
 
 
+def _switch() -> str:
+    return os.environ.get(SWITCH, "on").lower()
+
+
 def _is_off() -> bool:
-    return os.environ.get(SWITCH, "").lower() in ("off", "0")
-
-
-def _may_measure() -> bool:
-    return not _is_off() and not torch.cuda.is_current_stream_capturing()
+    return _switch() in ("off", "0")
 
 
 def _tuner() -> Tuner:
@@ -179,11 +194,17 @@ def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates at once; one that does not compile says so when it runs."""
     import triton
 
-    waiting = [candidate.compile for candidate in candidates if candidate.compile is not None]
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
         with triton.AsyncCompileMode(threads, ignore_errors=True):
-            for compile in waiting:
-                compile()
+            for candidate in candidates:
+                if candidate.compile is None:
+                    continue
+                try:
+                    candidate.compile()
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception:
+                    pass  # it fails again when it runs, and is reported there
 
 
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
@@ -199,9 +220,9 @@ def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
                 candidate.run()
                 record = partial(_repeat, candidate.run)
                 replays[candidate.name], _ = device.capture(record, pool, "thread_local")
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                    raise torch.OutOfMemoryError(str(error)) from error
                 _say_why_not(candidate, error)
         samples: dict[str, list[float]] = {name: [] for name in replays}
         for round in range(ROUNDS + 1):

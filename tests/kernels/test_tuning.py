@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
+
+from triton.runtime.errors import OutOfResources
 
 from graphex.errors import GraphexWarning
 from graphex.kernels import tuned, tuning, tuning_store
@@ -47,7 +51,7 @@ def tuner(folder: Path, clock: Clock, shipped: dict | None = None, **conditions:
 
 
 def choose(by: Tuner, signature: str = "1x8", may_measure: bool = True) -> str:
-    return by.choose("linears", signature, CANDIDATES, SLOW, may_measure).name
+    return by.choose("linears", signature, CANDIDATES, SLOW, may_measure=may_measure).name
 
 
 def test_the_fastest_is_chosen_and_measured_once(tmp_path):
@@ -67,9 +71,6 @@ def test_the_first_candidate_stays_where_times_scatter(tmp_path):
 
 def test_what_cannot_run_here_is_not_chosen(tmp_path):
     assert choose(tuner(tmp_path, Clock(library=2.0))) == "library"
-    nothing = tuner(tmp_path, Clock())
-    assert choose(nothing, "other") == "slow"
-    assert not nothing.is_settled("linears", "other")
 
 
 def test_the_second_process_measures_nothing(tmp_path):
@@ -91,6 +92,14 @@ def test_other_conditions_are_measured_anew(tmp_path, condition):
     clock = Clock()
     assert choose(tuner(tmp_path, clock)) == "fast"
     assert clock.calls == 0
+
+
+def test_measuring_again_looks_nowhere_and_replaces_what_was_stored(tmp_path):
+    choose(tuner(tmp_path, Clock(fast=1.0)))
+    again = tuner(tmp_path, Clock(library=1.0, fast=2.0), {"linears": {"1x8": {"name": "fast"}}})
+    assert again.choose("linears", "1x8", CANDIDATES, SLOW, may_look_up=False) is LIBRARY
+    assert choose(again) == "library"
+    assert choose(tuner(tmp_path, Clock())) == "library"
 
 
 def test_shipped_choices_need_no_measurement_but_give_way_to_stored_ones(tmp_path):
@@ -116,12 +125,18 @@ def test_a_default_is_not_remembered(tmp_path):
     assert by.is_settled("linears", "1x8")
 
 
-def test_too_little_memory_to_measure_takes_the_default(tmp_path):
-    def measure(candidates: list[Candidate]) -> dict[str, float]:
-        raise torch.OutOfMemoryError("no room")
+def out_of_memory(candidates: list[Candidate]) -> dict[str, float]:
+    raise torch.OutOfMemoryError("no room")
 
-    assert choose(Tuner(Store(CONDITIONS, tmp_path), {}, measure)) == "slow"
-    assert not list(tmp_path.iterdir())
+
+@pytest.mark.parametrize("measure", [out_of_memory, Clock()], ids=["too little memory", "nothing runs"])
+def test_what_cannot_be_measured_is_the_default_in_this_process(tmp_path, measure):
+    by = Tuner(Store(CONDITIONS, tmp_path), {}, measure)
+    assert choose(by) == "slow"
+    assert [(c.name, c.source) for c in by.known()] == [("slow", "default")]
+    assert by.is_settled("linears", "1x8")
+    assert by.measured == 0
+    assert choose(tuner(tmp_path, Clock(fast=1.0))) == "fast"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +226,63 @@ def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tm
     monkeypatch.setattr(tuned, "HERE", package)
     assert tuned.shipped("Some GPU 9") == {"linears": {"1x8": {"name": "fast"}}, "attention": {"2x8": {"name": "slow"}}}
     assert tuned.shipped("Another GPU") == {}
+
+
+class RecordingDevice:
+    """Stands in for a GPU: a replay takes as many seconds as calls were captured in it, times what the calls say."""
+
+    def __init__(self, index: int) -> None:
+        pass
+
+    def pool(self) -> None:
+        return None
+
+    def capture(self, run, pool, error_mode):
+        calls: list[float] = []
+        LOG.append(calls)
+        run()
+        LOG.pop()
+        return SimpleNamespace(replay=lambda: sum(calls), free=lambda: FREED.append(1)), None
+
+    def seconds(self, run) -> float:
+        return run()
+
+
+LOG: list[list[float]] = []
+FREED: list[int] = []
+
+
+def taking(seconds: float) -> Callable[[], None]:
+    return lambda: [calls.append(seconds) for calls in LOG]
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def test_seconds_are_those_of_one_launch_of_what_can_run(monkeypatch):
+    monkeypatch.setattr("graphex.device.cuda.CudaDevice", RecordingDevice)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    FREED.clear()
+    candidates = [
+        Candidate("a", taking(1.0)),
+        Candidate("too large", failing(OutOfResources(2, 1, "shared memory"))),
+        Candidate("b", taking(0.5), failing(ValueError("does not compile"))),
+    ]
+    found = tuning.seconds_on_device(candidates)
+    assert found == pytest.approx({"a": 1.0, "b": 0.5})
+    assert len(FREED) == 2
+    with pytest.warns(GraphexWarning, match="'broken' was not measured: ValueError: why"):
+        assert set(tuning.seconds_on_device([*candidates, Candidate("broken", failing(ValueError("why")))])) == {
+            "a",
+            "b",
+        }
+    with pytest.raises(torch.OutOfMemoryError):
+        tuning.seconds_on_device([*candidates, Candidate("greedy", failing(torch.OutOfMemoryError("no room")))])
+    assert len(FREED) == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from graphex.kernels import linears
 from graphex.kernels.linear_ways import FOLDED, GEMVS, SKINNIES, Gemv, Job, Skinny, can_fold
 from graphex.ops.definition import Declined
 from tests.kernels.compare import launcher
@@ -78,9 +80,9 @@ def test_several_rows(prologue, lead, columns, sizes, gap, biases, residual, gai
     several = job(prologue, lead, columns, sizes, gap=gap, biases=biases, residual=residual, gain=gain)
     check(Skinny(16, 32, 1, 2), several)
     check(Skinny(16, 32, 1, 2, parts=3), several)
-    if can_fold(several):
-        check(Skinny(16, 32, 1, 2, folded=True), several)
-        check(Skinny(16, 16, 1, 2, parts=2, folded=True), several)
+    # Also where graphex would not fold: numbers of this size do not overflow.
+    check(Skinny(16, 32, 1, 2, folded=True), several)
+    check(Skinny(16, 16, 1, 2, parts=2, folded=True), several)
 
 
 @pytest.mark.parametrize("way", GEMVS, ids=lambda way: way.name)
@@ -101,7 +103,7 @@ def test_tiles_for_several_rows(rows):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_norms_of_either_cast_order(cast_first, offset, rows):
     x = job("rms_norm", (rows,), 96, [24], cast_first=cast_first, offset=offset)
-    check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2), x)
+    check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2, folded=True), x)
 
 
 def test_a_norm_is_not_folded_where_it_could_overflow():
@@ -118,6 +120,25 @@ def test_one_row_of_large_numbers_stays_finite():
     huge.x.mul_(10000)
     huge.gain.mul_(50)
     check(Gemv(4, 32, 1), huge)
+
+
+class TooLarge(Gemv):
+    """A tile that no device has room for."""
+
+    def prepare(self, job):
+        def run(job):
+            raise OutOfResources(10**6, 10**5, "shared memory")
+
+        return run
+
+
+def test_a_default_that_the_device_has_no_room_for_gives_way_to_the_library(monkeypatch):
+    monkeypatch.setattr(linears, "likely", lambda job: TooLarge(4, 32, 1))
+    monkeypatch.setattr(linears, "_PREPARED", {})
+    x, weight = random(1, 32), random(8, 32)
+    for _ in range(2):
+        (found,) = launcher("graphex::linears")(x, [weight], [None])
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
 
 
 def test_more_rows_than_the_kernels_take_run_in_the_library():

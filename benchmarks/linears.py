@@ -1,0 +1,155 @@
+"""Linear layers of a decode step: the library's time and each tile's against the memory floor. Needs a GPU.
+
+    PYTHONPATH=. python benchmarks/linears.py [--rows 1,16,64] [--only down] [--keep] [--search]
+
+The shapes are those of Llama-3-8B with 32000 words, bfloat16. Times are microseconds of device time for one call, from
+CUDA graphs of several, over weights that the cache does not hold. `floor` is what the bytes that must be read and
+written take at the measured copy bandwidth. All of it is measured anew; with `--keep` the winners go to the tuning
+store, from which `python -m graphex.kernels.tuned` ships them. `--search` tries many more tiles than graphex does, to
+find which are worth trying; it takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import graphex.ops  # noqa: F401  (defines the ops)
+from benchmarks.measure import copy_bandwidth, machine
+from graphex.kernels import linears, tuning
+from graphex.kernels.linear_ways import Gemv, Job, Library, Skinny, Way, can_fold, likely, padded_rows, ways
+
+DTYPE = torch.bfloat16
+SHAPES = {  # what stands before the layers, the columns, the rows of each weight, whether a residual is added
+    "qkv": ("rms_norm", 4096, (4096, 1024, 1024), False),
+    "o": ("none", 4096, (4096,), True),
+    "gate-up": ("rms_norm", 4096, (14336, 14336), False),
+    "down": ("silu_mul", 14336, (4096,), True),
+    "head": ("rms_norm", 4096, (32000,), False),
+}
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=DTYPE)
+
+
+def job(name: str, rows: int) -> Job:
+    prologue, columns, sizes, residual = SHAPES[name]
+    return Job(
+        prologue,
+        randn(rows, columns),
+        randn(rows, columns) if prologue == "silu_mul" else None,
+        randn(columns) if prologue == "rms_norm" else None,
+        1e-5,
+        0.0,
+        True,
+        [randn(size, columns) / columns**0.5 for size in sizes],
+        [None for _ in sizes],
+        randn(rows, sizes[0]) if residual else None,
+    )
+
+
+def moved(of: Job) -> int:
+    """The bytes that must be read and written."""
+    tensors = [t for t in (*of.tensors(), *of.results()) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def many_ways(of: Job) -> Iterator[Way]:
+    """Every tile that could be any good."""
+    yield Library()
+    if of.rows == 1:
+        for bn, bk, warps, stages in product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (2, 4, 8), (1, 3)):
+            if 16 <= bn * bk // (32 * warps) <= 64:
+                yield Gemv(bn, bk, warps, stages)
+        return
+    bm, folds = padded_rows(of.rows), (False, True) if of.prologue != "none" and can_fold(of) else (False,)
+    for bn, bk, warps, stages in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 6)):
+        bytes_staged = (bn + bm) * bk * 2 * (stages - 1)
+        if not 24 * 1024 <= bytes_staged <= 200 * 1024 or (warps == 8 and bn < 64):
+            continue
+        for folded in folds:
+            yield Skinny(bn, bk, warps, stages, folded=folded)
+            if bn >= 64:
+                yield Skinny(bn, bk, warps, stages, 2, folded)
+
+
+def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:
+    scratch = linears.Scratch(of)
+    return {way.name: scratch.candidate(way) for way in (*ways(of), *(many_ways(of) if search else ()))}
+
+
+def measure(name: str, rows: int, bandwidth: float, search: bool) -> tuple[str, str]:
+    """A line of the table, and a line with the times of all tiles."""
+    of = job(name, rows)
+    found, text = candidates(of, search), linears.description(of)
+    default = likely(of).name
+    best = tuning.choose(linears.KIND, text, list(found.values()), found[default]).name
+    (choice,) = (choice for choice in tuning.choices() if choice.signature == text)
+    us = {way: seconds * 1e6 for way, seconds in choice.seconds.items()}
+    floor = moved(of) / bandwidth * 1e6
+    times = (floor, us["library"], us[default], us[best])
+    line = f"| {name} | {rows} | {' | '.join(f'{t:.1f}' for t in times)} | {us[best] / floor:.2f} | {best} |"
+    return line, f"{name} {rows}: " + ", ".join(f"{way} {us[way]:.1f}" for way in sorted(us, key=lambda way: us[way]))
+
+
+def compile_all(names: list[str], rows: list[int]) -> None:
+    """The kernels of all shapes at once, so that no shape waits for its last one."""
+    found = []
+    for name in names:
+        for count in rows:
+            found += linears.candidates(job(name, count)).values()
+    tuning.compile_all(found)
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,16,64", help="row counts, with commas between them")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--search", action="store_true", help="try many more tiles")
+    parser.add_argument("--keep", action="store_true", help="put the winners into the tuning store")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device")
+        return 1
+    os.environ["GRAPHEX_TUNING"] = "again"
+    if options.search or not options.keep:  # a tile that graphex does not try is no choice
+        os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
+    rows = [int(count) for count in options.rows.split(",")]
+    names = [name for name in SHAPES if options.only in name]
+    started = time.perf_counter()
+    bandwidth = copy_bandwidth()
+    print(f"linear layers, bfloat16. {machine()}. Copy bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    if not options.search:
+        compiling = time.perf_counter()
+        compile_all(names, rows)
+        print(f"compiled in {time.perf_counter() - compiling:.1f} s\n", flush=True)
+    print("| layers | rows | floor us | library us | default us | best us | x floor | best |")
+    print("|---|---|---|---|---|---|---|---|")
+    details = []
+    for name in names:
+        for count in rows:
+            line, detail = measure(name, count, bandwidth, options.search)
+            print(line, flush=True)
+            if options.search:
+                print(f"    {detail}", flush=True)
+            else:
+                details.append(detail)
+    print("", *details, sep="\n")
+    print(f"\n{time.perf_counter() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
