@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from graphex.config import CompilerConfig
 from graphex.ops import has_kernel
-from graphex.ops.attention import MOST_POSITIONS
+from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.lift_attention import Decided, LiftAttention
 from graphex.torch_private.symbolic import guard_or_false
 from graphex.torch_private.tracing import is_transformed
@@ -76,6 +76,7 @@ def attend(
         )
     refusal = _needs_torch(query, key, value, attn_mask) or _does_not_fit(query, key, value, attn_mask, enable_gqa)
     refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask)
+    refusal = refusal or ("" if forced else _beyond_the_kernel(query, key, value))
     with annotate(Decided(call, refusal).as_note()):
         if refusal:
             return scaled_dot_product_attention(
@@ -129,6 +130,16 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         return "key and value do not fit"
     if heads != shared and (not enable_gqa or shared == 0 or heads % shared):
         return "the heads are not grouped"
+    return ""
+
+
+def _beyond_the_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Why the kernel would certainly decline."""
+    rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    if isinstance(rows, int) and rows > MOST_ROWS:
+        return f"{rows} queries share a head of the keys: the kernel takes {MOST_ROWS}"
+    if (widest := max(query.shape[3], value.shape[3])) > MOST_COLUMNS:
+        return f"heads of {widest} are wider than the {MOST_COLUMNS} that the kernel takes"
     return ""
 
 

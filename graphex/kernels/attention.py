@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from graphex.kernels.attention_ways import Job, Library, Prepared, Way, tiles, ways
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, on_device_of, remember, signature
 from graphex.kernels.linear_ways import compile_only
+from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
 from graphex.ops.definition import Declined
 
 KIND = "attention"
-MOST_ROWS = 64
-MOST_COLUMNS = 256
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
 _PREPARED: dict[Any, Prepared | Declined] = {}
@@ -28,6 +29,8 @@ def _refusal(job: Job) -> str | None:
     query, key, value, mask = job[:4]
     if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
         return "query, key and value are not float16, bfloat16 or float32"
+    if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < OLDEST:
+        return "the device is older than the tensor cores that the kernel is written for"
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in FLOATS:
         return f"the mask is {mask.dtype}"
     if any(each is not None and each.device != query.device for each in (key, value, mask)):
@@ -151,4 +154,11 @@ def attention(
             prepared, is_final = _prepare(job)
             if is_final:
                 remember(_PREPARED, call, prepared)
-        return prepared if isinstance(prepared, Declined) else prepared(job)
+        if isinstance(prepared, Declined):
+            return prepared
+        try:
+            return prepared(job)
+        except OutOfResources:  # a default that nobody measured, on a device that has no room for its tile
+            library = Library().prepare(job)
+            remember(_PREPARED, call, library)
+            return library(job)

@@ -11,6 +11,8 @@ from graphex.ops.norms import wide_dtype
 from graphex.torch_private.checks import require
 
 MOST_POSITIONS = 16  # of a query: what a decode step has, with some guessed tokens; beyond, torch's kernels are as good
+MOST_ROWS = 64  # queries that share a head of the keys, for the kernel
+MOST_COLUMNS = 256
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> None:

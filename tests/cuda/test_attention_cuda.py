@@ -57,7 +57,7 @@ def test_random_calls(seed):
     assert sum(declined().values()) == before
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 2048), (16, 2048), (64, 512), (1, 100_000), (3, 4099)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 2048), (16, 2048), (64, 512), (1, 30_000), (3, 4099)])
 @pytest.mark.parametrize("mask", ["none", "prefix"])
 @torch.no_grad()
 def test_every_way_of_a_decode_step(batch, length, mask):

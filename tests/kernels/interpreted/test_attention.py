@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import attention
 from graphex.kernels.attention import _allowing, _copied, description
@@ -149,6 +150,17 @@ def test_positions_that_are_too_far_apart_are_declined():
     found = launcher("graphex::attention")(*of._replace(key=far))
     assert isinstance(found, Declined)
     assert "far apart" in found.reason
+
+
+def test_a_tile_that_the_device_has_no_room_for_gives_way_to_the_library(monkeypatch):
+    def no_room(*_):
+        raise OutOfResources(300_000, 100_000, "shared memory")
+
+    monkeypatch.setattr(attention, "_PREPARED", {})
+    monkeypatch.setattr(attention, "_prepare", lambda of: (no_room, True))
+    of = job(length=33)
+    for _ in range(2):
+        assert_right(of, launcher("graphex::attention")(*of))
 
 
 def test_no_queries():
