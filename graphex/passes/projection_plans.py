@@ -154,16 +154,15 @@ class Planner:
         return None if refused else node
 
     def _is_used_elsewhere(self, node: Node, y: Node, group: list[Linear]) -> Refusal | None:
-        own = {linear.node for linear in group}
-        if (
-            other := next((user for user in node.users if y is not node and user is not y and user.users), None)
-        ) is not None:
-            return Refusal(f"the norm's rstd, '{other.name}', is used too", node)
+        own, first = {linear.node for linear in group}, group[0].node
+        for part in node.users if node is not y else ():
+            if part is not y and part.users:
+                return Refusal(f"the norm's rstd, '{part.name}', is used too", node)
         if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
             return Refusal(f"the result of '{node.name}' is also {used_by(stranger)}", node)
-        if where(node) != where(group[0].node):
-            return Refusal(elsewhere(node, group[0].node), node)
-        if any(each.meta["val"].dtype != y.meta["val"].dtype for each in node.all_input_nodes[:1]):
+        if where(node) != where(first):
+            return Refusal(elsewhere(node, first), node)
+        if node.all_input_nodes[0].meta["val"].dtype != y.meta["val"].dtype:
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
 
@@ -190,7 +189,7 @@ class Planner:
         if plan.before is not None and plan.before.target is ops.rms_norm.default:
             return Refusal("a layer that a norm is folded into takes no residual", add)
         if len(found.result.users) > 1 or len(linear.node.users) > 1:
-            users = [user for each in {found.result, linear.node} for user in each.users]
+            users = [user for each in (found.result, linear.node) for user in each.users]
             stranger = next(user for user in users if user not in (add, found.result))
             return Refusal(f"the result of '{linear.node.name}' is also {used_by(stranger)}", add)
         if not known_equal(tuple(other.shape), tuple(result.shape)):

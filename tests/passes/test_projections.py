@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import graphex
@@ -309,3 +312,46 @@ def test_a_rule_of_the_users_comes_first() -> None:
     assert [(each.matches, each.candidates) for each in folded.journal.rules if each.rule == "clamped"] == [(1, 1)]
     assert sorted(folded.ops) == ["linears", "mm"]
     assert folded.reasons(LINEARS) == ["your rule 'clamped' takes it"]
+
+
+# -- graphs that are compiled, not run ---------------------------------------------------------------------------------
+
+
+def journal_of(function: Any, *inputs: Tensor) -> graphex.Journal:
+    return graphex.journal(graphex.compile_fx(make_fx(function)(*inputs)))
+
+
+def tried(journal: graphex.Journal) -> list[tuple[str, int, int]]:
+    folds = [record for record in journal.rules if record.pass_name == "fold_projections"]
+    return [(record.rule, record.matches, record.candidates) for record in folds]
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, w: linear(x, w), lambda x, w: x @ w.t(), lambda x, w: linear(x, w, w[:, 0])]
+)
+def test_layers_that_are_not_taken_apart_are_taken_too(function: Any) -> None:
+    x, (w,) = half(2, 3, WIDTH), weights(KV)
+    traced = make_fx(function, tracing_mode="fake", pre_dispatch=True)(x, w)
+    assert {torch.ops.aten.linear.default, torch.ops.aten.matmul.default} & {each.target for each in traced.graph.nodes}
+    run = graphex.compile_fx(traced, options={"lift_idioms": "always"})
+    assert tried(graphex.journal(run)) == [(LINEARS, 1, 1)]
+    torch.testing.assert_close(run(x, w), function(x, w), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (Linux)")
+def test_a_device_with_kernels_is_enough() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        given = qkv(2, 1, WIDTH)
+    journal = journal_of(lambda x, gain, w: linear(ops.rms_norm(x, gain, 1e-6)[0], w), *given[:3])
+    assert tried(journal) == [(LINEARS, 1, 1), (NORM, 1, 1)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (Linux)")
+def test_a_layer_on_the_host_stays_beside_one_on_the_device() -> None:
+    with FakeTensorMode():
+        given = [torch.empty(4, WIDTH, device=where, dtype=torch.float16) for where in ("cuda", "cuda", "cpu", "cpu")]
+    with pytest.warns(graphex.GraphexWarning):  # such a graph cannot be captured
+        journal = journal_of(lambda a, b, c, d: (linear(a, b), linear(c, d)), *given)
+    assert tried(journal) == [(LINEARS, 1, 2)]
+    (refusal,) = (refusal for refusal in journal.refusals if refusal.rule == LINEARS)
+    assert refusal.reason == "'graphex::linears' has no kernel on cpu"

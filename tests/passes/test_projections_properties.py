@@ -93,7 +93,7 @@ a_step = st.tuples(st.sampled_from(sorted(STEPS)), *(st.integers(0, 12) for _ in
 folds = 0
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(a_step, min_size=1, max_size=9), st.lists(st.integers(0, 12), max_size=2), st.booleans())
 def check(made: list[Step], returned: list[int], dynamic: bool) -> None:
     global folds
