@@ -257,4 +257,10 @@ def _kernels_of(event: Any) -> Iterator[Kernel]:
 
 def _short(kernel: str) -> str:
     """A name that fits into a table: without its template arguments."""
-    return kernel.replace("void ", "").split("<")[0].split("(")[0].replace("|", "/")[:60]
+    return (
+        kernel.replace("void ", "")
+        .replace("(anonymous namespace)::", "")
+        .split("<")[0]
+        .split("(")[0]
+        .replace("|", "/")[:60]
+    )

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import linears, tuning
-from graphex.kernels.linear_ways import Gemv, Job, Library, Skinny, Way, can_fold, likely, padded_rows, ways
+from graphex.kernels.linear_ways import Gemv, Job, Library, Skinny, Way, likely, padded_rows, ways
 
 DTYPE = torch.bfloat16
 SHAPES = {  # what stands before the layers, the columns, the rows of each weight, whether a residual is added
@@ -76,15 +76,14 @@ def many_ways(of: Job) -> Iterator[Way]:
             if 16 <= bn * bk // (32 * warps) <= 64:
                 yield Gemv(bn, bk, warps, stages)
         return
-    bm, folds = padded_rows(of.rows), (False, True) if of.prologue != "none" and can_fold(of) else (False,)
+    bm = padded_rows(of.rows)
     for bn, bk, warps, stages in product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 6)):
         bytes_staged = (bn + bm) * bk * 2 * (stages - 1)
         if not 24 * 1024 <= bytes_staged <= 200 * 1024 or (warps == 8 and bn < 64):
             continue
-        for folded in folds:
-            yield Skinny(bn, bk, warps, stages, folded=folded)
-            if bn >= 64:
-                yield Skinny(bn, bk, warps, stages, 2, folded)
+        yield Skinny(bn, bk, warps, stages)
+        if bn >= 64 and not of.gated:
+            yield Skinny(bn, bk, warps, stages, 2)
 
 
 def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:

@@ -135,6 +135,8 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 def _beyond_the_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Why the kernel would certainly decline."""
+    if query.is_cuda and query.dtype == torch.float32:
+        return "query, key and value are float32, which the kernel leaves to torch"
     rows = query.shape[2] * (query.shape[1] // key.shape[1])
     if isinstance(rows, int) and rows > MOST_ROWS:
         return f"{rows} queries share a head of the keys: the kernel takes {MOST_ROWS}"

@@ -29,6 +29,8 @@ def _refusal(job: Job) -> str | None:
     query, key, value, mask = job[:4]
     if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
         return "query, key and value are not float16, bfloat16 or float32"
+    if query.is_cuda and query.dtype == torch.float32:
+        return "float32: the device's exponential is not as exact as that of PyTorch's kernels"
     if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < OLDEST:
         return "the device is older than the tensor cores that the kernel is written for"
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in FLOATS:

@@ -1,4 +1,4 @@
-"""Models of `transformers` decode 64 tokens on the GPU in bfloat16: eager's tokens up to near-ties, by replay."""
+"""Models of `transformers` decode 64 tokens on the GPU in bfloat16: eager's tokens up to near-ties."""
 
 from __future__ import annotations
 
@@ -20,4 +20,6 @@ def test_tokens_are_eagers_up_to_a_near_tie(name):
     assert decided > TOKENS // 2, "nearly every token is a near-tie: nothing was compared"
     assert lifted(journal) == wanted(name, config)
     assert not journal.fallbacks
-    assert sum(journal.counts[graph.graph]["replays"] for graph in journal.graphs) > TOKENS // 2
+    replays = sum(journal.counts[graph.graph]["replays"] for graph in journal.graphs)
+    # A sliding cache counts its tokens on the host and hands the number to kernels: every step is another graph.
+    assert replays > TOKENS // 2 if getattr(config, "sliding_window", None) is None else replays == 0
