@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -147,7 +148,7 @@ def recorded(step: Step) -> list[Op]:
         step.run(run)
         synchronize()
     _time(recorder.ops, seen)
-    _put_in_order(recorder.ops, [kernel.name for kernel in _launched(seen)])
+    put_in_order(recorder.ops, [kernel.name for kernel in _launched(seen)])
     on_device = step.caches[0].is_cuda
     return [op for op in recorder.ops if (op.kernels if on_device else op.moved)]
 
@@ -163,13 +164,16 @@ def _time(ops: list[Op], seen: torch.profiler.profile) -> None:
             op.seconds = sum(kernel.seconds for kernel in kernels) if kernels else event.cpu_time_total / 1e6
 
 
-def _put_in_order(ops: list[Op], launched: list[str]) -> None:
+def put_in_order(ops: list[Op], launched: list[str]) -> None:
     """An op's kernels as they ran: the profile has those that it launched itself before those of the ops it calls."""
-    if len(launched) != sum(len(op.kernels) for op in ops):
-        return
-    names = iter(launched)
-    for op in ops:
-        op.kernels = [next(names) for _ in op.kernels]
+    at = 0
+    for op in (op for op in ops if op.kernels):
+        wanted, count = Counter(op.kernels), len(op.kernels)
+        for begin in range(at, len(launched) - count + 1):
+            if Counter(launched[begin : begin + count]) == wanted:
+                at = begin + count
+                op.kernels = launched[begin:at]
+                break
 
 
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:

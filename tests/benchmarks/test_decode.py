@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import decode, decode_stock, prefill, replay
-from benchmarks.decode_profile import Kernel, Op, assign, moved_by, profile
+from benchmarks.decode_profile import Kernel, Op, assign, moved_by, profile, put_in_order
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting, build, error, in_float32, step_of
 from benchmarks.rows import Row, Store, here
@@ -236,6 +236,12 @@ def test_an_op_must_move_what_it_reads_and_writes() -> None:
     assert moved_by("aten.index_copy_.default", [cache, token], [cache], [cache]) == 2 * 4 * 16
     assert moved_by("aten.embedding.default", [cache, torch.zeros(2)], [token], []) == 2 * 4 * 16
     assert moved_by("aten.add.Tensor", [x, torch.empty(1, 8).expand(2, 8)], [token], []) == 4 * (16 + 8 + 16)
+
+
+def test_the_kernels_of_an_op_are_put_into_the_order_in_which_they_ran() -> None:
+    ops = [Op("a", "", 1, ["product", "norm"]), Op("view", "", 0), Op("b", "", 1, ["join", "product"])]
+    put_in_order(ops, ["norm", "product", "copy", "product", "join"])
+    assert [op.kernels for op in ops] == [["norm", "product"], [], ["product", "join"]]
 
 
 def test_ops_get_the_times_of_the_replay_and_other_kernels_a_line_of_their_own() -> None:
