@@ -3,9 +3,9 @@
     python benchmarks/fusion_compile.py
 
 Seconds are those the journal gives for the fusion pass: fused, the sites doubled (to see the growth), and with rules
-that find all their ops in the graph and never the pattern. They are wall time, the best of five compilations each, taken
-in turns, so that what else the machine does for a while does not fall on one row. The first compilation traces the
-search functions, once for the process; the best is a later one.
+that find all their ops in the graph and never the pattern. They are wall time, the best of five compilations each: a
+machine does other things too. The first compilation traces the search functions, once for the process; the best is a
+later one.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ def main() -> int:
     torch.set_num_threads(1)
     print(f"cost of matching. {machine()}\n\n| rules | nodes | matches | seconds | ms a match |\n|---|---|---|---|---|")
     tried = cases()
-    for _ in range(ROUNDS):
-        for case in tried:
-            case.compile()
     for case in tried:
+        for _ in range(ROUNDS):
+            case.compile()
         each = f"{case.milliseconds_a_match:.2f}" if case.matches else ""
         print(f"| {case.title} | {case.nodes} | {case.matches} | {case.seconds:.3f} | {each} |")
     missed = [case.missed for case in tried if case.missed]

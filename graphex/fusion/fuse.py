@@ -7,7 +7,9 @@ how far the match came and why it ended: the reasons are the matcher's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -45,11 +47,26 @@ class Outcome:
 
 def apply_rules(work: Work, rules: Iterable[Rule]) -> None:
     """Apply rules to a graph until none applies any more, and report."""
-    fusion = Fusion(work, rules)
-    if all(fusion.sweep() for _ in range(_MOST_SWEEPS)):
-        remark = f"rules still applied after {_MOST_SWEEPS} rounds; two of them undo each other"
-        work.note(lambda graph, name: RuleTried(graph, name, "", 0, 0, remark))
-    fusion.report()
+    with _collector_paused():
+        fusion = Fusion(work, rules)
+        if all(fusion.sweep() for _ in range(_MOST_SWEEPS)):
+            remark = f"rules still applied after {_MOST_SWEEPS} rounds; two of them undo each other"
+            work.note(lambda graph, name: RuleTried(graph, name, "", 0, 0, remark))
+        fusion.report()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Leave garbage for later. What rules make stays, and a full collection of all that tracing has left behind takes
+    longer than hundreds of matches.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Fusion:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import operator
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -506,6 +507,24 @@ def test_a_search_function_that_cannot_be_traced_is_an_error():
 
     with pytest.raises(graphex.RuleError, match="cannot be traced"):
         graphex.replacement(search, search, (torch.empty(2),))
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["collecting", "not collecting"])
+@pytest.mark.parametrize("raises", [False, True], ids=["fused", "raised"])
+def test_the_garbage_collector_is_left_as_it_was(enabled, raises):
+    def check(match):
+        if raises:
+            raise ValueError("no")
+        return True
+
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(graphex.RuleError) if raises else nullcontext():
+            Fused(add_norm, *norm_inputs(), fusion_rules=[norm_rule(extra_check=check)])
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_a_check_that_raises_stops_compilation_with_its_name():

@@ -21,7 +21,7 @@ def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) ->
     assert sentences[0].endswith("counted from the final graph.")
     assert "5 of 5 RMSNorm sites fused." in sentences
     assert any(text.startswith("All 4 input updates are written in place") for text in sentences)
-    assert len(chrome.texts(".timeline .pass")) == 11
+    assert len(chrome.texts(".timeline .pass")) == 13
 
 
 def test_from_a_fused_node_to_its_origins_and_its_source(chrome: Browser, llama_page: Path) -> None:
@@ -69,7 +69,7 @@ def test_hits_of_a_search_are_seen_in_the_drawing_also_in_closed_modules(chrome:
 
 def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama_page: Path) -> None:
     chrome.open(llama_page)
-    chrome.click('.pass[data-pass="3"]')
+    chrome.click('.pass[data-pass="4"]')
     assert chrome.run("return document.getElementById('steps').selectedOptions[0].text").startswith(
         "lift · lift_idioms"
     )
@@ -89,16 +89,16 @@ def test_a_pass_is_shown_before_after_and_as_a_difference(chrome: Browser, llama
         "return document.getElementById('steps').selectedOptions[0].text"
     )
     chrome.press("[", "[")
-    assert "remove_dead_code" in chrome.run("return document.getElementById('steps').selectedOptions[0].text")
+    assert "lift_attention" in chrome.run("return document.getElementById('steps').selectedOptions[0].text")
 
 
 def test_effects_have_colours_of_their_own(chrome: Browser, llama_page: Path) -> None:
-    chrome.open(llama_page, "tab=graph&step=6&mode=diff&node=add_rms_norm_default")
+    chrome.open(llama_page, "tab=graph&step=8&mode=diff&node=add_rms_norm_default")
     fused = chrome.drawn_colour("add_rms_norm_default")
-    chrome.open(llama_page, "tab=graph&step=8&mode=diff&node=index_copy")
+    chrome.open(llama_page, "tab=graph&step=10&mode=diff&node=index_copy")
     in_place = chrome.drawn_colour("index_copy")
-    chrome.open(llama_page, "tab=graph&step=5&mode=diff&node=scalar_tensor_2")
-    assert len({fused, in_place, chrome.drawn_colour("scalar_tensor_2")}) == 3
+    chrome.open(llama_page, "tab=graph&step=6&mode=diff&node=le_1")
+    assert len({fused, in_place, chrome.drawn_colour("le_1")}) == 3
 
 
 def test_near_misses_and_certificates_lead_to_their_nodes(chrome: Browser, llama_page: Path) -> None:
