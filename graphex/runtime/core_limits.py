@@ -15,13 +15,12 @@ PART = "graphex_part"  # on a node: the number of cores it is kept to
 def set_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, device: Device) -> bool:
     """Note on limited nodes the part of the device that is theirs. True if there is any such part."""
     refused: dict[Cores, Node] = {}
-    whole = device.cores()
     found = False
     for node in gm.graph.nodes:
         limit = (node.meta.get("custom") or {}).get(CORES)
         if limit is None:
             continue
-        part = device.part(Cores(*limit))
+        part, whole = device.part(Cores(*limit)), device.cores()
         if part is None:
             refused.setdefault(Cores(*limit), node)
         elif whole is None or part < whole.aicore:

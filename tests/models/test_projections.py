@@ -55,8 +55,9 @@ def test_a_decode_step_of_transformers(name: str) -> None:
     assert sum(record.rule == "rotary_qkv_write" for record in journal.rewrites) == layers
     left = Counter(seen.targets)
     assert not {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & left.keys()
-    assert left[ops.rms_norm_linears.default] == 2 * layers + 1
-    assert [record for record in journal.refusals if record.pass_name == "fold_projections"] == []
+    assert left[ops.rms_norm_linears.default] == layers + 1
+    assert left[ops.rms_norm_gated_linears.default] == layers
+    assert [record for record in journal.refusals if record.pass_name in ("fold_projections", "fold_gates")] == []
     assert {verdict.status for verdict in journal.verifications} == {"equal"}
 
 
