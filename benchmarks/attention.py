@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels.attention import Scratch
+from graphex.kernels.attention import ColdCaches
 from graphex.kernels.attention_ways import Job, ways
 from graphex.kernels.tuning import Candidate, seconds_on_device
 
@@ -33,18 +33,17 @@ def job(name: str, batch: int, length: int) -> Job:
     return Job(query, key, value, mask, width**-0.5, False, 0.0)
 
 
-class HalfFull(Scratch):
+class HalfFull(ColdCaches):
     """The same caches with a mask that allows the first half of them."""
 
-    def _next(self) -> Job:
-        is_first = self._jobs is None
-        of = super()._next()
-        if is_first and of.mask is not None:  # the jobs share their mask
-            of.mask[..., of.mask.shape[-1] // 2 :] = False
-        return of
+    def jobs(self, job: Job) -> list[Job]:
+        found = super().jobs(job)
+        if (mask := found[0].mask) is not None:  # the jobs share it
+            mask[..., mask.shape[-1] // 2 :] = False
+        return found
 
 
-def measured(of: Job, scratch: Scratch, length: int) -> dict[str, float]:
+def measured(of: Job, scratch: ColdCaches, length: int) -> dict[str, float]:
     candidates: list[Candidate] = [scratch.candidate(way) for way in ways(of, length)]
     return seconds_on_device(candidates)
 
@@ -61,7 +60,7 @@ def main() -> None:
         for batch in options.batch:
             of = job(name, batch, options.length)
             floor = 2 * of.key.numel() * of.key.element_size() / bandwidth
-            full, half = (measured(of, kind(of), options.length) for kind in (Scratch, HalfFull))
+            full, half = (measured(of, kind(of), options.length) for kind in (ColdCaches, HalfFull))
             print(f"\n{name} {HEADS[name]}, batch {batch}, {options.length} positions: floor {floor * 1e6:.1f} us")
             for way, seconds in sorted(full.items(), key=lambda item: item[1]):
                 print(

@@ -87,7 +87,7 @@ def many_ways(of: Job) -> Iterator[Way]:
 
 
 def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:
-    scratch = linears.Scratch(of)
+    scratch = linears.ColdWeights(of)
     return {way.name: scratch.candidate(way) for way in (*ways(of), *(many_ways(of) if search else ()))}
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphex.analysis.plan import StreamPlan
+from graphex.collector import collector_paused
 from graphex.device.base import Cores, Device, Replay
 from graphex.device.cuda_lanes import CudaLanes
 from graphex.device.lanes import Lanes
@@ -61,7 +60,7 @@ class CudaDevice(Device):
 
     def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
         graph = torch.cuda.CUDAGraph()
-        with _one_at_a_time, torch.cuda.device(self._device), _quiet():
+        with _one_at_a_time, torch.cuda.device(self._device), collector_paused():  # what it frees may call the device
             try:
                 torch.cuda.synchronize()
                 result = self._record(graph, run, pool, error_mode)
@@ -191,15 +190,3 @@ def _free_what_waits(device: torch.device) -> None:
             _waiting_to_be_freed.pop().reset()
     finally:
         _one_at_a_time.release()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No garbage collection in between: what it frees may call the device."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

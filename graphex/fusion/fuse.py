@@ -7,9 +7,7 @@ how far the match came and why it ended: the reasons are the matcher's own.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +16,7 @@ from torch.fx import Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
+from graphex.collector import collector_paused
 from graphex.fusion.calls import op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.rules import Rule
@@ -47,26 +46,13 @@ class Outcome:
 
 def apply_rules(work: Work, rules: Iterable[Rule]) -> None:
     """Apply rules to a graph until none applies any more, and report."""
-    with _collector_paused():
+    # What rules make stays, and a full collection of all that tracing has left takes longer than hundreds of matches.
+    with collector_paused():
         fusion = Fusion(work, rules)
         if all(fusion.sweep() for _ in range(_MOST_SWEEPS)):
             remark = f"rules still applied after {_MOST_SWEEPS} rounds; two of them undo each other"
             work.note(lambda graph, name: RuleTried(graph, name, "", 0, 0, remark))
         fusion.report()
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Leave garbage for later. What rules make stays, and a full collection of all that tracing has left behind takes
-    longer than hundreds of matches.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Fusion:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from graphex.kernels.attention_ways import Job, Library, Prepared, Way, tiles, ways
+from graphex.kernels.attention_ways import Job, Library, Prepared, tiles, ways
+from graphex.kernels.launching import Scratch
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, on_device_of, remember, signature
-from graphex.kernels.linear_ways import compile_only
 from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
@@ -68,35 +66,17 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
 
 
 def candidates(job: Job, length: int) -> dict[str, Candidate]:
-    scratch = Scratch(job)
+    scratch = ColdCaches(job)
     return {way.name: scratch.candidate(way) for way in ways(job, length)}
 
 
-class Scratch:
-    """The job with keys and values that the device's cache does not hold, its own and copies of them in turn.
+class ColdCaches(Scratch[Job]):
+    """Its mask allows everything: the next calls may have more to attend to than this one, and the way is for all."""
 
-    Its mask allows everything: the next calls may have more to attend to than this one, and the way is for all.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._jobs: Iterator[Job] | None = None
-
-    def candidate(self, way: Way) -> Candidate:
-        prepared = way.prepare(self._job)
-        return Candidate(
-            way.name,
-            lambda: prepared(self._next()),
-            None if isinstance(way, Library) else lambda: prepared(self._job, compile_only),
-        )
-
-    def _next(self) -> Job:
-        if self._jobs is None:
-            job = self._job._replace(mask=_allowing(self._job.mask))
-            copies = cold_copies(2 * job.key.numel() * job.key.element_size()) - 1
-            others = [job._replace(key=_copied(job.key), value=_copied(job.value)) for _ in range(copies)]
-            self._jobs = cycle([job, *others])
-        return next(self._jobs)
+    def jobs(self, job: Job) -> list[Job]:
+        job = job._replace(mask=allowing(job.mask))
+        copies = cold_copies(2 * job.key.numel() * job.key.element_size()) - 1
+        return [job, *(job._replace(key=_copied(job.key), value=_copied(job.value)) for _ in range(copies))]
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -106,7 +86,7 @@ def _copied(x: Tensor) -> Tensor:
     return copy.expand(x.shape)
 
 
-def _allowing(mask: Tensor | None) -> Tensor | None:
+def allowing(mask: Tensor | None) -> Tensor | None:
     """A mask of the same layout that forbids nothing."""
     if mask is None:
         return None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
+from graphex.kernels.launching import LIBRARY, Start, launch
 from graphex.kernels.layout import blocks_of, next_power_of_2
-from graphex.kernels.linear_ways import Start, launch
 from graphex.ops.attention import attention as by_library
 from graphex.ops.attention import result_like
 
@@ -89,7 +89,7 @@ class Way(Protocol):
 class Library:
     """What the op is without a kernel."""
 
-    name: str = "library"
+    name: str = LIBRARY
 
     def prepare(self, job: Job) -> Prepared:
         def run(job: Job, start: Start = launch) -> Tensor:

@@ -5,14 +5,15 @@ A way prepares itself for tensors of certain shapes and strides, which gives a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from graphex.kernels.gemv_kernel import gemv_kernel
+from graphex.kernels.launching import LIBRARY, Start, launch
 from graphex.kernels.layout import Rows, blocks_of, rows_of
 from graphex.kernels.skinny_kernel import combine_kernel, skinny_kernel
 from graphex.ops import linears as reference
@@ -20,8 +21,6 @@ from graphex.ops import linears as reference
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
 ROWS_ADDED = 8  # by one program, where partial sums are added
-
-Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,6 @@ class Job:
         return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in made]
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel[grid](*arguments, **constants)
-
-
-def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel.warmup(*arguments, grid=grid, **constants)
-
-
 class Prepared(Protocol):
     def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
 
@@ -91,7 +82,7 @@ def _plain(job: Job, x: Tensor) -> Job:
 class Library:
     """The kernels of the norms and activations, then cuBLAS."""
 
-    name: str = "library"
+    name: str = LIBRARY
 
     def prepare(self, job: Job) -> Prepared:
         return _library

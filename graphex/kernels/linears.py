@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from graphex.kernels.launching import Scratch
 from graphex.kernels.layout import on_device_of, remember, rows_of, signature
-from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, Way, compile_only, likely, padded_rows, ways
+from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, likely, padded_rows, ways
 from graphex.kernels.quant_options import is_column_vector
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.definition import Declined
@@ -63,31 +63,14 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
 
 
 def candidates(job: Job) -> dict[str, Candidate]:
-    scratch = Scratch(job)
+    scratch = ColdWeights(job)
     return {way.name: scratch.candidate(way) for way in ways(job)}
 
 
-class Scratch:
-    """The job on weights that the device's cache does not hold: the job's own and copies of them, in turn."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._jobs: Iterator[Job] | None = None
-
-    def candidate(self, way: Way) -> Candidate:
-        prepared = way.prepare(self._job)
-        return Candidate(
-            way.name,
-            lambda: prepared(self._next()),
-            None if isinstance(way, Library) else lambda: prepared(self._job, compile_only),
-        )
-
-    def _next(self) -> Job:
-        if self._jobs is None:
-            weights = self._job.weights
-            copies = cold_copies(sum(w.numel() * w.element_size() for w in weights)) - 1
-            self._jobs = cycle([self._job, *(replace(self._job, weights=_copied(weights)) for _ in range(copies))])
-        return next(self._jobs)
+class ColdWeights(Scratch[Job]):
+    def jobs(self, job: Job) -> list[Job]:
+        copies = cold_copies(sum(w.numel() * w.element_size() for w in job.weights)) - 1
+        return [job, *(replace(job, weights=_copied(job.weights)) for _ in range(copies))]
 
 
 def _copied(weights: Sequence[Tensor]) -> list[Tensor]:

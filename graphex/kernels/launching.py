@@ -1,0 +1,56 @@
+"""What the kernels with several ways share: how a way is started, and what it is started on to be measured."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, Generic, Protocol, TypeVar
+
+from graphex.kernels.tuning import Candidate
+
+Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+Job = TypeVar("Job")
+
+LIBRARY = "library"  # the way that has no kernels of ours to compile
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel.warmup(*arguments, grid=grid, **constants)
+
+
+class AnyWay(Protocol):
+    """A way to do a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, job: Any) -> Callable[..., Any]: ...
+
+
+class Scratch(ABC, Generic[Job]):
+    """A job to measure ways on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._jobs: Iterator[Job] | None = None
+
+    @abstractmethod
+    def jobs(self, job: Job) -> list[Job]:
+        """The jobs to go round."""
+
+    def candidate(self, way: AnyWay) -> Candidate:
+        prepared = way.prepare(self._job)
+        is_ours = way.name != LIBRARY
+        return Candidate(
+            way.name, lambda: prepared(self._next()), (lambda: prepared(self._job, compile_only)) if is_ours else None
+        )
+
+    def _next(self) -> Job:
+        if self._jobs is None:
+            self._jobs = cycle(self.jobs(self._job))
+        return next(self._jobs)
