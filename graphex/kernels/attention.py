@@ -76,10 +76,10 @@ class ColdCaches(Scratch[Job]):
     def jobs(self, job: Job) -> list[Job]:
         job = job._replace(mask=allowing(job.mask))
         copies = cold_copies(2 * job.key.numel() * job.key.element_size()) - 1
-        return [job, *(job._replace(key=_copied(job.key), value=_copied(job.value)) for _ in range(copies))]
+        return [job, *(job._replace(key=copied(job.key), value=copied(job.value)) for _ in range(copies))]
 
 
-def _copied(x: Tensor) -> Tensor:
+def copied(x: Tensor) -> Tensor:
     """With its strides, which a launch depends on; what is broadcast is copied once."""
     once = _once(x)
     copy = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
@@ -90,7 +90,7 @@ def allowing(mask: Tensor | None) -> Tensor | None:
     """A mask of the same layout that forbids nothing."""
     if mask is None:
         return None
-    copy = _copied(mask)
+    copy = copied(mask)
     _once(copy).fill_(mask.dtype == torch.bool)
     return copy
 

@@ -178,7 +178,8 @@ def attention_kernel(
         place = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + split
         place = place * (positions * GROUP) + row
         at = place[:, None] * VALUE_WIDTH + value_column[None, :]
-        tl.store(sums + at, weighted, mask=stored & (start < end))
+        any_keys = (row * 0 + start) < end  # one for each row: not every interpreter joins a mask and a single number
+        tl.store(sums + at, weighted, mask=stored & any_keys[:, None])
         everybody = tl.num_programs(2).to(tl.int64) * tl.num_programs(1) * tl.num_programs(0) * (positions * GROUP)
         scales = sums + everybody * VALUE_WIDTH + place * 2
         tl.store(scales, largest, mask=row_ok)

@@ -88,16 +88,24 @@ def test_the_result_is_laid_out_for_the_projection_that_follows():
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (Linux)")
 @pytest.mark.parametrize(
-    ("device", "shared", "width", "times"),
-    [("cuda", 4, 16, 1), ("cpu", 4, 16, 0), ("cuda", 4, 512, 0), ("cuda", 1, 16, 0)],
-    ids=["cuda", "cpu", "wide", "rows"],
+    ("device", "shared", "width", "dtype", "times"),
+    [
+        ("cuda", 4, 16, torch.bfloat16, 1),
+        ("cuda", 4, 16, torch.float16, 1),
+        ("cuda", 4, 16, torch.float32, 0),
+        ("cpu", 4, 16, torch.bfloat16, 0),
+        ("cuda", 4, 512, torch.bfloat16, 0),
+        ("cuda", 1, 16, torch.bfloat16, 0),
+    ],
+    ids=["bfloat16", "float16", "float32", "cpu", "wide", "rows"],
 )
-def test_it_is_lifted_where_there_is_a_kernel(device, shared, width, times):
+def test_it_is_lifted_where_there_is_a_kernel(device, shared, width, dtype, times):
     def fn(q, k, v):
         return frontend.attend(q, k, v, enable_gqa=True, call="attention", forced=False)
 
     with FakeTensorMode(), torch.device(device):
-        inputs = torch.empty(2, 8, 16, width), *(torch.empty(2, shared, 19, width) for _ in range(2))
+        keys = (torch.empty(2, shared, 19, width, dtype=dtype) for _ in range(2))
+        inputs = torch.empty(2, 8, 16, width, dtype=dtype), *keys
     targets = [node.target for node in make_fx(fn)(*inputs).graph.nodes]
     assert targets.count(ATTENTION.default) == times
 

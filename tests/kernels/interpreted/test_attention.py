@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import attention
-from graphex.kernels.attention import _allowing, _copied, description
+from graphex.kernels.attention import allowing, copied, description
 from graphex.kernels.attention_ways import Tile, ways
 from graphex.ops.definition import Declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, check, job
@@ -174,15 +174,15 @@ def test_no_queries():
 def test_a_mask_for_measuring_allows_everything_and_has_the_same_layout():
     for kind in MASKS[1:]:
         mask = job(batch=2, group=2, positions=3, mask=kind).mask
-        allowing = _allowing(mask)
-        assert (allowing.shape, allowing.stride(), allowing.dtype) == (mask.shape, mask.stride(), mask.dtype)
-        assert allowing.all() if mask.dtype == torch.bool else not allowing.any()
+        free = allowing(mask)
+        assert (free.shape, free.stride(), free.dtype) == (mask.shape, mask.stride(), mask.dtype)
+        assert free.all() if mask.dtype == torch.bool else not free.any()
 
 
 def test_copies_for_measuring_have_the_layout_of_the_cache():
     for layout in LAYOUTS:
         key = job(layout=layout).key
-        copy = _copied(key)
+        copy = copied(key)
         assert copy.stride() == key.stride()
         assert copy.data_ptr() != key.data_ptr()
         assert torch.equal(copy, key)
@@ -192,7 +192,7 @@ def test_measuring_reads_copies_in_turn_and_writes_to_nobody(monkeypatch):
     monkeypatch.setattr(attention, "cold_copies", lambda bytes_read: 3)
     of = job(group=2, length=70, width=32, mask="prefix")
     before = [x.clone() for x in of[:4]]
-    wanted = of._replace(mask=_allowing(of.mask))
+    wanted = of._replace(mask=allowing(of.mask))
     for candidate in attention.candidates(of, 128).values():
         for _ in range(4):
             assert_right(wanted, candidate.run())
