@@ -15,7 +15,13 @@ from tests.passes.support import Observer, assert_same_to_user, trace
 
 WIDTH = 6  # as many as there are rows, so that any value can be a weight
 SHAPE = 2, 3, WIDTH
-OURS = {ops.linears.default, ops.rms_norm_linears.default, ops.silu_mul_linears.default}
+OURS = {
+    ops.linears.default,
+    ops.rms_norm_linears.default,
+    ops.silu_mul_linears.default,
+    ops.gated_linears.default,
+    ops.rms_norm_gated_linears.default,
+}
 
 Step = tuple[str, int, int, int]
 
@@ -93,7 +99,7 @@ a_step = st.tuples(st.sampled_from(sorted(STEPS)), *(st.integers(0, 12) for _ in
 folds = 0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(a_step, min_size=1, max_size=9), st.lists(st.integers(0, 12), max_size=2), st.booleans())
 def check(made: list[Step], returned: list[int], dynamic: bool) -> None:
     global folds
@@ -111,4 +117,4 @@ def check(made: list[Step], returned: list[int], dynamic: bool) -> None:
 
 def test_nobody_can_tell_what_was_folded() -> None:
     check()
-    assert folds > 20
+    assert folds > 20, "hardly anything was folded: nothing was tested"
