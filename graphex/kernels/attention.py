@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from graphex.kernels.attention_ways import Job, Library, Prepared, tiles, ways
-from graphex.kernels.launching import Scratch
-from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, on_device_of, remember, signature
+from graphex.kernels.attention_ways import Job, Prepared, tiles, ways
+from graphex.kernels.launching import Scratch, done
+from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
@@ -130,17 +129,4 @@ def attention(
 ) -> Any:
     job = Job(query, key, value, mask, scale, is_causal, softcap)
     call = signature(query, key, value, mask), is_causal, softcap > 0
-    prepared = _PREPARED.get(call)
-    with on_device_of(query):
-        if prepared is None:
-            prepared, is_final = _prepare(job)
-            if is_final:
-                remember(_PREPARED, call, prepared)
-        if isinstance(prepared, Declined):
-            return prepared
-        try:
-            return prepared(job)
-        except OutOfResources:  # a default that nobody measured, on a device that has no room for its tile
-            library = Library().prepare(job)
-            remember(_PREPARED, call, library)
-            return library(job)
+    return done(job, query, call, _PREPARED, _prepare)

@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
 
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from graphex.kernels.layout import on_device_of, remember
 from graphex.kernels.tuning import Candidate
+from graphex.ops.definition import Declined
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 Job = TypeVar("Job")
 
 LIBRARY = "library"  # the way that has no kernels of ours to compile
+NO_ROOM = "the device has no room for the tile that is taken unmeasured"
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -30,6 +36,25 @@ class AnyWay(Protocol):
     def name(self) -> str: ...
 
     def prepare(self, job: Any) -> Callable[..., Any]: ...
+
+
+def done(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
+    """The results of a job, in the way that is `known` for its key or that `prepare` finds; or why there are none.
+
+    `prepare` also says whether what it found is the last word.
+    """
+    with on_device_of(on):
+        way = known.get(key)
+        if way is None:
+            way, is_final = prepare(job)
+            if is_final:
+                remember(known, key, way)
+        if isinstance(way, Declined):
+            return way
+        try:
+            return way(job)
+        except OutOfResources:
+            return remember(known, key, Declined(NO_ROOM))
 
 
 class Scratch(ABC, Generic[Job]):

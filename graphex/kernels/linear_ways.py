@@ -198,6 +198,7 @@ class Skinny:
         return run
 
     def _prepare(self, job: Job) -> Prepared:
+        assert self.parts == 1 or not job.gated, "the parts of a gate are no gate"
         rows, columns = job.rows, job.x.shape[-1]
         tiles = blocks_of(blocks_of(columns, self.bk), self.parts)
         steps, residual_steps = _steps(job.x), _steps(job.residual)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from graphex.kernels.launching import Scratch
-from graphex.kernels.layout import on_device_of, remember, rows_of, signature
+from graphex.kernels.launching import Scratch, done
+from graphex.kernels.layout import rows_of, signature
 from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, likely, padded_rows, ways
 from graphex.kernels.quant_options import is_column_vector
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
@@ -96,20 +95,7 @@ def description(job: Job) -> str:
 
 def _run(job: Job) -> Any:
     key = job.prologue, job.gated, len(job.weights), signature(*job.tensors())
-    prepared = _PREPARED.get(key)
-    with on_device_of(job.x):
-        if prepared is None:
-            prepared, is_final = _prepare(job)
-            if is_final:
-                remember(_PREPARED, key, prepared)
-        if isinstance(prepared, Declined):
-            return prepared
-        try:
-            return prepared(job)
-        except OutOfResources:  # a default that nobody measured, on a device that has no room for its tile
-            library = Library().prepare(job)
-            remember(_PREPARED, key, library)
-            return library(job)
+    return done(job, job.x, key, _PREPARED, _prepare)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:
@@ -135,8 +121,8 @@ def silu_mul_linears(
 
 
 def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Any:
-    done = _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, None, gated=True))
-    return done if isinstance(done, Declined) else done[0]
+    result = _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, None, gated=True))
+    return result if isinstance(result, Declined) else result[0]
 
 
 def rms_norm_gated_linears(
@@ -149,5 +135,5 @@ def rms_norm_gated_linears(
     biases: Biases,
 ) -> Any:
     norm = eps, weight_offset, cast_before_weight
-    done = _run(Job("rms_norm", x, None, gain, *norm, weights, biases, None, gated=True))
-    return done if isinstance(done, Declined) else done[0]
+    result = _run(Job("rms_norm", x, None, gain, *norm, weights, biases, None, gated=True))
+    return result if isinstance(result, Declined) else result[0]

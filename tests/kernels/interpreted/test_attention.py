@@ -11,7 +11,8 @@ from triton.runtime.errors import OutOfResources
 from graphex.kernels import attention
 from graphex.kernels.attention import allowing, copied, description
 from graphex.kernels.attention_ways import Tile, ways
-from graphex.ops.definition import Declined
+from graphex.kernels.launching import NO_ROOM
+from graphex.ops.definition import SPECS, Declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, check, job
 from tests.kernels.compare import launcher
 
@@ -152,7 +153,7 @@ def test_positions_that_are_too_far_apart_are_declined():
     assert "far apart" in found.reason
 
 
-def test_a_tile_that_the_device_has_no_room_for_gives_way_to_the_library(monkeypatch):
+def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     def no_room(*_):
         raise OutOfResources(300_000, 100_000, "shared memory")
 
@@ -160,7 +161,8 @@ def test_a_tile_that_the_device_has_no_room_for_gives_way_to_the_library(monkeyp
     monkeypatch.setattr(attention, "_prepare", lambda of: (no_room, True))
     of = job(length=33)
     for _ in range(2):
-        assert_right(of, launcher("graphex::attention")(*of))
+        assert launcher("graphex::attention")(*of) == Declined(NO_ROOM)
+    assert_right(of, SPECS["graphex::attention"].reference(*of))
 
 
 def test_no_queries():

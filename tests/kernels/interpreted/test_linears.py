@@ -10,8 +10,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import linears
+from graphex.kernels.launching import NO_ROOM
 from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny
-from graphex.ops.definition import Declined
+from graphex.ops.definition import SPECS, Declined
 from tests.kernels.compare import launcher
 from tests.kernels.linear_jobs import check
 
@@ -144,13 +145,14 @@ class TooLarge(Gemv):
         return run
 
 
-def test_a_default_that_the_device_has_no_room_for_gives_way_to_the_library(monkeypatch):
+def test_a_default_that_the_device_has_no_room_for_is_declined(monkeypatch):
     monkeypatch.setattr(linears, "likely", lambda job: TooLarge(4, 32, 1))
     monkeypatch.setattr(linears, "_PREPARED", {})
     x, weight = random(1, 32), random(8, 32)
     for _ in range(2):
-        (found,) = launcher("graphex::linears")(x, [weight], [None])
-        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
+        assert launcher("graphex::linears")(x, [weight], [None]) == Declined(NO_ROOM)
+    (found,) = SPECS["graphex::linears"].reference(x, [weight], [None])
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
 
 
 def test_more_rows_than_the_kernels_take_run_in_the_library():
