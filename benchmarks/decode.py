@@ -10,8 +10,9 @@ comes from a process of its own with empty compile caches. graphex is measured h
 
 `pipelined` is the time of a call when calls follow each other; `x floor` is that over the bytes of weights and caches
 divided by the measured copy bandwidth; `host` the time until a call returns, after a wait; `cold compile` the first
-three calls; `peak` the most that was allocated from the first call on, weights and caches included; `error` the norm
-of the difference from the logits of a float32 run of the same weights, over their norm.
+three calls, once the modules of torch that every compilation needs were imported; `peak` the most that was allocated
+from the first call on, weights and caches included; `error` the norm of the difference from the logits of a float32
+run of the same weights, over their norm.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def table(rows: list[Row], bandwidth: float) -> str:
     head = ("model", "layers", "batch", "variant", *COLUMNS)
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     starred: dict[str, None] = {}
+    imports = sorted(row.imports for row in rows if row.imports)
     for setting in settings:
         for row in sorted(
             (each for each in rows if each.setting == setting), key=lambda each: order.index(each.variant)
@@ -110,11 +112,17 @@ def table(rows: list[Row], bandwidth: float) -> str:
             if row.compiled != "alone":
                 starred[row.compiled] = None
     notes = [f"\\* compiled {' or '.join(starred)}, so not the time of a cold compilation alone"] if starred else []
+    if imports:
+        notes.append(
+            f"not counted: importing torch._dynamo and torch._inductor, {imports[0]:.1f} to {imports[-1]:.1f} s"
+        )
+    if any(row.with_imports for row in rows):
+        notes.append("\\+ imports counted")
     return "\n".join([*lines, "", *notes])
 
 
 def line(row: Row, bandwidth: float) -> str:
-    star = "" if row.compiled == "alone" else "\\*"
+    star = ("" if row.compiled == "alone" else "\\*") + ("\\+" if row.with_imports else "")
     compiles = NAMED[row.variant].backend is not None
     about = (row.setting.model, str(row.setting.layers), str(row.setting.batch), row.variant)
     figures = (

@@ -23,7 +23,8 @@ RESULTS = Path(__file__).parent / "stock.json"
 class Row:
     """Seconds and bytes; `tuned` is how many choices graphex has measured in it.
 
-    `compiled` says what ran beside the compilation. With `failed` there are no figures.
+    `compile` is without `imports`, the modules of torch that every compilation imports; where these are 0, it is with
+    them. `compiled` says what ran beside the compilation. With `failed` there are no figures.
     """
 
     setting: Setting
@@ -34,12 +35,17 @@ class Row:
     host: float = 0.0
     in_a_row: float = 0.0
     compile: float = 0.0
+    imports: float = 0.0
     compiled: str = "alone"
     peak: int = 0
     error: float = 0.0
     tuned: int = 0
     seconds: float = 0.0
     failed: str = ""
+
+    @property
+    def with_imports(self) -> bool:
+        return self.compile > 0 and not self.imports
 
     @property
     def about(self) -> tuple[Setting, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
 from graphex.auto_streams import with_two_streams
 from graphex.compilation import Compilation
 from graphex.evidence.graph_dump import dump_graph
+from graphex.ops.definition import has_triton
 from graphex.passes.metadata import correct_layouts, stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, MemoryPredicted, Verified
@@ -44,12 +46,25 @@ def compile_graph(
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
         executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+        _compile_kernels(compilation, name, runner.gm.graph)
         if functional is not None:
             executable = with_two_streams(runner, functional, executable, static_inputs)
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
     compilation.files.journal(compilation.journal, compilation.compile_id)
     return executable
+
+
+def _compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
+    """All of a graph's at once; those that could not be compiled here are when they first run."""
+    if not (torch.cuda.is_available() and has_triton()) or torch.cuda.is_current_stream_capturing():
+        return
+    from graphex.kernels.ahead import compile_ahead
+
+    try:
+        compile_ahead(graph)
+    except Exception as error:
+        compilation.fall_back(name, "kernels are compiled one by one, in the first call", error)
 
 
 @unset_fake_temporarily()

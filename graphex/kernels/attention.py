@@ -11,6 +11,7 @@ from graphex.kernels.attention_ways import Job, Prepared, tiles, ways
 from graphex.kernels.launching import Scratch, done
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
+from graphex.kernels.starts import is_aligned
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
 from graphex.ops.definition import Declined
@@ -114,7 +115,7 @@ def description(job: Job) -> str:
         words.append(f"{'boolean' if mask.dtype == torch.bool else 'added'} mask{by_row}")
     words += ["causal"] if job.is_causal else []
     words += ["capped"] if job.softcap > 0 else []
-    words += ["unaligned"] if any(x.stride(2) % 8 or x.data_ptr() % 16 for x in (key, value)) else []
+    words += ["unaligned"] if any(x.stride(2) % 8 or not is_aligned(x) for x in (key, value)) else []
     return ", ".join(words)
 
 

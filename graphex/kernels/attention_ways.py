@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
-from graphex.kernels.launching import LIBRARY, Start, launch
+from graphex.kernels.launching import LIBRARY
 from graphex.kernels.layout import blocks_of, next_power_of_2
+from graphex.kernels.starts import Start, launch
 from graphex.ops.attention import attention as by_library
 from graphex.ops.attention import result_like
 

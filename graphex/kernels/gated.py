@@ -10,6 +10,7 @@ from graphex.kernels.arithmetic import AS_WRITTEN
 from graphex.kernels.elementwise import Plan, inputs_of, steps
 from graphex.kernels.gated_kernel import silu_mul_kernel
 from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, grid_of, on_device_of, remember, signature
+from graphex.kernels.starts import launch
 from graphex.ops.definition import Declined
 
 _PLANS: dict[Any, Plan | Declined] = {}
@@ -38,7 +39,7 @@ def _launch(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
     out = allocate(gate, plan.order, gate.dtype)
     if all(plan.grid):
         with on_device_of(gate):
-            silu_mul_kernel[plan.grid](gate, up, out, *plan.integers, **plan.constants)
+            launch(silu_mul_kernel, plan.grid, (gate, up, out, *plan.integers), plan.constants)
     return out
 
 

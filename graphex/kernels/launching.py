@@ -11,22 +11,14 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels.layout import on_device_of, remember
+from graphex.kernels.starts import compile_only, is_only_compiling
 from graphex.kernels.tuning import Candidate
 from graphex.ops.definition import Declined
 
-Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 Job = TypeVar("Job")
 
 LIBRARY = "library"  # the way that has no kernels of ours to compile
 NO_ROOM = "the device has no room for the tile that is taken unmeasured"
-
-
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel[grid](*arguments, **constants)
-
-
-def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel.warmup(*arguments, grid=grid, **constants)
 
 
 class AnyWay(Protocol):
@@ -47,7 +39,7 @@ def done(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callabl
         way = known.get(key)
         if way is None:
             way, is_final = prepare(job)
-            if is_final:
+            if is_final and not is_only_compiling():
                 remember(known, key, way)
         if isinstance(way, Declined):
             return way

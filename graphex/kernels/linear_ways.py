@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.gemv_kernel import gemv_kernel
-from graphex.kernels.launching import LIBRARY, Start, launch
+from graphex.kernels.launching import LIBRARY
 from graphex.kernels.layout import Rows, blocks_of, rows_of
 from graphex.kernels.skinny_kernel import combine_kernel, skinny_kernel
+from graphex.kernels.starts import Start, called, launch
 from graphex.ops import linears as reference
 
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
@@ -67,10 +68,9 @@ class Way(Protocol):
 def with_prologue_done(job: Job) -> Job:
     """The norm or activation as a kernel of its own."""
     if job.prologue == "rms_norm":
-        norm = torch.ops.graphex.rms_norm
-        return _plain(job, norm(job.x, job.gain, job.eps, job.offset, job.cast_first)[0])
+        return _plain(job, called("graphex::rms_norm", job.x, job.gain, job.eps, job.offset, job.cast_first)[0])
     if job.prologue == "silu_mul":
-        return _plain(job, torch.ops.graphex.silu_mul(job.x, job.up))
+        return _plain(job, called("graphex::silu_mul", job.x, job.up))
     return job
 
 
@@ -93,7 +93,7 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
         return []
     done = with_prologue_done(job)
     results = reference.linears(done.x, done.weights, done.biases, done.residual)
-    return [torch.ops.graphex.silu_mul(*results)] if job.gated else results
+    return [called("graphex::silu_mul", *results)] if job.gated else results
 
 
 class Part(NamedTuple):

@@ -13,6 +13,7 @@ from graphex.kernels.launching import Scratch, done
 from graphex.kernels.layout import rows_of, signature
 from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, likely, padded_rows, ways
 from graphex.kernels.quant_options import is_column_vector
+from graphex.kernels.starts import is_aligned
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.definition import Declined
 
@@ -89,7 +90,7 @@ def description(job: Job) -> str:
     ]
     words += ["bias"] if any(b is not None for b in job.biases) else []
     words += ["residual"] if job.residual is not None else []
-    words += ["unaligned"] if any(w.stride(0) % 8 or w.data_ptr() % 16 for w in job.weights) else []
+    words += ["unaligned"] if any(w.stride(0) % 8 or not is_aligned(w) for w in job.weights) else []
     return " ".join(words)
 
 

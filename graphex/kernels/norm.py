@@ -25,6 +25,7 @@ from graphex.kernels.layout import (
 )
 from graphex.kernels.norm_kernel import norm_kernel
 from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, is_column_vector, quant_refusal
+from graphex.kernels.starts import launch as start
 from graphex.ops.definition import Declined
 from graphex.ops.norms import norm_dtype
 
@@ -157,24 +158,10 @@ def launch(
         results.q = allocate(x1, order, static.dtype)
     if plan.grid[0]:
         with on_device_of(x1):
-            norm_kernel[plan.grid](
-                x1,
-                x2,
-                weight,
-                beta,
-                results.total,
-                results.y,
-                results.y32,
-                results.rstd,
-                results.q,
-                scale,
-                smooth if static is None else zero_point,
-                *plan.integers,
-                eps,
-                offset,
-                *plan.numbers,
-                **plan.constants,
-            )
+            last = smooth if static is None else zero_point
+            made = results.total, results.y, results.y32, results.rstd, results.q
+            numbers = *plan.integers, eps, offset, *plan.numbers
+            start(norm_kernel, plan.grid, (x1, x2, weight, beta, *made, scale, last, *numbers), plan.constants)
     return results
 
 

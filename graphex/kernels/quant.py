@@ -23,6 +23,7 @@ from graphex.kernels.layout import (
 )
 from graphex.kernels.quant_kernel import dynamic_quant_kernel, static_quant_kernel
 from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, quant_refusal, static_options
+from graphex.kernels.starts import launch
 from graphex.ops.definition import Declined
 from graphex.ops.npu_quant import QUANTISED, dynamic_range
 
@@ -63,7 +64,8 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     q, scale = allocate(x, plan.order, options.dtype), allocate_ones(x, options.scale_dtype)
     if all(plan.grid):
         with on_device_of(x):
-            dynamic_quant_kernel[plan.grid](x, up, smooth, q, scale, *plan.integers, *options.numbers, **plan.constants)
+            arguments = (x, up, smooth, q, scale, *plan.integers, *options.numbers)
+            launch(dynamic_quant_kernel, plan.grid, arguments, plan.constants)
     return q, scale if options.keepdim else scale.squeeze(-1)
 
 
@@ -124,9 +126,8 @@ def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | No
     q = allocate(x, plan.order, options.dtype)
     if all(plan.grid):
         with on_device_of(x):
-            static_quant_kernel[plan.grid](
-                x, up, scale, zero_point, q, *plan.integers, *options.numbers, **plan.constants
-            )
+            arguments = (x, up, scale, zero_point, q, *plan.integers, *options.numbers)
+            launch(static_quant_kernel, plan.grid, arguments, plan.constants)
     return q
 
 

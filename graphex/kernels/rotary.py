@@ -22,6 +22,7 @@ from graphex.kernels.layout import (
     warps_for,
 )
 from graphex.kernels.rotary_kernel import rotary_kernel
+from graphex.kernels.starts import is_only_compiling, launch
 from graphex.ops.definition import Declined
 
 NONE = (0, 0, 0)
@@ -270,15 +271,14 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(job, mode))
     if isinstance(plan, Declined):
         return plan
-    if keys is not None and _shares_memory(job):
+    if keys is not None and not is_only_compiling() and _shares_memory(job):
         return Declined("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)
     if plan.grid[0] and plan.grid[1]:
         with on_device_of(cos):
-            rotary_kernel[plan.grid](
-                q, k, v, cos, sin, q_out, k_out, values, positions, *plan.integers, **plan.constants
-            )
+            arguments = (q, k, v, cos, sin, q_out, k_out, values, positions, *plan.integers)
+            launch(rotary_kernel, plan.grid, arguments, plan.constants)
     return q_out, k_out
 
 

@@ -18,7 +18,6 @@ import statistics
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,7 +31,6 @@ SWITCH = "GRAPHEX_TUNING"
 LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
-MOST_THREADS = 16  # that compile
 
 
 @dataclass(frozen=True)
@@ -129,18 +127,30 @@ _defaults: dict[tuple[str, str], Choice] = {}
 
 
 def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: Candidate) -> Candidate:
-    """The fastest of the candidates on the current device, or `default` where that cannot be known now."""
+    """The fastest of the candidates on the current device, or `default` where that cannot be known now.
+
+    Where kernels are only compiled, so are those of all candidates that will be measured.
+    """
+    from graphex.kernels.starts import is_only_compiling
+
     tuner = _tuner() if torch.cuda.is_available() else None
-    chosen = default
+    chosen, compiles = default, is_only_compiling()
+    will_measure = tuner is not None and not _is_off() and not torch.cuda.is_current_stream_capturing()
     if tuner is not None:
-        may_measure = not _is_off() and not torch.cuda.is_current_stream_capturing()
         chosen = tuner.choose(
-            kind, signature, candidates, default, may_measure=may_measure, may_look_up=_switch() != "again"
+            kind,
+            signature,
+            candidates,
+            default,
+            may_measure=will_measure and not compiles,
+            may_look_up=_switch() != "again",
         )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
-    else:
+    elif not compiles:
         _defaults[kind, signature] = Choice(kind, signature, chosen.name, "default")
+    elif will_measure:
+        _compile_each(candidates)
     return chosen
 
 
@@ -191,20 +201,24 @@ def cold_copies(bytes_read: int) -> int:
 
 
 def compile_all(candidates: Sequence[Candidate]) -> None:
-    """Compile the kernels of all candidates at once; one that does not compile says so when it runs."""
-    import triton
+    """Compile the kernels of all candidates beside each other."""
+    from graphex.kernels.starts import beside_each_other
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        with triton.AsyncCompileMode(threads, ignore_errors=True):
-            for candidate in candidates:
-                if candidate.compile is None:
-                    continue
-                try:
-                    candidate.compile()
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception:
-                    pass  # it fails again when it runs, and is reported there
+    with beside_each_other():
+        _compile_each(candidates)
+
+
+def _compile_each(candidates: Sequence[Candidate]) -> None:
+    """One that does not compile says so when it runs."""
+    for candidate in candidates:
+        if candidate.compile is None:
+            continue
+        try:
+            candidate.compile()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            pass  # it fails again when it runs, and is reported there
 
 
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:

@@ -145,16 +145,21 @@ def _named(save: Callable[[Any, tuple[Any, ...], Any], None]) -> Function:
     return setup_context
 
 
-def _with_kernel(spec: OpSpec) -> Function:
+def launcher_of(spec: OpSpec) -> Function:
+    """The function that launches an op's kernel: its arguments are the op's."""
     assert spec.kernel is not None
     module, _, name = spec.kernel.partition(".")
-    launch: Function | None = None
+    launcher: Function = getattr(importlib.import_module(f"graphex.kernels.{module}"), name)
+    return launcher
+
+
+def _with_kernel(spec: OpSpec) -> Function:
+    launcher: Function | None = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal launch
-        if launch is None:
-            launch = getattr(importlib.import_module(f"graphex.kernels.{module}"), name)
-        result = launch(*args, **kwargs)
+        nonlocal launcher
+        launcher = launcher or launcher_of(spec)
+        result = launcher(*args, **kwargs)
         if isinstance(result, Declined):
             _DECLINED[spec.name, result.reason] += 1
             return spec.reference(*args, **kwargs)

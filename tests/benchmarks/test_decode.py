@@ -210,8 +210,11 @@ def test_the_table_of_a_tiny_run_merges_stock_rows(tmp_path: Path, capsys: pytes
     assert lines[0] == ["model", "layers", "batch", "variant", *decode.COLUMNS]
     assert [line[3] for line in lines[2:]] == [REDUCE.name, GRAPHEX.name]
     assert lines[2][4] == "9.000"
-    assert lines[2][7] == "4.0\\*"
+    assert lines[2][7] == "4.0\\*\\+"
     assert "\\* compiled beside 4 more" in out
+    assert "\\+ imports counted" in out
+    assert "+" not in lines[3][7]
+    assert "not counted: importing torch._dynamo" in out
     assert "failed: llama, 2 layers, batch 1, inductor default: RuntimeError: no" in out
     assert "not known: llama, 2 layers, batch 1: no rows of eager" in out
     assert status == (1 if "missed: llama" in out else 0)

@@ -1,0 +1,103 @@
+"""The kernels of a graph, compiled beside each other before its first call instead of one after the other in it.
+
+    graph:   y = rms_norm_linears(x, ...); a = attention(q, ...); z = rms_norm_linears(y, ...)
+
+    ahead:   each distinct call goes through its launcher with fake tensors of the traced sizes, which launches nothing
+
+A launcher chooses as it will in the call, from what is known; where it will measure, all candidates are compiled.
+Symbolic sizes are taken as they were when the graph was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphex.kernels.starts import beside_each_other, only_compiling
+from graphex.ops.definition import SPECS, has_kernel, launcher_of
+from graphex.torch_private.symbolic import FakeTensorMode, hint_of
+from graphex.torch_private.trees import pytree
+
+UNKNOWN = -1  # a size that only running tells
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A tensor, as far as a launcher looks at it."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def fake(self) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op; its tensors are stand-ins."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def launch(self) -> None:
+        args, kwargs = pytree.tree_map_only(StandIn, StandIn.fake, (self.args, self.kwargs))
+        launcher_of(SPECS[self.op])(*args, **kwargs)
+
+
+def compile_ahead(graph: Graph) -> int:
+    """Compile what the calls of a graph will launch. Returns how many distinct calls there are.
+
+    Raises what the first of them raised, after all were tried.
+    """
+    calls = distinct_calls(graph)
+    errors: list[Exception] = []
+    if calls:
+        with FakeTensorMode(), beside_each_other(), only_compiling():
+            for call in calls:
+                try:
+                    call.launch()
+                except Exception as error:
+                    errors.append(error)
+    if errors:
+        raise errors[0]
+    return len(calls)
+
+
+def distinct_calls(graph: Graph) -> list[Call]:
+    """The calls of a graph that have kernels, one of those that are alike."""
+    calls = [call for node in graph.nodes if (call := _call_of(node)) is not None]
+    return list({repr(call): call for call in calls}.values())
+
+
+def _call_of(node: Node) -> Call | None:
+    """None for what has no kernel, or whose sizes are not known before it runs."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target.name().partition(".")[0]
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    if not devices or not has_kernel(name, devices[0]):
+        return None
+    args, kwargs = pytree.tree_map_only(Node, _standing_in, (tuple(node.args), dict(node.kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    sizes = [size for leaf in leaves if isinstance(leaf, StandIn) for size in (*leaf.sizes, *leaf.strides)]
+    return None if UNKNOWN in sizes else Call(name, args, kwargs)
+
+
+def _standing_in(node: Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return StandIn(_numbers(value.shape), _numbers(value.stride()), value.dtype, value.device)
+    return hint_of(value, UNKNOWN) if isinstance(value, torch.SymInt) else value
+
+
+def _numbers(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(hint_of(size, UNKNOWN) for size in sizes)

@@ -1,0 +1,107 @@
+"""How a kernel is started: on the device, or only as far as it takes to be started there later.
+
+    launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
+    compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
+
+Inside of `beside_each_other()` what is only compiled is compiled in threads, and the end waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import MockTensor
+
+from graphex.ops.definition import SPECS, Declined, launcher_of
+from graphex.torch_private.symbolic import FakeTensor
+
+Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+
+MOST_THREADS = 16
+
+
+class _Thread(threading.local):
+    only_compiles = False
+
+
+_thread = _Thread()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    if _thread.only_compiles:
+        compile_only(kernel, grid, arguments, constants)
+    else:
+        kernel[grid](*arguments, **constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel.warmup(*map(_typed, arguments), grid=grid, **constants)
+
+
+def _typed(argument: Any) -> Any:
+    """A fake tensor has no address: its type stands for it, with the alignment that memory mostly has."""
+    if isinstance(argument, tuple):
+        return tuple(map(_typed, argument))
+    return MockTensor(argument.dtype) if isinstance(argument, FakeTensor) else argument
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """`launch` runs nothing in this thread."""
+    _thread.only_compiles = True
+    try:
+        yield
+    finally:
+        _thread.only_compiles = False
+
+
+def is_only_compiling() -> bool:
+    return _thread.only_compiles
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x begins where 16 bytes can be read at once."""
+    return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+
+
+def called(op: str, *args: Any) -> Any:
+    """An op of ours as a part of another: where kernels are only compiled, its own is too."""
+    if _thread.only_compiles and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
+        return result
+    namespace, _, name = op.partition("::")
+    return getattr(getattr(torch.ops, namespace), name)(*args)
+
+
+@contextmanager
+def beside_each_other() -> Iterator[None]:
+    """Compile in threads; what does not compile says so when it runs."""
+    with _Compilers(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        with triton.AsyncCompileMode(threads, ignore_errors=True):
+            yield
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
+
+    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        device = torch.cuda.current_device()
+
+        def ready() -> Any:
+            torch.cuda.set_device(device)
+            kernel = compile(*args, **kwargs)
+            try:
+                kernel.run  # noqa: B018  (made when it is first asked for)
+            except OutOfResources:  # raised again when it is launched
+                pass
+            return kernel
+
+        return super().submit(ready)

@@ -1,0 +1,194 @@
+"""The kernels of a graph are compiled before its first call: each once, for the tensors it will be launched on."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv
+
+triton = pytest.importorskip("triton", reason="needs triton (Linux)")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
+
+from graphex.kernels import tuning  # noqa: E402
+from graphex.kernels.ahead import compile_ahead, distinct_calls  # noqa: E402
+
+OPS = torch.ops.graphex
+INDICES = count(1)
+
+
+class Hopper:
+    """A GPU as far as compiling for it goes."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.index = next(INDICES)  # Triton keeps the kernels of each device
+        self.target = GPUTarget("cuda", 90, 32)
+        self.loaded: Counter[str] = Counter()
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=self.load
+        )
+        self.launcher_cls = lambda source, metadata: metadata
+
+    def load(self, name: str, *rest: object) -> tuple[None, None, int, int, int]:
+        self.loaded[name] += 1
+        return None, None, 32, 0, 1024
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.index
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """No choices are known but those that a test ships."""
+    from triton.runtime.driver import driver
+
+    device = Hopper()
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "graphex"))
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "set_device": lambda index: None,
+        "is_current_stream_capturing": lambda: False,
+        "get_device_name": lambda index=None: "a GPU",
+        "get_device_capability": lambda index=None: (9, 0),
+        "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=132, L2_cache_size=2**25),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    tuning.forget()
+    driver.set_active(device)
+    yield device
+    tuning.forget()
+    driver.set_active(None)
+
+
+@pytest.fixture
+def compiled():
+    """Which kernels were compiled, and how often."""
+    found: Counter[str] = Counter()
+
+    def note(fn: Any, is_manual_warmup: bool, **rest: object) -> None:
+        assert is_manual_warmup
+        found[fn.name] += 1
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    yield found
+    triton.knobs.runtime.jit_post_compile_hook = None
+
+
+class Drawing:
+    """A graph whose nodes have values on a GPU."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.graph, self.mode = Graph(), mode
+
+    def given(self, *sizes: int | torch.SymInt, dtype: torch.dtype = torch.bfloat16) -> Any:
+        node = self.graph.placeholder("x")
+        with self.mode:
+            node.meta["val"] = torch.empty(sizes, dtype=dtype, device="cuda:0")
+        return node
+
+    def call(self, target: Any, *args: Any) -> Any:
+        node = self.graph.call_function(target, args)
+        values = torch.fx.node.map_arg(args, lambda each: each.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values)
+        return node
+
+
+def layers(drawing: Drawing, rows: int | torch.SymInt, times: int = 2) -> Drawing:
+    """Norm and projection, rotated into a cache, attention, and a projection back, several times."""
+    x = drawing.given(rows, 1, 1024)
+    cos, position = drawing.given(1, 1, 128), drawing.given(1, dtype=torch.int64)
+    for _ in range(times):
+        gain, weight, back = drawing.given(1024), drawing.given(1024, 1024), drawing.given(1024, 1024)
+        keys, values = drawing.given(rows, 8, 2048, 128), drawing.given(rows, 8, 2048, 128)
+        q, k, v = drawing.given(rows, 8, 1, 128), drawing.given(rows, 8, 1, 128), drawing.given(rows, 8, 1, 128)
+        drawing.call(OPS.rms_norm_linears.default, x, gain, 1e-5, 0.0, True, [weight], [None])
+        drawing.call(OPS.rotary_qkv_write_.default, q, k, v, cos, cos, keys, values, position, -2)
+        drawing.call(OPS.attention.default, q, keys, values, None, 0.1)
+        drawing.call(OPS.linears.default, x, [back], [None], x)
+    return drawing
+
+
+def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    drawing = layers(Drawing(FakeTensorMode()), 1)
+    assert compile_ahead(drawing.graph) == 4
+    assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
+    assert hopper.loaded == compiled
+    compile_ahead(drawing.graph)
+    assert hopper.loaded == compiled  # nothing is compiled again
+
+
+def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    drawing = Drawing(FakeTensorMode())
+    x, gain, weight = drawing.given(16, 1024), drawing.given(1024), drawing.given(1024, 1024)
+    drawing.call(OPS.rms_norm_linears.default, x, gain, 1e-5, 0.0, True, [weight], [None])
+    compile_ahead(drawing.graph)
+    assert compiled == {"norm_kernel": 1, "skinny_kernel": 1}
+
+
+def test_what_will_be_measured_is_compiled_and_nothing_is_chosen(hopper, compiled):
+    drawing = Drawing(FakeTensorMode())
+    x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
+    drawing.call(OPS.linears.default, x, [weight], [None], None)
+    compile_ahead(drawing.graph)
+    assert compiled["gemv_kernel"] > 3
+    assert tuning.choices() == []
+    assert tuning.measured() == 0
+
+
+def test_what_is_shipped_is_all_that_is_compiled(hopper, compiled, monkeypatch):
+    entry = {"name": "gemv 2x2048 4w", "us": {}}
+    monkeypatch.setattr(tuning, "shipped", lambda device: {"linears": {"none bfloat16 1x1024 -> 1024": entry}})
+    drawing = Drawing(FakeTensorMode())
+    x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
+    drawing.call(OPS.linears.default, x, [weight], [None], None)
+    compile_ahead(drawing.graph)
+    assert compiled == {"gemv_kernel": 1}
+    assert [choice.source for choice in tuning.choices()] == ["shipped"]
+
+
+def test_symbolic_sizes_are_those_of_the_trace_and_get_no_guards(hopper):
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    rows = mode.from_tensor(torch.empty(16, 8)).shape[0]
+    assert isinstance(rows, torch.SymInt)
+    drawing = layers(Drawing(mode), rows)
+    before = len(environment.guards)
+    calls = distinct_calls(drawing.graph)
+    assert len(calls) == 4
+    assert all("16" in repr(call) for call in calls)
+    assert len(environment.guards) == before
+
+
+def test_other_devices_and_other_ops_have_nothing_to_compile():
+    drawing = Drawing(FakeTensorMode())
+    x, weight = drawing.given(16, 1024), drawing.given(1024, 1024)
+    drawing.call(torch.ops.aten.mm.default, x, weight)
+    assert distinct_calls(drawing.graph) == []
+    with drawing.mode:
+        x.meta["val"], weight.meta["val"] = x.meta["val"].cpu(), weight.meta["val"].cpu()
+    drawing.call(OPS.linears.default, x, [weight], [None], None)
+    assert distinct_calls(drawing.graph) == []
