@@ -43,7 +43,7 @@ ORDER: list[tuple[list[Setting], tuple[Variant, ...]]] = [
     (STEPS, (AUTOTUNE_MARKED,)),
     (STEPS, (AUTOTUNE,)),
     (TRANSFORMERS, QUICK),
-    (DEEP, (REDUCE_MARKED, DEFAULT, REDUCE)),
+    (DEEP, (DEFAULT, REDUCE)),
     (TRANSFORMERS, (AUTOTUNE_MARKED,)),
 ]
 

@@ -44,11 +44,11 @@ class Job:
 
     @property
     def bytes(self) -> int:
-        """What it needs of the device, roughly: weights and caches, and as much again for copies of them."""
+        """What it needs of the device, roughly: weights and caches, and as much again for copies of the caches."""
         of = self.setting
         weights = of.layers * of.width * (2.5 * of.width + 3 * of.hidden) + of.vocabulary * of.width * 2
         caches = 2 * of.layers * of.batch * of.kv_heads * of.positions * of.head
-        return int(2 * (2 * weights + 2 * caches))
+        return int(2 * (weights + 2 * caches))
 
 
 class Worker:

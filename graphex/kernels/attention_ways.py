@@ -70,13 +70,16 @@ class Job(NamedTuple):
         """Along batch, heads, queries and keys; 0 where the mask is broadcast."""
         if self.mask is None:
             return 0, 0, 0, 0
-        shape = *self.query.shape[:3], self.key.shape[2]
-        strides = self.mask.expand(shape).stride()
-        return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+        return steps(self.mask.expand(*self.query.shape[:3], self.key.shape[2]))
 
 
 class Prepared(Protocol):
     def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
+
+
+def steps(x: Tensor) -> tuple[int, ...]:
+    """Its strides. Those of single elements say nothing, and would only make kernels that differ in nothing."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 class Way(Protocol):
@@ -117,7 +120,7 @@ class Tile:
         value_width, rows, length = job.value.shape[3], job.rows, job.length
         chunk = blocks_of(blocks_of(length, self.splits), self.block) * self.block
         splits = blocks_of(length, chunk)
-        strides = (*job.query.stride()[:3], *job.key.stride()[:3], *job.value.stride()[:3], *job.mask_strides())
+        strides = (*steps(job.query)[:3], *steps(job.key)[:3], *steps(job.value)[:3], *job.mask_strides())
         integers = (positions, length, chunk, *strides)
         shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
         constants = shared | self._constants(job, chunk) | {"WIDTH": width, "SPLIT": splits > 1}

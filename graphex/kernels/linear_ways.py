@@ -249,12 +249,16 @@ GEMVS = (
 SKINNIES = {
     16: (
         Skinny(32, 128, 4, 5),
-        Skinny(32, 256, 4, 4),
-        Skinny(64, 128, 4, 4),
-        Skinny(64, 256, 4, 3),
+        Skinny(32, 256, 4, 5),
+        Skinny(32, 256, 4, 6),
+        Skinny(16, 128, 2, 5),
+        Skinny(16, 256, 2, 5),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 5),
+        Skinny(64, 256, 4, 4),
         Skinny(128, 64, 4, 5),
-        Skinny(64, 128, 4, 4, parts=2),
-        Skinny(64, 128, 4, 4, parts=4),
+        Skinny(64, 128, 4, 5, parts=2),
+        Skinny(64, 64, 4, 5, parts=4),
     ),
     32: (
         Skinny(32, 128, 4, 5),
@@ -277,27 +281,45 @@ SKINNIES = {
 }
 # A program of these has twice its tile of weights under way.
 GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
-GATED_SKINNIES = (
-    Skinny(32, 128, 4, 4),
-    Skinny(32, 64, 4, 5),
-    Skinny(64, 64, 4, 5),
-    Skinny(64, 128, 4, 3),
-    Skinny(64, 64, 8, 4),
-)
+GATED_SKINNIES = {
+    16: (
+        Skinny(64, 128, 4, 5),
+        Skinny(64, 256, 4, 3),
+        Skinny(128, 128, 8, 3),
+        Skinny(64, 64, 4, 5),
+        Skinny(32, 128, 4, 4),
+    ),
+    32: (
+        Skinny(32, 128, 4, 4),
+        Skinny(32, 64, 4, 5),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 3),
+        Skinny(64, 64, 8, 4),
+    ),
+    64: (
+        Skinny(32, 128, 4, 4),
+        Skinny(32, 64, 4, 5),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 3),
+        Skinny(64, 64, 8, 4),
+    ),
+}
 
 
 def ways(job: Job) -> list[Way]:
     """All that could be fastest, the library first."""
     if job.rows == 1:
         return [Library(), *(GATED_GEMVS if job.gated else GEMVS)]
-    return [Library(), *(GATED_SKINNIES if job.gated else SKINNIES[padded_rows(job.rows)])]
+    return [Library(), *((GATED_SKINNIES if job.gated else SKINNIES)[padded_rows(job.rows)])]
 
 
 def likely(job: Job) -> Way:
     """What to take where nothing can be measured and nothing is known."""
-    if job.gated:
-        return GATED_GEMVS[-1] if job.rows == 1 else GATED_SKINNIES[0]
     if job.rows == 1:
-        return Gemv(8, 512, 4, 4)
-    elements = sum(w.numel() for w in job.weights)
-    return Skinny(64, 128, 4, 4) if elements > 2**25 else Skinny(32, 128, 4, 4 if job.rows > 32 else 5)
+        return GATED_GEMVS[-1] if job.gated else Gemv(8, 512, 4, 4)
+    rows = padded_rows(job.rows)
+    if job.gated:
+        return GATED_SKINNIES[rows][0]
+    if sum(w.numel() for w in job.weights) > 2**25:
+        return Skinny(64, 128, 4, 5 if rows == 16 else 4)
+    return Skinny(32, 128, 4, 4 if rows == 64 else 5)

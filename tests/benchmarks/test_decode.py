@@ -164,7 +164,7 @@ def test_the_stock_rows_begin_with_the_llama_step_and_hold_those_of_the_replay_t
     jobs = decode_stock.jobs()
     first = [job.setting for job in jobs if job.setting in decode_stock.STEPS]
     assert [job.setting for job in jobs[: len(first)]] == first
-    assert {Job(Setting(layers=32, batch=16), variant) for variant in (DEFAULT, REDUCE, REDUCE_MARKED)} <= set(jobs)
+    assert {Job(Setting(layers=32, batch=16), variant) for variant in (DEFAULT, REDUCE)} <= set(jobs)
     assert not [job for job in jobs if job.setting.of_transformers and job.variant in (REDUCE, AUTOTUNE)]
     assert len(set(jobs)) == len(jobs)
 

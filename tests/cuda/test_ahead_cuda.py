@@ -1,0 +1,47 @@
+"""On a GPU the first call of a compiled model compiles no kernel: all were compiled ahead, for just these launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import graphex
+from benchmarks.decoding import Setting, build, step_of
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Counter[tuple[str, bool]]]:
+    """How often kernels were compiled: (name, whether ahead)."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found: Counter[tuple[str, bool]] = Counter()
+
+    def note(fn: Any, is_manual_warmup: bool, **rest: object) -> None:
+        found[fn.name, is_manual_warmup] += 1
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    yield found
+    triton.knobs.runtime.jit_post_compile_hook = None
+
+
+@pytest.mark.parametrize("batch", [1, 3, 18])
+def test_a_decode_step_compiles_its_kernels_ahead(compiled, batch):
+    """Sizes that no other test has: what is compiled stays with the process."""
+    setting = Setting("llama", 2, batch, 512 + 64 * batch, 8, 2, 1024 + 128 * batch, 512, 256)
+    with torch.no_grad():
+        model = build(setting)
+        step = step_of(model, setting)
+        run = torch.compile(model, backend="graphex", fullgraph=True)
+        call = step.call(run)
+        expected = step.call(model)()
+        step.rewind(1)
+        torch.testing.assert_close(call(), expected, rtol=0.05, atol=0.05)
+    assert sum(count for (_, ahead), count in compiled.items() if ahead) >= 4
+    assert [name for name, ahead in compiled if not ahead] == []
+    assert graphex.journal(run).fallbacks == []
