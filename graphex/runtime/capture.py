@@ -176,7 +176,7 @@ class Capturing:
         self._counter[status] += 1
         if self._counter["captured"] + self._counter["recaptured"] <= RECORDED:
             seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
-            sizes = (len(entry.checked) + len(self._plan.unchecked), len(entry.copied))
+            sizes = (len(entry.checked.indices) + len(self._plan.unchecked), len(entry.copied))
             record = Captured(self._graph_name, status, self._key.text(slot.key), seconds, *sizes, why_again, grown)
             self._compilation.journal.add(record)
         return entry
