@@ -106,6 +106,20 @@ def test_a_tensor_subclass_goes_through_the_wrapper(where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("summed", [False, True])
+def test_results_of_a_symbolic_size_are_marked_by_the_wrapper(summed, where):
+    def f(x: Tensor) -> Tensor:
+        return (x * 2 + 1).sum() if summed else x * 2 + 1
+
+    compiled = compile_it(f, dynamic=True)
+    for size in (3, 4, 5):
+        for _ in range(3):
+            x = torch.randn(size, device=where)
+            same(compiled(x), f(x))
+    assert (replays(compiled), straight(compiled)) == (6, 3 if summed else 0)
+
+
+@torch.no_grad()
 def test_a_graph_compiled_under_autocast_keeps_the_wrapper(where):
     model = nn.Linear(4, 4).to(where)
     compiled = compile_it(model)
