@@ -5,10 +5,10 @@
 Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
 of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
 for a millisecond, and in the middle of eight calls that follow each other. `to replay` is the part of both up to where
-the device graph has been launched; what comes after it runs beside the device. `floor` is the bytes of weights and
-caches divided by the measured copy bandwidth. `Dynamo alone` is a backend that computes nothing: its host time is what
-no backend gets below. Inductor's rows are those of the same steps that `benchmarks/decode_stock.py` has measured, each
-in a process of its own, on this device with these versions.
+the replay of the device graph begins, `launched` up to where the driver has taken it; what comes after that runs beside
+the device. `floor` is the bytes of weights and caches divided by the measured copy bandwidth. `Dynamo alone` is a
+backend that computes nothing: its host time is what no backend gets below. Inductor's rows are those of the same steps
+that `benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ COLUMNS = (
     "in a row",
     "to replay us",
     "in a row",
+    "launched us",
+    "in a row",
     "first 3 calls s",
     "peak GiB",
 )
-NOT_REPLAYED = "- | -"
+NOT_REPLAYED = "- | - | - | -"
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
@@ -76,7 +78,7 @@ class Measured:
         assert isinstance(found, torch.Tensor)
         torch.testing.assert_close(found, self.wanted, rtol=0.05, atol=0.05)
         peak = torch.cuda.max_memory_allocated()
-        self.line(name, timed(call), first, peak, launch=to_replay(call))
+        self.line(name, timed(call), first, peak, launch=launching(call))
 
     def line(
         self, name: str, times: Times, first: float, peak: int, star: str = "", launch: str = NOT_REPLAYED
@@ -151,15 +153,16 @@ def inductor(steps: list[Measured], stock: list[Row]) -> list[str]:
 
 
 class Launches:
-    """When a device graph was launched last."""
+    """When a device graph was launched last: from when to when."""
 
     def __init__(self) -> None:
-        self.last = 0.0
+        self.began = self.ended = 0.0
         replay = torch.cuda.CUDAGraph.replay
 
         def noted(graph: torch.cuda.CUDAGraph) -> None:
+            began = time.perf_counter()
             replay(graph)
-            self.last = time.perf_counter()
+            self.began, self.ended = began, time.perf_counter()
 
         torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
 
@@ -167,25 +170,30 @@ class Launches:
 LAUNCHES = Launches()
 
 
-def to_replay(call: Call, rounds: int = 20) -> str:
-    """Median microseconds from a call to its launch: after a wait, and in a row."""
+def launching(call: Call, rounds: int = 20) -> str:
+    """Median microseconds from a call to where its replay begins and to where it is launched.
+
+    Both after a wait and in a row.
+    """
     alone, in_a_row = [], []
     for _ in range(rounds):
         keep_busy()
         synchronize()
-        alone.append(_until_launched(call))
+        alone.append(_launch_of(call))
         synchronize()
-        in_a_row += [_until_launched(call) for _ in range(ROW)]
+        in_a_row += [_launch_of(call) for _ in range(ROW)]
     synchronize()
     if None in alone:
         return NOT_REPLAYED
-    return " | ".join(f"{statistics.median(each) * 1e6:.0f}" for each in (alone, in_a_row))
+    moments = (zip(*alone, strict=True), zip(*in_a_row, strict=True))
+    medians = [statistics.median(each) for pair in zip(*moments, strict=True) for each in pair]
+    return " | ".join(f"{each * 1e6:.0f}" for each in medians)
 
 
-def _until_launched(call: Call) -> float | None:
+def _launch_of(call: Call) -> tuple[float, float] | None:
     started = time.perf_counter()
     call()
-    return LAUNCHES.last - started if LAUNCHES.last > started else None
+    return (LAUNCHES.began - started, LAUNCHES.ended - started) if LAUNCHES.began > started else None
 
 
 def compiled(backend: str, model: torch.nn.Module, **options: object) -> Callable[..., Any]:

@@ -21,13 +21,17 @@ from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
 from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.decompositions import decompositions
+from graphex.frontend.handover import Handover
 from graphex.frontend.streams import keep_stream_calls
 from graphex.records import FellBack
+from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.aot import (
     aot_module_simplified,
     default_partition,
+    is_autocast_on,
     min_cut_rematerialization_partition,
+    only_hands_over,
     regenerated_outputs,
     static_input_indices,
 )
@@ -70,6 +74,9 @@ def _aot(
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
+    handovers: list[Handover] = []
+    handed_over = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
+
     def compiler(phase: str) -> Callable[..., Boxed]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
             static = static_input_indices() if phase != "backward" else ()
@@ -79,17 +86,24 @@ def _aot(
 
         return compile_phase
 
+    def compile_inference(*args: Any, **kwargs: Any) -> Boxed:
+        program = compiler("inference")(*args, **kwargs)
+        if not handed_over or not isinstance(program, Capturing) or not only_hands_over(program.written):
+            return program
+        handovers.append(Handover(program))
+        return handovers[-1]
+
     compiled: Compiled = aot_module_simplified(
         gm,
         example_inputs,
         fw_compiler=compiler("forward"),
         bw_compiler=_untraced(compiler("backward")),
-        inference_compiler=compiler("inference"),
+        inference_compiler=compile_inference,
         partition_fn=functools.partial(_partition, compilation=compilation),
         decompositions=decompositions(custom_decompositions),
         keep_inference_input_mutations=True,
     )
-    return compiled
+    return handovers[0].around(compiled) if len(handovers) == 1 else compiled
 
 
 def _note_regenerated(gm: GraphModule) -> None:

@@ -103,6 +103,24 @@ class Capturing:
                 self._is_running = False
         return self._run(args)
 
+    def replayed(self, args: tuple[Any, ...]) -> Any:
+        """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
+        if self._gave_up or self._force or session.active or profiler_enabled() or self._device.is_capturing():
+            return None
+        key = self._key(args)
+        with self._pool.lock:
+            self._is_running = True
+            try:
+                entry, moved = self._find(key, args)
+                if entry is None or moved:
+                    return None
+                self._moves = 0
+                results = self._replay_now(entry, args)
+                self._counter["straight"] += 1
+                return results
+            finally:
+                self._is_running = False
+
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""
         if not self._gave_up and not self._store.knows(self._key(args)):
@@ -120,25 +138,33 @@ class Capturing:
 
     def _entry(self, key: Key, args: list[Any]) -> Entry | None:
         """The graph to replay; None to run this call eagerly."""
+        entry, moved = self._find(key, args)
+        fits = entry is not None and not moved
+        if fits and not self._force:
+            self._moves = 0
+            return entry
+        if not fits and key in self._failed:
+            return None
+        slot = Slot(key, self._plan.addresses(args))
+        if fits:
+            return self._capture(slot, args, "force_recapture is set")
+        if self._store.knows(key):
+            return self._capture_what_moved(slot, args, moved)
+        if key in self._seen or session.is_warming_up():
+            return self._capture(slot, args, "")
+        self._remember(key, args)
+        return None
+
+    def _find(self, key: Key, args: Sequence[Any]) -> tuple[Entry | None, frozenset[int]]:
+        """A graph of this key, if there is one for these addresses, and what has moved since it was captured."""
         entry = self._store.latest(key)
-        moved = None if entry is None else entry.moved(args)
-        if moved is None or moved:
-            if key in self._failed:
-                return None
-            slot = Slot(key, self._plan.addresses(args))
-            if not self._store.knows(key):
-                if key in self._seen or session.is_warming_up():
-                    return self._capture(slot, args, "")
-                self._remember(key, args)
-                return None
-            entry = self._store.find(slot)
-            moved = moved or _NOTHING if entry is None else entry.moved(args)
-            if entry is None or moved:
-                return self._capture_what_moved(slot, args, moved)
-        if self._force:
-            return self._capture(Slot(key, self._plan.addresses(args)), args, "force_recapture is set")
-        self._moves = 0
-        return entry
+        moved = _NOTHING if entry is None else entry.moved(args)
+        if entry is not None and not moved:
+            return entry, moved
+        if key in self._failed or not self._store.knows(key):
+            return None, moved
+        entry = self._store.find(Slot(key, self._plan.addresses(args)))
+        return entry, moved if entry is None else entry.moved(args)
 
     def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> Entry | None:
         self._must_copy.update(moved.intersection(self._plan.plain))
@@ -176,7 +202,7 @@ class Capturing:
         self._counter[status] += 1
         if self._counter["captured"] + self._counter["recaptured"] <= RECORDED:
             seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
-            sizes = (len(entry.checked) + len(self._plan.unchecked), len(entry.copied))
+            sizes = (len(entry.checked.indices) + len(self._plan.unchecked), len(entry.copied))
             record = Captured(self._graph_name, status, self._key.text(slot.key), seconds, *sizes, why_again, grown)
             self._compilation.journal.add(record)
         return entry
@@ -222,27 +248,28 @@ class Capturing:
     # -- replaying ----------------------------------------------------------------------------------------------
 
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
-        self._counter["replays"] += 1
         if profiler_enabled():
             with torch.profiler.record_function(self._label):
                 return self._replay_now(entry, args)
         return self._replay_now(entry, args)
 
-    def _replay_now(self, entry: Entry, args: list[Any]) -> Any:
-        plan = self._plan
+    def _replay_now(self, entry: Entry, args: Sequence[Any]) -> Any:
         # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
         last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
         if last is not None and last.may_be_held and (held := last.still_held()):
             self._warn_about_held(held)
         self._pool.take_turn()
         entry.fill(args)
-        numbers = self._numbers and self._numbers[1](list(args))
-        written = [args[index] for index in plan.written]
-        given = [args[index] for index in entry.outputs.inputs_needed]
         entry.replay.replay()
-        args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
-        if written:
-            count_writes(written)
+        # What the device need not wait for comes after.
+        self._counter["replays"] += 1
+        plan = self._plan
+        if plan.written:
+            count_writes([args[index] for index in plan.written])
+        numbers = self._numbers and self._numbers[1](list(args))
+        given = [args[index] for index in entry.outputs.inputs_needed]
+        if isinstance(args, list):
+            args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
         results = entry.outputs.take(given)
         if self._numbers is not None:
             results = _with_numbers(results, self._numbers[0], numbers)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
+from graphex.runtime.addresses import Addresses
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import Arena, InputBuffer
@@ -72,7 +73,7 @@ class Plan:
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
-    def addresses(self, args: list[Any]) -> tuple[int, ...]:
+    def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Where the inputs are that are captured by address; of those that are not looked at, which they are."""
         looked_at = [args[index].data_ptr() for index in self.by_address if index not in self.unchecked]
         return (*looked_at, *(id(args[index]) for index in self.unchecked))
@@ -100,13 +101,12 @@ def _returned(gm: GraphModule) -> Any:
 
 @dataclass
 class Entry:
-    """`checked` are the inputs whose addresses were captured, `copied` those that every call copies."""
+    """`checked` are where the inputs were that were captured by address, `copied` those that every call copies."""
 
     replay: Replay
     pool: Pool
     outputs: OutputPlan
-    checked: list[int]
-    addresses: list[int]
+    checked: Addresses
     stays: frozenset[int]
     copied: list[int]
     buffers: list[InputBuffer]
@@ -119,24 +119,17 @@ class Entry:
 
     def __post_init__(self) -> None:
         self._copies = Copies([buffer.target for buffer in self.buffers])
-        self._checked = _picker(self.checked)
         self._copied = _picker(self.copied)
         self._frozen = _picker(self.frozen)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
 
-    def moved(self, args: list[Any]) -> frozenset[int]:
+    def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
         if self.frozen and list(map(id, self._frozen(args))) != self.identities:
             return frozenset(self.frozen)
-        if not self.checked:
-            return _NOTHING
-        now = list(map(Tensor.data_ptr, self._checked(args)))
-        if now == self.addresses:
-            return _NOTHING
-        pairs = zip(self.checked, now, self.addresses, strict=True)
-        return frozenset(index for index, address, before in pairs if address != before)
+        return self.checked.moved(args)
 
-    def fill(self, args: list[Any]) -> None:
+    def fill(self, args: Sequence[Any]) -> None:
         """Give the graph this call's inputs."""
         if not self.copied:
             return
@@ -196,8 +189,7 @@ def make_entry(
         outputs = OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
-        checked = [index for index in (*plan.by_address, *sorted(stays)) if index not in plan.unchecked]
-        addresses = [args[index].data_ptr() for index in checked]
+        checked = Addresses([index for index in (*plan.by_address, *stays) if index not in plan.unchecked], args)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         identities = [id(args[index]) for index in plan.unchecked]
         entry = Entry(
@@ -205,7 +197,6 @@ def make_entry(
             pool,
             outputs,
             checked,
-            addresses,
             stays,
             copied,
             buffers,

@@ -9,6 +9,7 @@ and so are the switches that choose kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +48,11 @@ class KeyReader:
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())
         self.hosts = [index for index, value in enumerate(values) if is_host_scalar(value, device)]
+        self._varies = bool(self._numbers or self._dims or self._whole or self.hosts)
 
-    def __call__(self, args: list[Any]) -> Key:
+    def __call__(self, args: Sequence[Any]) -> Key:
+        if not self._varies:
+            return ((numerics(), self._settings()),)
         key: list[Any] = [args[index] for index in self._numbers]
         if self._dims:
             key += [args[index].size(dim) for index, dim in self._dims]

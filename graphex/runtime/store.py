@@ -26,7 +26,7 @@ class Store:
         self._limit = limit
         self._entries: OrderedDict[Slot, Entry] = OrderedDict()
         self._latest: dict[Key, tuple[Slot, Entry]] = {}
-        self._newest: Slot | None = None
+        self._newest: tuple[Slot, Entry] | None = None
         self._known: Counter[Key] = Counter()
 
     def __len__(self) -> int:
@@ -37,21 +37,21 @@ class Store:
 
     def latest(self, key: Key) -> Entry | None:
         """The graph of a key that was used last."""
+        newest = self._newest
+        if newest is not None and newest[0].key == key:  # looking it up costs more: a slot has hundreds of addresses
+            return newest[1]
         found = self._latest.get(key)
         if found is None:
             return None
-        slot, entry = found
-        if slot is not self._newest:  # a slot has hundreds of addresses: looking one up costs
-            self._entries.move_to_end(slot)
-            self._newest = slot
-        return entry
+        self._entries.move_to_end(found[0])
+        self._newest = found
+        return found[1]
 
     def find(self, slot: Slot) -> Entry | None:
         entry = self._entries.get(slot)
         if entry is not None:
             self._entries.move_to_end(slot)
-            self._latest[slot.key] = (slot, entry)
-            self._newest = slot
+            self._latest[slot.key] = self._newest = (slot, entry)
         return entry
 
     def put(self, slot: Slot, entry: Entry) -> list[Slot]:
@@ -61,8 +61,7 @@ class Store:
         """
         old = self._entries.pop(slot, None)
         self._entries[slot] = entry
-        self._latest[slot.key] = (slot, entry)
-        self._newest = slot
+        self._latest[slot.key] = self._newest = (slot, entry)
         if old is None:
             self._known[slot.key] += 1
         else:
@@ -79,6 +78,8 @@ class Store:
             del self._known[slot.key]
         if slot.key in self._latest and self._latest[slot.key][1] is entry:
             del self._latest[slot.key]
+        if self._newest is not None and self._newest[1] is entry:
+            self._newest = None
         entry.free()
 
     def free(self, owner: int | None = None) -> None:

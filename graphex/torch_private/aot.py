@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -10,7 +13,9 @@ from torch._guards import TracingContext
 __all__ = [
     "aot_module_simplified",
     "default_partition",
+    "is_autocast_on",
     "min_cut_rematerialization_partition",
+    "only_hands_over",
     "regenerated_outputs",
     "static_input_indices",
 ]
@@ -22,6 +27,38 @@ def static_input_indices() -> tuple[int, ...]:
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.static_input_indices)
+
+
+def is_autocast_on() -> bool:
+    """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def only_hands_over(written: Collection[int]) -> bool:
+    """Whether AOTAutograd's wrapper leaves a call of the inference graph being compiled as it is, but for grad mode.
+
+    That is: no result is made again from an input or marked as dynamic, no input is updated after the call, no switch
+    is set, and the writes that it counts are among those to the inputs `written`. What it does to arguments and
+    results (duplicates, views of one base, tensor subclasses, tokens) is not asked here: it is seen in a call.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if context is None or metadata is None or context.fakify_first_call:
+        return False
+    try:
+        work = (
+            metadata.num_mutated_inp_runtime_indices,
+            metadata.num_outputs_aliased,
+            metadata.num_intermediate_bases,
+            metadata.dynamic_outputs,
+            metadata.is_rng_op_functionalized,
+            metadata.tokens,
+            metadata.grad_enabled_mutation is not None,
+        )
+        counted = metadata.mutated_graph_handled_indices_seen_by_autograd
+    except AttributeError:  # a torch that keeps its books in another way
+        return False
+    return not any(work) and set(counted).issubset(written)
 
 
 def regenerated_outputs(outputs: int) -> dict[int, int]:

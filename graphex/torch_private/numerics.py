@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import call
 
 import torch
 
@@ -29,4 +30,4 @@ _GETTERS: tuple[Callable[[], object], ...] = (
 
 def numerics() -> tuple[object, ...]:
     """The state of every switch: two calls with the same state compute the same."""
-    return tuple([get() for get in _GETTERS])
+    return tuple(map(call, _GETTERS))

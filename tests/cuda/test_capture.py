@@ -12,6 +12,7 @@ import pytest
 
 from tests.runtime.test_ahead import *  # noqa: F403
 from tests.runtime.test_buckets import *  # noqa: F403
+from tests.runtime.test_handover import *  # noqa: F403
 from tests.runtime.test_inputs import *  # noqa: F403
 from tests.runtime.test_keys import *  # noqa: F403
 from tests.runtime.test_outputs import *  # noqa: F403

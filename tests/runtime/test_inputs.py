@@ -119,6 +119,32 @@ def test_a_written_input_at_another_address_captures_again(dynamic, where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("which", range(4))
+def test_of_many_inputs_the_one_that_moved_is_named(which, where):
+    def f(a: Tensor, x: Tensor, b: Tensor, c: Tensor, y: Tensor, d: Tensor) -> Tensor:
+        for number, cache in enumerate((a, b, c, d)):
+            cache.mul_(2).add_(x if number % 2 else y)
+        return a + b - c * d
+
+    compiled = compile_it(f)
+    mine = [torch.full((3,), float(value), device=where) for value in range(4)]
+    theirs = [cache.clone() for cache in mine]
+    for step in range(6):
+        if step == 4:
+            mine[which] = mine[which].clone()
+        x, y = torch.randn(2, 3, device=where)
+        a, b, c, d = mine
+        found = compiled(a, x.clone(), b, c, y.clone(), d)
+        a, b, c, d = theirs
+        same(found, f(a, x, b, c, y, d))
+        same(mine, theirs)
+    first, again = graphex.journal(compiled).captures
+    assert (first.inputs_by_address, first.inputs_copied) == (4, 2)
+    assert again.reason.startswith("moved: input")
+    assert again.reason.count("'") == 2
+
+
+@torch.no_grad()
 def test_a_written_input_that_never_stays_is_reported_and_still_right(where):
     compiled = compile_it(lambda cache: cache.add_(1).sum())
     caches = [torch.full((3,), float(value), device=where) for value in range(16)]

@@ -1,0 +1,203 @@
+"""Replays that go past AOTAutograd's wrapper, and calls that must not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.runtime.support import compile_it, count, replays, same, statuses
+
+
+def straight(compiled: object) -> int:
+    """Replays without AOTAutograd's wrapper."""
+    return count(compiled, "straight")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_once_captured_a_replay_is_all_that_a_call_does(mode, where):
+    model = nn.Linear(4, 4).to(where).requires_grad_(False)
+    compiled = compile_it(model)
+    with mode():
+        for _ in range(5):
+            x = torch.randn(2, 4, device=where)
+            found = compiled(x)
+            same(found, model(x))
+            assert not found.requires_grad
+            assert torch.is_grad_enabled() == (mode is torch.enable_grad)
+    assert (replays(compiled), straight(compiled)) == (4, 3)
+
+
+@torch.no_grad()
+def test_what_moved_is_noticed_and_captured_again(where):
+    model = nn.Linear(4, 4).to(where)
+    compiled = compile_it(model)
+    for _ in range(3):
+        for _ in range(4):
+            x = torch.randn(2, 4, device=where)
+            same(compiled(x), model(x))
+        model.weight.data = torch.randn(4, 4, device=where)
+    assert statuses(compiled) == ["captured", "recaptured", "recaptured"]
+    assert straight(compiled) == replays(compiled) - 3
+
+
+@torch.no_grad()
+def test_models_that_share_their_code_take_turns_without_the_wrapper(where):
+    models = [nn.Linear(4, 4).to(where) for _ in range(3)]
+    compiled = [compile_it(model) for model in models]
+    for _ in range(4):
+        for model, fast in zip(models, compiled, strict=True):
+            x = torch.randn(2, 4, device=where)
+            same(fast(x), model(x))
+    assert straight(compiled[0]) == replays(compiled[0]) - 3
+
+
+@torch.no_grad()
+def test_a_write_is_counted(where):
+    compiled = compile_it(lambda cache, x: cache.add_(x).sum())
+    cache, x = torch.zeros(3, device=where), torch.ones(3, device=where)
+    for step in range(1, 6):
+        before = cache._version
+        assert compiled(cache, x).item() == 3 * step
+        assert cache._version > before
+    assert straight(compiled) == 3
+
+
+@torch.no_grad()
+def test_a_result_that_is_a_view_of_an_input_is_made_by_the_wrapper(where):
+    compiled = compile_it(lambda cache, x: (cache.add_(x).view(-1), x + 1))
+    cache, x = torch.zeros(2, 2, device=where), torch.ones(2, 2, device=where)
+    for _ in range(4):
+        view, _ = compiled(cache, x)
+        assert view._base is cache
+        same(view, cache.view(-1))
+    assert replays(compiled) == 3
+    assert straight(compiled) == 0
+
+
+@torch.no_grad()
+def test_overlapping_inputs_go_through_the_wrapper(where):
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return a + b * 2
+
+    compiled = compile_it(f)
+    mine, theirs = torch.arange(4.0, device=where), torch.arange(4.0, device=where)
+    for _ in range(4):
+        same(compiled(mine[:3], mine[1:]), f(theirs[:3], theirs[1:]))
+    same(mine, theirs)
+    assert straight(compiled) == 0
+
+
+@torch.no_grad()
+def test_a_tensor_subclass_goes_through_the_wrapper(where):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    compiled = compile_it(lambda x: x * 2 + 1)
+    for _ in range(4):
+        x = TwoTensor(torch.randn(3, device=where), torch.randn(3, device=where))
+        found = compiled(x)
+        assert isinstance(found, TwoTensor)
+        same(found.a, x.a * 2 + 1)
+        same(found.b, x.b * 2 + 1)
+    assert straight(compiled) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("summed", [False, True])
+def test_results_of_a_symbolic_size_are_marked_by_the_wrapper(summed, where):
+    def f(x: Tensor) -> Tensor:
+        return (x * 2 + 1).sum() if summed else x * 2 + 1
+
+    compiled = compile_it(f, dynamic=True)
+    for size in (3, 4, 5):
+        for _ in range(3):
+            x = torch.randn(size, device=where)
+            same(compiled(x), f(x))
+    assert (replays(compiled), straight(compiled)) == (6, 3 if summed else 0)
+
+
+@torch.no_grad()
+def test_a_graph_compiled_under_autocast_keeps_the_wrapper(where):
+    model = nn.Linear(4, 4).to(where)
+    compiled = compile_it(model)
+    x = torch.randn(2, 4, device=where)
+    for enabled in (True, False, True):
+        with torch.autocast(where, dtype=torch.bfloat16, enabled=enabled):
+            for _ in range(4):
+                found, wanted = compiled(x), model(x)
+                assert found.dtype == wanted.dtype == (torch.bfloat16 if enabled else torch.float32)
+                torch.testing.assert_close(found, wanted)
+    assert straight(compiled) == 2  # those in between, without autocast
+    assert replays(compiled) > 2
+
+
+def test_a_model_that_leaves_grad_mode_changed_does_so_in_every_call(where):
+    def f(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return (x @ x).relu()
+
+    compiled = compile_it(f)
+    x = torch.randn(3, 3, device=where)
+    try:
+        for _ in range(5):
+            torch.set_grad_enabled(True)
+            same(compiled(x), (x @ x).relu())
+            assert not torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@torch.no_grad()
+def test_while_a_profiler_looks_the_wrapper_is_there(where):
+    compiled = compile_it(lambda x: (x @ x).relu())
+    x = torch.randn(3, 3, device=where)
+    for _ in range(3):
+        compiled(x)
+    before = straight(compiled)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(x)
+    assert straight(compiled) == before
+    assert any(event.name.startswith("graphex replay") for event in profile.events())
+    compiled(x)
+    assert straight(compiled) == before + 1
+
+
+@torch.no_grad()
+def test_a_switch_that_is_set_between_two_replays_is_noticed(where):
+    compiled = compile_it(lambda x: (x @ x).relu() + 1)
+    x = torch.randn(4, 4, device=where)
+    for _ in range(3):
+        compiled(x)
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = not before  # Dynamo does not look at this one
+    try:
+        for _ in range(3):
+            same(compiled(x), (x @ x).relu() + 1)
+    finally:
+        torch.backends.cudnn.benchmark = before
+    assert statuses(compiled) == ["captured", "captured"]
+
+
+def test_threads_get_their_own_results(where):
+    compiled = compile_it(lambda x: (x @ x).relu() + 1)
+    wrong: list[int] = []
+
+    @torch.no_grad()
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            x = torch.randn(4, 4, generator=generator).to(where)
+            if not torch.allclose(compiled(x), (x @ x).relu() + 1, atol=1e-4):
+                wrong.append(seed)
+
+    work(0)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert straight(compiled) > 60
