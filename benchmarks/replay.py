@@ -6,9 +6,10 @@ Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inp
 of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
 for a millisecond, and in the middle of eight calls that follow each other. `to replay` is the part of both up to where
 the replay of the device graph begins, `launched` up to where the driver has taken it; what comes after that runs beside
-the device. `floor` is the bytes of weights and caches divided by the measured copy bandwidth. `Dynamo alone` is a
-backend that computes nothing: its host time is what no backend gets below. Inductor's rows are those of the same steps
-that `benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
+the device. `floor` is the bytes of weights and caches divided by the measured copy bandwidth. `no fusion` is with
+`pattern_fusion_pass=False`: eager's own kernels, as in the hand-made graph. `Dynamo alone` is a backend that computes
+nothing: its host time is what no backend gets below. Inductor's rows are those of the same steps that
+`benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def ours(measured: Measured) -> None:
     measured.row("eager", lambda step: step.call(step.model))
     measured.row("Dynamo alone", lambda step: computing_nothing(step, measured.wanted))
     measured.row("graphex", lambda step: through("graphex", step))
+    measured.row("graphex, no fusion", lambda step: through("graphex", step, pattern_fusion_pass=False))
     measured.row("graphex, frozen_parameter", lambda step: through("graphex", step, frozen_parameter=True))
     measured.row("graphex, replayer", replayer)
     measured.row("cudagraphs", lambda step: through("cudagraphs", step))
