@@ -1,6 +1,6 @@
 """A decode step replayed as one device graph, against the same code in a hand-made CUDA graph. Needs a GPU.
 
-    PYTHONPATH=. python benchmarks/replay.py [--layers 8 32] [--batch 1 16]
+    PYTHONPATH=. python benchmarks/replay.py [--layers 8 32] [--batch 1 16] [--only graphex cudagraphs]
 
 Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
 of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
@@ -8,8 +8,9 @@ for a millisecond, and in the middle of eight calls that follow each other. `to 
 the replay of the device graph begins, `launched` up to where the driver has taken it; what comes after that runs beside
 the device. `floor` is the bytes of weights and caches divided by the measured copy bandwidth. `no fusion` is with
 `pattern_fusion_pass=False`: eager's own kernels, as in the hand-made graph. `Dynamo alone` is a backend that computes
-nothing: its host time is what no backend gets below. Inductor's rows are those of the same steps that
-`benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
+nothing, `Dynamo, hand-made graph` one that replays the hand-made graph and looks at nothing: its `to replay` is what no
+backend gets below. Inductor's rows are those of the same steps that `benchmarks/decode_stock.py` has measured, each
+in a process of its own, on this device with these versions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ COLUMNS = (
     "first 3 calls s",
     "peak GiB",
 )
+HAND_MADE = "hand-made CUDA graph"
 NOT_REPLAYED = "- | - | - | -"
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
@@ -95,6 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=[], metavar="VARIANT")
     parser.add_argument("--stock", type=Path, default=RESULTS, help="what decode_stock.py has written")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -108,9 +111,9 @@ def main() -> int:
         with torch.no_grad():
             steps = steps_of(layers, options.batch, bandwidth)
             if layers == options.layers[0]:
-                print(f"{memory_of_sizes(steps[0].step.model)}\n\n{HEAD}", flush=True)
+                print(HEAD if options.only else f"{memory_of_sizes(steps[0].step.model)}\n\n{HEAD}", flush=True)
             for measured in steps:
-                ours(measured)
+                ours(measured, options.only)
         stock, elsewhere = store.usable(each.setting for each in steps)
         remarks += [*inductor(steps, stock), *elsewhere]
     print("\n" + "\n".join(dict.fromkeys(remarks)))
@@ -127,15 +130,10 @@ def steps_of(layers: int, batches: list[int], bandwidth: float) -> list[Measured
     return found
 
 
-def ours(measured: Measured) -> None:
-    measured.row("hand-made CUDA graph", hand_made)
-    measured.row("eager", lambda step: step.call(step.model))
-    measured.row("Dynamo alone", lambda step: computing_nothing(step, measured.wanted))
-    measured.row("graphex", lambda step: through("graphex", step))
-    measured.row("graphex, no fusion", lambda step: through("graphex", step, pattern_fusion_pass=False))
-    measured.row("graphex, frozen_parameter", lambda step: through("graphex", step, frozen_parameter=True))
-    measured.row("graphex, replayer", replayer)
-    measured.row("cudagraphs", lambda step: through("cudagraphs", step))
+def ours(measured: Measured, only: Sequence[str]) -> None:
+    for name, make in VARIANTS.items():
+        if name == HAND_MADE or not only or name in only:
+            measured.row(name, make)
 
 
 def inductor(steps: list[Measured], stock: list[Row]) -> list[str]:
@@ -219,10 +217,19 @@ def replayer(step: Step) -> Call:
     return step.run(lambda *args: graphex.replayer(compiled("graphex", step.model), *args))
 
 
-def computing_nothing(step: Step, result: torch.Tensor) -> Call:
+def computing_nothing(step: Step) -> Call:
     """What torch.compile costs by itself: its guards, and handing over the inputs."""
-    run = torch.compile(step.model, backend=lambda gm, inputs: lambda *given: (result,), fullgraph=True)
-    return step.call(run)
+    result = step.run(step.model)
+    return step.call(guarded(step, lambda: result))
+
+
+def replaying_by_hand(step: Step) -> Call:
+    """The same around a hand-made graph: launching one drives the host's caches out, and guards find nothing there."""
+    return step.call(guarded(step, hand_made(step)))
+
+
+def guarded(step: Step, call: Call) -> Callable[..., Any]:
+    return torch.compile(step.model, backend=lambda gm, inputs: lambda *given: (call(),), fullgraph=True)
 
 
 def hand_made(step: Step) -> Call:
@@ -240,6 +247,19 @@ def hand_made(step: Step) -> Call:
         return out
 
     return call
+
+
+VARIANTS: dict[str, Callable[[Step], Call]] = {
+    HAND_MADE: hand_made,
+    "eager": lambda step: step.call(step.model),
+    "Dynamo alone": computing_nothing,
+    "Dynamo, hand-made graph": replaying_by_hand,
+    "graphex": lambda step: through("graphex", step),
+    "graphex, no fusion": lambda step: through("graphex", step, pattern_fusion_pass=False),
+    "graphex, frozen_parameter": lambda step: through("graphex", step, frozen_parameter=True),
+    "graphex, replayer": replayer,
+    "cudagraphs": lambda step: through("cudagraphs", step),
+}
 
 
 def memory_of_sizes(model: TinyLlama) -> str:
