@@ -1,7 +1,8 @@
 """Put a replacement where a match was, and leave the graph as if it had always been there.
 
 Values, source line, stream and origins of the new nodes are those of what they replace; a result whose strides differ
-changes the values of what is computed from it, and what can no longer be computed takes the rewrite back.
+changes the values of what is computed from it, and what can no longer be computed takes the rewrite back. What the
+graph returns is copied into the strides that it had.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.fx import GraphModule, Node, map_arg
 from graphex.analysis import same_layout
 from graphex.fusion.calls import is_nothing
 from graphex.fusion.matching import Plan, Site
+from graphex.fusion.strides import READ_STRIDES, Restored, to_restore
 from graphex.passes.base import Refusal
 from graphex.passes.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -24,11 +26,12 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     """Carry out a plan: the nodes that are new, or why it had to be taken back."""
     made, results = _insert(gm, plan, mode)
     pairs = [(old, new) for old, new in zip(plan.outputs, results, strict=True) if old is not None]
-    changed = _values_after(gm, pairs, mode, site)
-    if isinstance(changed, Refusal):
+    after = _afterwards(gm, pairs, mode, site)
+    if isinstance(after, Refusal):
         for node in reversed(made):
             gm.graph.erase_node(node)
-        return changed
+        return after
+    changed, returned = after
     for node, value in changed.items():
         node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
@@ -36,6 +39,8 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     for old, new in pairs:
         site.calls.forget(old.users)
         old.replace_all_uses_with(new)
+    for each in returned:
+        each.restore(gm, dict(pairs).get(each.node, each.node), mode)
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
     return _used(made)
@@ -83,6 +88,19 @@ def _attribute(gm: GraphModule, replacement: GraphModule, target: str) -> str:
     return name
 
 
+def _afterwards(
+    gm: GraphModule, pairs: list[tuple[Node, Node]], mode: FakeTensorMode, site: Site
+) -> tuple[dict[Node, Any], list[Restored]] | Refusal:
+    """The values downstream that change, and what the graph returns with other strides than before."""
+    changed = _values_after(gm, pairs, mode, site)
+    if isinstance(changed, Refusal):
+        return changed
+    after = {**{old: new.meta["val"] for old, new in pairs}, **changed}
+    others = {node for node, value in after.items() if not _alike(node.meta.get("val"), value)}
+    returned = to_restore(gm.graph, others, site.aliases)
+    return returned if isinstance(returned, Refusal) else (changed, returned)
+
+
 def _values_after(
     gm: GraphModule, pairs: list[tuple[Node, Node]], mode: FakeTensorMode, site: Site
 ) -> dict[Node, Any] | Refusal:
@@ -96,6 +114,8 @@ def _values_after(
             if not site.may_change_strides_of_outputs:
                 return Refusal("a saved result would change its strides")
             continue
+        if node.target in READ_STRIDES:
+            return Refusal(f"'{node.name}' depends on the strides of the result, which would change", node)
         try:
             value = evaluate(gm, node, mode, {**overlay, **changed})
         except Exception as problem:
