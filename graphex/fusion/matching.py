@@ -247,6 +247,11 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
         raise RuleError(f"the check '{name}' of rule '{rule.name}' raised {_first_line(problem)}.") from problem
     if isinstance(answer, Refusal):
         return answer
+    if isinstance(answer, str):
+        raise RuleError(
+            f"the check '{name}' of rule '{rule.name}' answered with the text {answer!r}. "
+            "Answer with True or False, or with graphex.Refusal(reason, node)."
+        )
     if isinstance(answer, torch.SymBool):
         answer = known_true(answer)
     return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
