@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from graphex.analysis import same_layout
+from graphex.analysis import Aliases, same_layout
 from graphex.fusion.calls import is_nothing
 from graphex.fusion.matching import Plan, Site
 from graphex.fusion.strides import READ_STRIDES, Restored, to_restore
@@ -24,6 +24,8 @@ from graphex.torch_private.symbolic import FakeTensorMode
 
 def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
     """Carry out a plan: the nodes that are new, or why it had to be taken back."""
+    if (refusal := _begins_to_share(gm, plan)) is not None:
+        return refusal
     made, results = _insert(gm, plan, mode)
     pairs = [(old, new) for old, new in zip(plan.outputs, results, strict=True) if old is not None]
     after = _afterwards(gm, pairs, mode, site)
@@ -44,6 +46,22 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
     return _used(made)
+
+
+def _begins_to_share(gm: GraphModule, plan: Plan) -> Refusal | None:
+    """A result that lies in memory of an argument, or of another result, where it did not: someone may see a write."""
+    replacement, outputs = plan.replacement, plan.outputs
+    found = [(index, plan.inputs[place], "its argument") for index, place in replacement.shared_with_inputs]
+    found += [(index, outputs[other], f"result {other}") for index, other in replacement.shared_results]
+    aliases = Aliases(gm.graph) if found else None
+    for index, other, what in found:
+        old = outputs[index]
+        if aliases is None or old is None or not isinstance(other, Node) or aliases.may_alias(old, other):
+            continue
+        if (reason := aliases.why_not_same(old, other)) is not None:
+            said = f"result {index} of the replacement lies in the memory of {what} '{other.name}': {reason}"
+            return Refusal(said, old, "let the replacement return a clone of it")
+    return None
 
 
 def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
@@ -97,7 +115,7 @@ def _afterwards(
         return changed
     after = {**{old: new.meta["val"] for old, new in pairs}, **changed}
     others = {node for node, value in after.items() if not _alike(node.meta.get("val"), value)}
-    returned = to_restore(gm.graph, others, site.aliases)
+    returned = to_restore(gm.graph, others)
     return returned if isinstance(returned, Refusal) else (changed, returned)
 
 

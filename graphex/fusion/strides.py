@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis import known_equal
-from graphex.analysis.aliasing import Aliases
+from graphex.analysis import Aliases, known_equal
 from graphex.passes.base import Refusal
 from graphex.passes.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -55,11 +54,14 @@ class Restored:
         output.replace_input_with(now, copied)
 
 
-def to_restore(graph: Graph, changed: Collection[Node], aliases: Aliases) -> list[Restored] | Refusal:
+def to_restore(graph: Graph, changed: Collection[Node]) -> list[Restored] | Refusal:
     """The results of the graph among `changed`, whose values still have the strides of old."""
     results = list(dict.fromkeys(graph.output_node().all_input_nodes))
-    found = []
-    for node in (result for result in results if result in changed):
+    concerned = [result for result in results if result in changed]
+    if not concerned:
+        return []
+    found, aliases = [], Aliases(graph)
+    for node in concerned:
         if any(aliases.may_alias(node, other) for other in results if other is not node):
             return Refusal("a result that shares its memory with another would change its strides", node)
         order = _order(node.meta["val"])
