@@ -296,10 +296,11 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
 
 
 def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | None:
-    """The replacement reads its inputs at another place: nobody may write to them in between."""
+    """The replacement reads its inputs at another place, and makes its values at one: nobody may write in between."""
     first, last = nodes[0], nodes[-1]
-    between = [write for write in site.writes if first < write < last]
-    for value in inputs:
+    inside = set(nodes)
+    between = [write for write in site.writes if first < write < last and write not in inside]
+    for value in (*inputs, *nodes):
         if not isinstance(value, Node):
             continue
         for write in between:
