@@ -154,7 +154,10 @@ class OptionalChoice(Kind["str | None"]):
         self.allowed = ", ".join(repr(value) for value in self.values)
 
     def check(self, name: str, value: Any) -> str | None:
-        return None if value is None else Choice(*filter(None, self.values)).check(name, value)
+        if value is None or (isinstance(value, str) and value in self.values):
+            return value
+        near = difflib.get_close_matches(value, list(filter(None, self.values)), 1) if isinstance(value, str) else []
+        raise self.refuse(name, value, f" Did you mean {near[0]!r}?" if near else "")
 
 
 class Folder(Kind[str]):
@@ -214,8 +217,8 @@ class CompilerConfig:
     mode = Option(
         Choice("reduce-overhead", "max-autotune", "eager"),
         "reduce-overhead",
-        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same, "
-        "and kernels may be tuned longer. `eager`: all passes, no capture.",
+        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same "
+        "today. `eager`: all passes, no capture.",
     )
     force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
     capture_limit = Option(

@@ -14,9 +14,11 @@ from typing import Any
 import click
 
 from graphex.cli.output import json_option, print_json, print_sentences, waiting
+from graphex.config import options_of
 from graphex.records import Journal
 
 NOTHING = 3
+_LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -69,21 +71,24 @@ def explain(
         print_sentences(data["summary"])
         if written:
             click.echo(f"\nreport: {written}")
-        else:
+        elif not problem:
             click.echo('Compile something in it: torch.compile(model, backend="graphex").', err=True)
     sys.exit(1 if problem else 0 if watch.journals else NOTHING)
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """``verify=true`` as ("verify", True): a Python value, or else a word."""
+    """``verify=true`` as ("verify", True): a Python value, or else a word; for a list, words between commas too."""
     name, sign, value = text.partition("=")
     if not sign:
         raise click.UsageError(f"--set takes NAME=VALUE, got '{text}'.")
     plain = {"true": "True", "false": "False", "none": "None"}.get(value.lower(), value)
     try:
-        return name, ast.literal_eval(plain)
+        found: Any = ast.literal_eval(plain)
     except (ValueError, SyntaxError):
-        return name, value
+        found = value
+    if name not in _LISTS or isinstance(found, (list, tuple)):
+        return name, found
+    return name, [word.strip() for word in found.split(",")] if isinstance(found, str) else [found]
 
 
 def _told(journal: Journal) -> str:

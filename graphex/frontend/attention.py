@@ -6,6 +6,10 @@
 AOTAutograd would take the call apart, with a mask and grouped heads on CUDA down to matrix products of a copied cache.
 Whether it is to be kept whole depends on types, sizes and gradients, which are known while `attend` is being traced.
 Everything else is left to the original. What was decided goes, as a note, with the nodes that come of it.
+
+The op's result lies in memory in an order of its own. A model can tell: `view` needs the order that it was written for,
+and whether `reshape` copies, so that a write does not reach the result, hangs on it. So where someone can tell, the
+result is copied into the order that torch would have given it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.fx.traceback import annotate
 from torch.nn.functional import scaled_dot_product_attention
 
 from graphex.config import CompilerConfig
+from graphex.frontend.attention_layout import ANY, BY_HEADS, OTHER, layout_of
 from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.lift_attention import Decided, LiftAttention
@@ -29,7 +34,7 @@ from graphex.torch_private.symbolic import guard_or_false
 from graphex.torch_private.tracing import is_transformed
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_EXTRA = ("call", "forced")  # what a call of `attend` has beyond the original
+_EXTRA = ("call", "forced", "layout")  # what a call of `attend` has beyond the original
 
 
 @contextmanager
@@ -42,7 +47,8 @@ def attention_kept_whole(gm: GraphModule, config: CompilerConfig) -> Iterator[No
     forced = config.lift_idioms == "always"
     try:
         for node in calls:
-            _retarget(node, attend, {**node.kwargs, "call": node.name, "forced": forced})
+            extra = {"call": node.name, "forced": forced, "layout": layout_of(node)}
+            _retarget(node, attend, {**node.kwargs, **extra})
         gm.recompile()
         yield
     finally:
@@ -68,6 +74,7 @@ def attend(
     *,
     call: str,
     forced: bool,
+    layout: str = ANY,
 ) -> Tensor:
     """The original, or `graphex.attention` for it; noted either way. No note where nothing could be gained."""
     if not forced and not has_kernel("graphex::attention", query.device):
@@ -75,7 +82,7 @@ def attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     refusal = _needs_torch(query, key, value, attn_mask) or _does_not_fit(query, key, value, attn_mask, enable_gqa)
-    refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask)
+    refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask, layout)
     refusal = refusal or ("" if forced else _beyond_the_kernel(query, key, value))
     with annotate(Decided(call, refusal).as_note()):
         if refusal:
@@ -84,7 +91,7 @@ def attend(
             )
         factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         lifted: Tensor = torch.ops.graphex.attention(query, key, value, attn_mask, factor, is_causal)
-        return lifted
+        return lifted.clone(memory_format=torch.contiguous_format) if layout == BY_HEADS else lifted
 
 
 def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
@@ -114,6 +121,8 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         return f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}"
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return f"the mask is {mask.dtype}"
+    if mask is not None and mask.dim() > 4:
+        return f"the mask has {mask.dim()} dimensions"
     tensors = [key, value, *([] if mask is None else [mask])]
     if any(each.device != query.device for each in tensors):
         return "not all arguments are on one device"
@@ -123,12 +132,14 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     fixed = heads, shared, width, key.shape[3], value.shape[1], value.shape[3]
     if not all(isinstance(each, int) for each in fixed):
         return "the number or the size of heads is not fixed"
+    if 0 in fixed:
+        return "there is nothing to attend with"
     # A guard on these is none of ours: torch's own op asks the same while it is traced.
     if key.shape[3] != width or not (guard_or_false(key.shape[0] == batch) and guard_or_false(value.shape[0] == batch)):
         return "query and key do not fit"
     if value.shape[1] != shared or not guard_or_false(key.shape[2] == value.shape[2]):
         return "key and value do not fit"
-    if heads != shared and (not enable_gqa or shared == 0 or heads % shared):
+    if heads != shared and (not enable_gqa or heads % shared):
         return "the heads are not grouped"
     return ""
 
@@ -145,11 +156,13 @@ def _beyond_the_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     return ""
 
 
-def _unusual(dropout_p: object, is_causal: object, scale: object, mask: Tensor | None) -> str:
+def _unusual(dropout_p: object, is_causal: object, scale: object, mask: Tensor | None, layout: str) -> str:
     if not isinstance(dropout_p, (int, float)) or dropout_p != 0:
         return "it drops out"
     if not isinstance(is_causal, bool) or (is_causal and mask is not None):
         return "is_causal is not a plain flag"
     if scale is not None and not isinstance(scale, (int, float)):
         return "the scale is not a number"
+    if layout == OTHER:
+        return "its result lies in memory in an order that the op does not make"
     return ""

@@ -247,6 +247,11 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
         raise RuleError(f"the check '{name}' of rule '{rule.name}' raised {_first_line(problem)}.") from problem
     if isinstance(answer, Refusal):
         return answer
+    if isinstance(answer, str):
+        raise RuleError(
+            f"the check '{name}' of rule '{rule.name}' answered with the text {answer!r}. "
+            "Answer with True or False, or with graphex.Refusal(reason, node)."
+        )
     if isinstance(answer, torch.SymBool):
         answer = known_true(answer)
     return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
@@ -291,10 +296,11 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
 
 
 def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | None:
-    """The replacement reads its inputs at another place: nobody may write to them in between."""
+    """The replacement reads its inputs at another place, and makes its values at one: nobody may write in between."""
     first, last = nodes[0], nodes[-1]
-    between = [write for write in site.writes if first < write < last]
-    for value in inputs:
+    inside = set(nodes)
+    between = [write for write in site.writes if first < write < last and write not in inside]
+    for value in (*inputs, *nodes):
         if not isinstance(value, Node):
             continue
         for write in between:

@@ -79,6 +79,8 @@ def replacement(
     """The rule that `register_replacement` would register, for the option `fusion_rules` of one configuration."""
     if not callable(search_fn) or not callable(replace_fn):
         raise RuleError("search_fn and replace_fn must be functions.")
+    if extra_check is not None and not callable(extra_check):
+        raise RuleError(f"extra_check must be a function of a Match, got {extra_check!r}.")
     if not isinstance(example_inputs, (list, tuple)):
         raise RuleError(f"example_inputs must be a list or a tuple, got {type(example_inputs).__name__}.")
     rule = Rule(

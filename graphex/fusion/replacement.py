@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.analysis import Aliases
 from graphex.fusion.tracing import fresh
 from graphex.torch_private.trees import pytree
 
@@ -24,6 +27,19 @@ class Replacement:
             for part in _tensors(node.meta.get("val")):
                 self._owners.setdefault(part.untyped_storage()._cdata, node)
         self._own = {node for node in self.nodes if self._is_in_own_memory(node)}
+
+    @cached_property
+    def shared_with_inputs(self) -> list[tuple[int, int]]:
+        """Results, by number, and the arguments in whose memory they may lie."""
+        aliases, inputs = Aliases(self.module.graph), [node for node in self.nodes if node.op == "placeholder"]
+        pairs = ((index, place) for index in range(len(self.results)) for place in range(len(inputs)))
+        return [(index, place) for index, place in pairs if aliases.may_alias(self.results[index], inputs[place])]
+
+    @cached_property
+    def shared_results(self) -> list[tuple[int, int]]:
+        """Results, by number, that may lie in one memory."""
+        aliases, pairs = Aliases(self.module.graph), combinations(range(len(self.results)), 2)
+        return [(one, other) for one, other in pairs if aliases.may_alias(self.results[one], self.results[other])]
 
     def value_for(self, traced: Node, node: Node) -> Any:
         """The value of a node that was made like the traced one: alike, in memory of its own.

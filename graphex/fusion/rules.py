@@ -143,6 +143,11 @@ class Rule(AnyRule):
                 f"rule '{self.name}': the example for '{name}' is a {type(value).__name__}. Give every tensor of it an "
                 "argument of its own."
             )
+        if isinstance(value, (str, torch.dtype, torch.device)):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is {value!r}. Only tensors and numbers can be variables "
+                "of a pattern; write it into the function, once for each value."
+            )
         if isinstance(value, float):
             return _FLOAT_MARK + 1e-5 * index
         if isinstance(value, int):

@@ -64,8 +64,10 @@ def _traced(rule: Rule, what: str) -> GraphModule:
     except RuleError:
         raise
     except Exception as problem:
+        numbers = ", ".join(f"{value} for '{name}'" for name, value in rule.scalars.items())
+        hint = f" (numbers are variables: it was given {numbers})" if numbers else ""
         raise RuleError(
-            f"rule '{rule.name}': the {what} function cannot be traced with the example inputs: {problem}"
+            f"rule '{rule.name}': the {what} function cannot be traced with the example inputs{hint}: {problem}"
         ) from problem
 
 
@@ -149,24 +151,35 @@ def _real_like(value: torch.Tensor) -> torch.Tensor:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+_WHOLE_NUMBERS = ((-7, 8), (0, 2))
+"""From, and below which: numbers of both signs, and those that are an index into every size above one."""
+
+
 def _same_values(rule: Rule) -> None:
-    for grow in (1, 2):
-        values = _random_inputs(rule, grow)
+    whole = [v for v in rule.example_values if isinstance(v, torch.Tensor) and _is_whole(v.dtype)]
+    tensors = [v for v in rule.example_values if isinstance(v, torch.Tensor)]
+    slack = 0 if len(whole) == len(tensors) else 1  # quantised values may be rounded otherwise
+    for grow, numbers in itertools.product((1, 2), _WHOLE_NUMBERS if whole else _WHOLE_NUMBERS[:1]):
+        values = _random_inputs(rule, grow, numbers)
         try:
             with torch.no_grad():
                 before = pytree.tree_leaves(rule.search(*[_copy(value) for value in values]))
                 after = pytree.tree_leaves(rule.replace(*[_copy(value) for value in values]))
-        except Exception:  # one of them has no implementation that runs here, or not at this size
+        except Exception:  # one of them has no implementation that runs here, or not at this size or for such numbers
             continue
         for index, (a, b) in enumerate(zip(before, after, strict=False)):
-            if (reason := _difference(a, b)) is not None:
+            if (reason := _difference(a, b, slack)) is not None:
                 raise RuleError(
                     f"rule '{rule.name}': result {index} of the replacement differs from the search function's on "
                     f"random inputs ({reason}). Mend it, or pass self_test=False if that is meant."
                 )
 
 
-def _random_inputs(rule: Rule, grow: int) -> list[Any]:
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _random_inputs(rule: Rule, grow: int, numbers: tuple[int, int]) -> list[Any]:
     """Real inputs like the examples; sizes above one grown alike, so that equal sizes stay equal."""
     generator = torch.Generator().manual_seed(0)
     values: list[Any] = []
@@ -175,21 +188,35 @@ def _random_inputs(rule: Rule, grow: int) -> list[Any]:
             values.append(0.5 if isinstance(value, float) else value)
             continue
         shape = tuple(int(size) * (grow if int(size) > 1 else 1) for size in value.shape)
-        if value.dtype.is_floating_point:
+        if value.dtype.is_complex:
+            values.append(torch.randn(shape, generator=generator, dtype=torch.complex64).to(value.dtype))
+        elif value.dtype.is_floating_point:
             values.append(torch.randn(shape, generator=generator).to(value.dtype))
         elif value.dtype == torch.bool:
             values.append(torch.randint(0, 2, shape, generator=generator).bool())
         else:
-            values.append(torch.randint(0, 2, shape, generator=generator).to(value.dtype))
+            values.append(_whole_numbers(shape, value.dtype, numbers, generator))
     return values
 
 
-def _difference(a: Any, b: Any) -> str | None:
+def _whole_numbers(
+    shape: tuple[int, ...], dtype: torch.dtype, numbers: tuple[int, int], generator: torch.Generator
+) -> torch.Tensor:
+    start, end = numbers if dtype.is_signed else (max(numbers[0], 0), numbers[1])
+    found = torch.randint(start, end, shape, generator=generator)
+    if start < 0:
+        found[found == 0] = 3  # whoever divides by them must not fail
+    return found.to(dtype)
+
+
+def _difference(a: Any, b: Any, slack_of_whole: int) -> str | None:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return None
+    if a.dtype.is_complex:
+        return _difference(torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj()), slack_of_whole)
     if not a.dtype.is_floating_point:
         worst = (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-        return f"by up to {worst:g}" if worst > (0 if a.dtype == torch.bool else 1) else None
+        return f"by up to {worst:g}" if worst > (0 if a.dtype == torch.bool else slack_of_whole) else None
     slack = _SLACK.get(a.dtype, 0.1)
     close = torch.allclose(a.double(), b.double(), rtol=slack, atol=slack, equal_nan=True)
     return None if close else f"by up to {(a.double() - b.double()).abs().max().item():g}"

@@ -1,7 +1,8 @@
 """Put a replacement where a match was, and leave the graph as if it had always been there.
 
 Values, source line, stream and origins of the new nodes are those of what they replace; a result whose strides differ
-changes the values of what is computed from it, and what can no longer be computed takes the rewrite back.
+changes the values of what is computed from it, and what can no longer be computed takes the rewrite back. What the
+graph returns is copied into the strides that it had.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from graphex.analysis import same_layout
+from graphex.analysis import Aliases, same_layout
 from graphex.fusion.calls import is_nothing
 from graphex.fusion.matching import Plan, Site
+from graphex.fusion.strides import READ_STRIDES, Restored, to_restore
 from graphex.passes.base import Refusal
 from graphex.passes.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -22,13 +24,16 @@ from graphex.torch_private.symbolic import FakeTensorMode
 
 def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
     """Carry out a plan: the nodes that are new, or why it had to be taken back."""
+    if (refusal := _begins_to_share(gm, plan)) is not None:
+        return refusal
     made, results = _insert(gm, plan, mode)
     pairs = [(old, new) for old, new in zip(plan.outputs, results, strict=True) if old is not None]
-    changed = _values_after(gm, pairs, mode, site)
-    if isinstance(changed, Refusal):
+    after = _afterwards(gm, pairs, mode, site)
+    if isinstance(after, Refusal):
         for node in reversed(made):
             gm.graph.erase_node(node)
-        return changed
+        return after
+    changed, returned = after
     for node, value in changed.items():
         node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
@@ -36,9 +41,27 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     for old, new in pairs:
         site.calls.forget(old.users)
         old.replace_all_uses_with(new)
+    for each in returned:
+        each.restore(gm, dict(pairs).get(each.node, each.node), mode)
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
     return _used(made)
+
+
+def _begins_to_share(gm: GraphModule, plan: Plan) -> Refusal | None:
+    """A result that lies in memory of an argument, or of another result, where it did not: someone may see a write."""
+    replacement, outputs = plan.replacement, plan.outputs
+    found = [(index, plan.inputs[place], "its argument") for index, place in replacement.shared_with_inputs]
+    found += [(index, outputs[other], f"result {other}") for index, other in replacement.shared_results]
+    aliases = Aliases(gm.graph) if found else None
+    for index, other, what in found:
+        old = outputs[index]
+        if aliases is None or old is None or not isinstance(other, Node) or aliases.may_alias(old, other):
+            continue
+        if (reason := aliases.why_not_same(old, other)) is not None:
+            said = f"result {index} of the replacement lies in the memory of {what} '{other.name}': {reason}"
+            return Refusal(said, old, "let the replacement return a clone of it")
+    return None
 
 
 def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
@@ -83,6 +106,19 @@ def _attribute(gm: GraphModule, replacement: GraphModule, target: str) -> str:
     return name
 
 
+def _afterwards(
+    gm: GraphModule, pairs: list[tuple[Node, Node]], mode: FakeTensorMode, site: Site
+) -> tuple[dict[Node, Any], list[Restored]] | Refusal:
+    """The values downstream that change, and what the graph returns with other strides than before."""
+    changed = _values_after(gm, pairs, mode, site)
+    if isinstance(changed, Refusal):
+        return changed
+    after = {**{old: new.meta["val"] for old, new in pairs}, **changed}
+    others = {node for node, value in after.items() if not _alike(node.meta.get("val"), value)}
+    returned = to_restore(gm.graph, others)
+    return returned if isinstance(returned, Refusal) else (changed, returned)
+
+
 def _values_after(
     gm: GraphModule, pairs: list[tuple[Node, Node]], mode: FakeTensorMode, site: Site
 ) -> dict[Node, Any] | Refusal:
@@ -96,6 +132,8 @@ def _values_after(
             if not site.may_change_strides_of_outputs:
                 return Refusal("a saved result would change its strides")
             continue
+        if node.target in READ_STRIDES:
+            return Refusal(f"'{node.name}' depends on the strides of the result, which would change", node)
         try:
             value = evaluate(gm, node, mode, {**overlay, **changed})
         except Exception as problem:

@@ -75,7 +75,8 @@ def linear_at(node: Node) -> Linear | None:
         return None
     if weight.meta["val"].dim() != 2 or x.meta["val"].dim() == 0:
         return None
-    return Linear(node, x, before_reshape(x), weight, bias)
+    flattened = node.meta["val"].dim() == 2  # what was put together otherwise for the product comes back as it is
+    return Linear(node, x, before_reshape(x) if flattened else x, weight, bias)
 
 
 def _is_strided(value: Any) -> bool:

@@ -27,8 +27,11 @@ class Replayer:
     def __init__(self, ran: Ran, given: list[Any], result: Any) -> None:
         """`given` are the leaves of the call's arguments, `result` is what the model made of the graph's results."""
         self._program, self._inputs, self._given = ran.program, ran.args, len(given)
+        self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
+        self._twins = _twins(given)
         where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
         self._places = {place: where[id(value)] for place, value in enumerate(ran.args) if id(value) in where}
+        self._joined = _shares_an_input(given, where, ran.args)
         wanted, self._spec = pytree.tree_flatten(result)
         self._picks = [_pick(leaf, ran.results, ran.args) for leaf in wanted]
         self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
@@ -44,6 +47,19 @@ class Replayer:
         leaves = pytree.tree_leaves((args, kwargs))
         if len(leaves) != self._given:
             raise InputError(f"this replayer was made for {self._given} values, {len(leaves)} were given.")
+        if self._joined:
+            raise InputError(
+                "arguments of this replayer share memory that the graph takes as one input, so no others can take "
+                "their place; write to them and call it without arguments, or make another one."
+            )
+        for place, value in self._fixed:
+            if not _is_same(leaves[place], value):
+                raise InputError(
+                    f"this replayer was made for {value!r}, {leaves[place]!r} was given; make another one."
+                )
+        for place, twin in self._twins:
+            if leaves[place] is not leaves[twin]:
+                raise InputError("this replayer was made with one tensor for two arguments, and was given two.")
         inputs = list(self._inputs)
         for place, leaf in self._places.items():
             inputs[place] = leaves[leaf]
@@ -54,7 +70,7 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
     """A callable that replays `compiled(*args, **kwargs)`, for those who guarantee their inputs.
 
     Neither Dynamo's guards nor AOTAutograd's wrapper run: sizes, types and devices must be those of `args`. Addresses
-    are still looked at. What making it writes to the inputs is undone.
+    are still looked at, and arguments that are no tensors must be the same. What making it writes to inputs is undone.
     """
     with warming_up() as ran:
         result = compiled(*args, **kwargs)
@@ -66,6 +82,30 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
             f"a replayer needs a call that runs exactly one captured graph, this one runs {len(ran)}{why}."
         )
     return Replayer(ran[0], pytree.tree_leaves((args, kwargs)), result)
+
+
+def _is_same(found: Any, made_for: Any) -> bool:
+    """What is no tensor went into the graph as it was; of an object nobody knows what in it did."""
+    plain = isinstance(made_for, (int, float, complex, str, bytes))
+    return found is made_for or (plain and type(found) is type(made_for) and bool(found == made_for))
+
+
+def _twins(given: list[Any]) -> list[tuple[int, int]]:
+    """Places of arguments at which the same tensor stands: the graph has one input for both."""
+    first: dict[int, int] = {}
+    found = [(place, first.setdefault(id(leaf), place)) for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    return [(place, twin) for place, twin in found if place != twin]
+
+
+def _shares_an_input(given: list[Any], where: dict[int, int], inputs: Sequence[Any]) -> bool:
+    """Whether the graph takes the memory of some arguments instead of them: views that overlap and are written."""
+    others = {_memory(value) for value in inputs if isinstance(value, Tensor) and id(value) not in where}
+    own = {id(value) for value in inputs}
+    return any(_memory(leaf) in others for leaf in given if isinstance(leaf, Tensor) and id(leaf) not in own)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any]) -> Pick:

@@ -83,6 +83,37 @@ def test_explain_of_a_script_that_raises_names_the_line_and_still_reports(script
     assert page.exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "option", "value"),
+    [
+        ("disable_rules=plain_copy", "disable_rules", ("plain_copy",)),
+        ("disable_rules=plain_copy, full_slice", "disable_rules", ("plain_copy", "full_slice")),
+        ('disable_rules=["plain_copy"]', "disable_rules", ("plain_copy",)),
+        ("capture_sizes=4", "capture_sizes", (4,)),
+        ("capture_sizes=2,4", "capture_sizes", (2, 4)),
+    ],
+)
+def test_explain_takes_lists_as_they_are_typed(setting: str, option: str, value: object, script: Path) -> None:
+    script.write_text(
+        f"""
+import torch
+def show(gm, inputs, config): print("given", config.{option})
+options = {{"post_grad_custom_pre_pass": show}}
+torch.compile(lambda x: x + 1, backend="graphex", options=options)(torch.ones(2, 2))
+"""
+    )
+    ended = call("explain", "--set", setting, "-o", str(script.with_name("r.html")), str(script))
+    assert ended.exit_code == 0, ended.output
+    assert f"given {value}" in ended.stdout
+
+
+def test_explain_of_a_script_that_raises_before_it_compiles_gives_no_other_advice(script: Path) -> None:
+    script.write_text("raise ValueError('too bad')\n" + SCRIPT)
+    ended = call("explain", "-o", str(script.with_name("report.html")), str(script))
+    assert ended.exit_code == 1
+    assert "Compile something" not in ended.stderr
+
+
 def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script: Path) -> None:
     script.write_text("print('nothing')\n")
     page = script.with_name("report.html")

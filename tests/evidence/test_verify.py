@@ -239,6 +239,20 @@ def test_other_strides_of_a_result_are_found():
     assert "strides" in verdict(fast).reason
 
 
+@torch.no_grad()
+def test_the_stride_of_a_single_row_is_no_difference():
+    """It leads nowhere, and an op that works in place hands on another one than an op that does not."""
+
+    def model(x):
+        return ((x[:1].float() / 2).round() + 1).to(torch.int8)
+
+    x = torch.randn(3, 2, 8).half().transpose(0, 1)
+    fast = verified(model)
+    assert torch.equal(fast(x), model(x))
+    assert verdict(fast).status == "equal"
+    assert graphex.journal(fast).fallbacks == []
+
+
 def test_nan_where_there_was_none_is_found():
     fast = verified(lambda x: x.sin(), harmful(by=float("nan")))
     assert torch.equal(expect_mismatch(fast, X), X.sin())

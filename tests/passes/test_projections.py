@@ -104,6 +104,16 @@ def test_a_linear_layer_has_many_spellings(spelling: str, varies: Any) -> None:
     assert not {"mm", "addmm"} & set(folded.ops)
 
 
+@pytest.mark.parametrize("varies", [(), [(0, 0)]])
+def test_a_product_of_matrices_put_together_is_as_it_was(varies: Any) -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        matrices = x.view(-1, 3, WIDTH)
+        return torch.bmm(matrices, w.t().expand(matrices.shape[0], WIDTH, KV)) * 2
+
+    folded = Folded(model, half(6, WIDTH), *weights(KV), varies=varies)
+    assert folded.counts[LINEARS] == (1, 1)
+
+
 def test_halves_of_one_weight_are_joined() -> None:
     def model(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return linear(x, w[:KV], b[:KV]), linear(x, w[KV:], b[KV:])

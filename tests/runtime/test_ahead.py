@@ -152,3 +152,53 @@ def test_a_replayer_counts_what_it_is_given(where):
     step = graphex.replayer(compile_it(lambda x, y: x + y), torch.ones(3, device=where), torch.ones(3, device=where))
     with pytest.raises(graphex.InputError, match="made for 2 values, 1"):
         step(torch.ones(3, device=where))
+
+
+class Scale:
+    """An argument of which nobody but the model knows what is in it."""
+
+    def __init__(self, by: torch.Tensor) -> None:
+        self.by = by
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["number", "text", "object"])
+def test_a_replayer_does_not_pass_over_an_argument_that_is_no_tensor(where, kind):
+    def model(x, how):
+        if isinstance(how, Scale):
+            return x * how.by
+        return x * how if isinstance(how, int) else (x + 1 if how == "up" else x - 1)
+
+    def scale(by):
+        return Scale(torch.full((3,), by, device=where))
+
+    made_for, other = {"number": (3, 5), "text": ("up", "down"), "object": (scale(2.0), scale(4.0))}[kind]
+    x = torch.ones(3, device=where)
+    step = graphex.replayer(compile_it(model), x, made_for)
+    same(step(x * 2, made_for), model(x * 2, made_for))
+    with pytest.raises(graphex.InputError, match="make another one"):
+        step(x, other)
+
+
+@torch.no_grad()
+def test_a_replayer_made_with_one_tensor_for_two_arguments_takes_no_two(where):
+    x, y = torch.randn(4, 4, device=where), torch.randn(4, 4, device=where)
+    step = graphex.replayer(compile_it(lambda x, y: x @ y + 1), x, x)
+    same(step(y, y), y @ y + 1)
+    with pytest.raises(graphex.InputError, match="one tensor for two arguments"):
+        step(x, y)
+
+
+@torch.no_grad()
+def test_a_replayer_of_overlapping_arguments_writes_to_no_others(where):
+    def model(x, y):
+        return x.mul_(2), y.add_(1)
+
+    memory, other = torch.arange(16.0, device=where), torch.arange(16.0, device=where)
+    step = graphex.replayer(compile_it(model), memory[:8], memory[4:12])
+    step()
+    model(other[:8], other[4:12])
+    same(memory, other)
+    with pytest.raises(graphex.InputError, match="share memory"):
+        step(other[:8], other[4:12])
+    same(memory, other)
