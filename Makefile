@@ -62,6 +62,8 @@ bench-gpu:
 	-PYTHONPATH=. $(PYTHON) benchmarks/prefill.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py
+	PYTHONPATH=. $(PYTHON) benchmarks/linears.py
+	PYTHONPATH=. $(PYTHON) benchmarks/attention.py
 	PYTHONPATH=. $(PYTHON) benchmarks/streams.py
 
 # The stock modes beside which decode.py and replay.py show graphex. They compile for long: call it until none is missing.

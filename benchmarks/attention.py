@@ -48,12 +48,15 @@ def measured(of: Job, scratch: ColdCaches, length: int) -> dict[str, float]:
     return seconds_on_device(candidates)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", choices=HEADS, nargs="+", default=list(HEADS))
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark needs a CUDA device")
+        return 1
     bandwidth = copy_bandwidth()
     print(machine(), f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     for name in options.heads:
@@ -69,7 +72,8 @@ def main() -> None:
                 )
             del of
             torch.cuda.empty_cache()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,6 +24,9 @@ NEEDS = {  # benchmark -> what a machine must have
     "decode": "CUDA",
     "prefill": "CUDA",
     "kernels": "CUDA",
+    "linears": "CUDA",
+    "attention": "CUDA",
+    "streams": "CUDA",
 }
 
 
