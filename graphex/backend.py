@@ -15,8 +15,8 @@ from graphex.errors import GraphexError, InputError
 from graphex.evidence.dump import open_debug_files
 from graphex.evidence.report.film import Film
 from graphex.evidence.watch import note_compilation
-from graphex.ops.definition import has_triton
 from graphex.pipeline import check_names
+from graphex.readiness import get_ready_meanwhile
 from graphex.records import FellBack, Journal
 from graphex.torch_private import dynamo
 
@@ -144,9 +144,7 @@ def _compile(
     if _is_off(journal):
         return gm.forward
     compilation = _begin(config, journal, custom_decompositions)
-    if torch.cuda.is_available() and has_triton():
-        from graphex.kernels.readiness import get_ready_meanwhile
-
+    if torch.cuda.is_available():
         get_ready_meanwhile()
     if journal.film is not None:
         journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])

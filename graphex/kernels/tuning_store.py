@@ -24,20 +24,14 @@ from typing import Any
 import torch
 
 from graphex.errors import GraphexWarning
+from graphex.folders import DIRECTORY, cache_directory
 
 try:
     import fcntl
 except ImportError:  # no such locks on this system: a choice of two that are written at once may be lost
     fcntl = None  # type: ignore[assignment]
 
-DIRECTORY = "GRAPHEX_CACHE_DIR"
 Choices = dict[str, dict[str, dict[str, Any]]]
-
-
-def cache_directory() -> Path:
-    if chosen := os.environ.get(DIRECTORY):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphex"
 
 
 @cache

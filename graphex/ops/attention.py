@@ -76,8 +76,9 @@ def attention(
 
     Query head h attends to head h // (H // Hkv) of the keys. A mask is boolean (True: attend) or is added, and is
     broadcast to [B, H, T, L]; `is_causal` is that of `F.scaled_dot_product_attention`, and so is 0 as the result of a
-    query that may attend to nothing. A softcap c > 0 replaces the scores by c * tanh(scores / c) before the mask. The
-    result [B, H, T, Dv] lies in memory as [B, T, H, Dv].
+    query that may attend to nothing (where PyTorch's fused kernels on CUDA may return something else). A softcap c > 0
+    replaces the scores by c * tanh(scores / c) before the mask. The result [B, H, T, Dv] lies in memory as
+    [B, T, H, Dv].
     """
     _check(query, key, value, mask, is_causal)
     groups = query.shape[1] // key.shape[1]

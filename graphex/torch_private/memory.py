@@ -11,6 +11,11 @@ Copier = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 Marks = tuple[bool, bool]  # whether a tensor's memory holds the conjugate, and the negative, of its values
 UNMARKED: Marks = (False, False)
 
+tensor_begin: int | None = getattr(
+    getattr(torch._C._dynamo, "guards", None), "_torchinductor_pyobject_tensor_data_ptr", None
+)
+"""Where torch's C function is that reads the address of a tensor. Inductor's generated code calls it too."""
+
 # The types that `_foreach_copy_` is known to have a kernel for, on every device.
 _COPIED_TOGETHER = frozenset(
     {

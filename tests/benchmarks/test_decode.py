@@ -226,7 +226,7 @@ def test_replay_shows_the_rows_of_inductor(capsys: pytest.CaptureFixture) -> Non
     remarks = replay.inductor(steps, [row(TINY, DEFAULT, 4.0), row(TINY, EAGER, 9.0)])
     assert (
         capsys.readouterr().out
-        == "| 2 | 1 | inductor default | 4.000 | 2.000 | 4.00 | 100 | 100 | - | - | - | - | 4.0 | 0.00 |\n"
+        == "| 2 | 1 | inductor default | 4.000 | 2.000 | 4.00 | 100 | 100 | - | - | - | - | - | - | 4.0 | 0.00 |\n"
     )
     assert remarks == []
     assert replay.inductor(steps, []) == [f"no rows of Inductor: {TINY}"]

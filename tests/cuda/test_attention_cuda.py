@@ -139,7 +139,7 @@ def test_a_call_of_torchs_attention_is_lifted_and_captured():
     def step(q, k, v, mask):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True) * 1.0
 
-    of = job(batch=2, group=4, heads=8, length=2048, width=128, mask="boolean", dtype=torch.bfloat16, device="cuda")
+    of = job(batch=2, group=4, heads=8, length=2048, width=128, mask="prefix", dtype=torch.bfloat16, device="cuda")
     compiled = torch.compile(step, backend="graphex", fullgraph=True)
     for _ in range(3):
         found = compiled(*of[:4])

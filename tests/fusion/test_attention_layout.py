@@ -13,6 +13,9 @@ from tests.passes.support import Observer, assert_same_to_user
 
 ATTENTION, CLONE = torch.ops.graphex.attention.default, torch.ops.aten.clone.default
 RULE = "lift_attention"
+NO_HEADS = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="torch 2.11 ends the process, in eager too"
+)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,10 +123,9 @@ def test_it_is_copied_only_where_someone_can_tell(fn, positions, copies):
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        ([(2, 0, 3, 16), (2, 0, 12, 16)], "there is nothing to attend with"),
-        ([(2, 4, 3, 0), (2, 4, 12, 0)], "there is nothing to attend with"),
+        pytest.param([(2, 0, 3, 16), (2, 0, 12, 16)], "there is nothing to attend with", marks=NO_HEADS, id="no heads"),
+        pytest.param([(2, 4, 3, 0), (2, 4, 12, 0)], "there is nothing to attend with", id="no columns"),
     ],
-    ids=["no heads", "no columns"],
 )
 def test_nothing_to_attend_with_is_left_to_torch(shapes, reason):
     q, k, v = rand(*shapes[0]), rand(*shapes[1]), rand(*shapes[1])
