@@ -281,29 +281,21 @@ SKINNIES = {
 }
 # A program of these has twice its tile of weights under way.
 GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
-GATED_SKINNIES = {
-    16: (
-        Skinny(64, 128, 4, 5),
-        Skinny(64, 256, 4, 3),
-        Skinny(128, 128, 8, 3),
-        Skinny(64, 64, 4, 5),
-        Skinny(32, 128, 4, 4),
-    ),
-    32: (
-        Skinny(32, 128, 4, 4),
-        Skinny(32, 64, 4, 5),
-        Skinny(64, 64, 4, 5),
-        Skinny(64, 128, 4, 3),
-        Skinny(64, 64, 8, 4),
-    ),
-    64: (
-        Skinny(32, 128, 4, 4),
-        Skinny(32, 64, 4, 5),
-        Skinny(64, 64, 4, 5),
-        Skinny(64, 128, 4, 3),
-        Skinny(64, 64, 8, 4),
-    ),
-}
+_MANY_GATED = (
+    Skinny(32, 128, 4, 4),
+    Skinny(32, 64, 4, 5),
+    Skinny(64, 64, 4, 5),
+    Skinny(64, 128, 4, 3),
+    Skinny(64, 64, 8, 4),
+)
+_FEW_GATED = (
+    Skinny(64, 128, 4, 5),
+    Skinny(64, 256, 4, 3),
+    Skinny(128, 128, 8, 3),
+    Skinny(64, 64, 4, 5),
+    Skinny(32, 128, 4, 4),
+)
+GATED_SKINNIES = {16: _FEW_GATED, 32: _MANY_GATED, 64: _MANY_GATED}
 
 
 def ways(job: Job) -> list[Way]:

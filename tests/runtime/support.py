@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphex
@@ -35,3 +36,13 @@ def same(found: Any, wanted: Any) -> None:
     """Bit for bit; on a GPU a matrix product may choose another kernel in a capture."""
     on_gpu = any(leaf.is_cuda for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
     torch.testing.assert_close(found, wanted, **({} if on_gpu else {"rtol": 0, "atol": 0}))
+
+
+@torch.no_grad()
+def check_with_weights_replaced(model: nn.Linear, compiled: Callable[..., Any], where: str) -> None:
+    """Four calls with each of three weights, which are made at once, so that none gets the memory of another."""
+    for weight in [torch.randn_like(model.weight, device=where) for _ in range(3)]:
+        model.weight.data = weight
+        for _ in range(4):
+            x = torch.randn(2, model.in_features, device=where)
+            same(compiled(x), model(x))

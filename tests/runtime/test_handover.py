@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.support import compile_it, count, replays, same, statuses
+from tests.runtime.support import check_with_weights_replaced, compile_it, count, replays, same, statuses
 
 
 def straight(compiled: object) -> int:
@@ -34,12 +34,7 @@ def test_once_captured_a_replay_is_all_that_a_call_does(mode, where):
 def test_what_moved_is_noticed_and_captured_again(where):
     model = nn.Linear(4, 4).to(where)
     compiled = compile_it(model)
-    weights = [torch.randn(4, 4, device=where) for _ in range(3)]  # at once: none gets the memory of another
-    for weight in weights:
-        model.weight.data = weight
-        for _ in range(4):
-            x = torch.randn(2, 4, device=where)
-            same(compiled(x), model(x))
+    check_with_weights_replaced(model, compiled, where)
     assert statuses(compiled) == ["captured", "recaptured", "recaptured"]
     assert straight(compiled) == replays(compiled) - 3
 

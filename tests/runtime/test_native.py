@@ -14,7 +14,7 @@ from torch import nn
 
 from graphex.runtime import native
 from graphex.runtime.addresses import Addresses
-from tests.runtime.support import compile_it, replays, same, statuses
+from tests.runtime.support import check_with_weights_replaced, compile_it, replays, statuses
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 
@@ -78,7 +78,6 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
 
 
 @needs_compiler
-@torch.no_grad()
 def test_a_replay_notices_what_moved(loaded, where):
     asked: list[bool] = []
 
@@ -89,12 +88,7 @@ def test_a_replay_notices_what_moved(loaded, where):
     native.same_addresses = noted
     model = nn.Linear(4, 4).to(where)
     compiled = compile_it(model)
-    weights = [torch.randn(4, 4, device=where) for _ in range(3)]  # at once: none gets the memory of another
-    for weight in weights:
-        model.weight.data = weight
-        for _ in range(4):
-            x = torch.randn(2, 4, device=where)
-            same(compiled(x), model(x))
+    check_with_weights_replaced(model, compiled, where)
     assert statuses(compiled) == ["captured", "recaptured", "recaptured"]
     assert replays(compiled) == 11
     assert True in asked
