@@ -24,10 +24,11 @@ from pathlib import Path
 import click
 
 from graphex import cli, records
-from graphex.config import CustomPass, Option, options_of
+from graphex.config import options_of
 from graphex.frontend import decompositions
 from graphex.fusion.catalogue import FUSIONS, LIFTS, Family
 from graphex.ops import SPECS
+from graphex.option_kinds import CustomPass, Option
 from graphex.passes.noop import NOOPS
 from graphex.pipeline import LAST, OURS
 

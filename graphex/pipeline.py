@@ -23,9 +23,10 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from graphex.config import CompilerConfig, CustomPass
+from graphex.config import CompilerConfig
 from graphex.errors import OptionError
 from graphex.fusion.registry import users_rules
+from graphex.option_kinds import CustomPass
 from graphex.passes import (
     CheckDeadlocks,
     FoldGates,
