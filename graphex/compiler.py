@@ -15,7 +15,7 @@ from graphex.evidence.graph_dump import dump_graph
 from graphex.ops.definition import has_triton
 from graphex.passes.metadata import correct_layouts, stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
-from graphex.records import GraphCompiled, MemoryPredicted, Verified
+from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
@@ -46,7 +46,7 @@ def compile_graph(
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
         executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
-        _compile_kernels(compilation, name, runner.gm.graph)
+        compile_kernels(compilation, name, runner.gm.graph)
         if functional is not None:
             executable = with_two_streams(runner, functional, executable, static_inputs)
         if config.verify:
@@ -55,15 +55,20 @@ def compile_graph(
     return executable
 
 
-def _compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
+def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     """All of a graph's at once; those that could not be compiled here are when they first run."""
     if not (torch.cuda.is_available() and has_triton()) or torch.cuda.is_current_stream_capturing():
         return
     from graphex.kernels.ahead import compile_ahead
 
-    try:
-        compile_ahead(graph)
-    except Exception as error:
+    planned, errors = compile_ahead(graph)
+    for each in planned:
+        family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
+        kernels = tuple(dict.fromkeys(each.seen.kernels))
+        compilation.journal.add(
+            KernelsPlanned(name, each.call.op, each.call.on, each.times, kernels, each.declined, family, shape)
+        )
+    for error in errors:
         compilation.fall_back(name, "kernels are compiled one by one, in the first call", error)
 
 

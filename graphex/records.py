@@ -202,6 +202,24 @@ class AutoStreams(Record):
 
 
 @dataclass(frozen=True)
+class KernelsPlanned(Record):
+    """What the calls of an op that are alike launch on a GPU, or why the op's reference runs instead (`declined`).
+
+    Where several ways compete, `family` and `shape` are what the choice is remembered by; it is made when the graph
+    first runs, and `Report.kernels` has it.
+    """
+
+    kind: ClassVar[str] = "kernels"
+    op: str
+    on: str
+    times: int
+    kernels: tuple[str, ...]
+    declined: str = ""
+    family: str = ""
+    shape: str = ""
+
+
+@dataclass(frozen=True)
 class DeadlockChecked(Record):
     """The verdict of `deadlock_check=True`: clean, risk or not checked. `str(record)` is the report."""
 
@@ -316,6 +334,10 @@ class Journal:
     @property
     def auto_streams(self) -> list[AutoStreams]:
         return self.of(AutoStreams)
+
+    @property
+    def kernels(self) -> list[KernelsPlanned]:
+        return self.of(KernelsPlanned)
 
     @property
     def deadlock_checks(self) -> list[DeadlockChecked]:

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from graphex.backend import get_backend
 from graphex.errors import InputError
+from graphex.evidence.kernels import KernelRow, kernel_rows
 from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
 from graphex.records import Journal, NearMiss, Refused, Rewrote
@@ -58,6 +59,11 @@ class Report:
         return RuleSummary(name, rewrites, refusals + misses)
 
     @property
+    def kernels(self) -> list[KernelRow]:
+        """Which kernel runs for each op on a GPU, how it was chosen, and what it was measured against."""
+        return kernel_rows(self.journal)
+
+    @property
     def worst_difference(self) -> float:
         """The largest difference between a result of eager and the same result compiled."""
         pairs = zip(pytree.tree_leaves(self.outputs), pytree.tree_leaves(self.eager_outputs), strict=True)
@@ -68,6 +74,7 @@ class Report:
             "model": self.name,
             "calls": self.calls,
             "worst_difference": self.worst_difference,
+            "kernels": [asdict(row) for row in self.kernels],
             **self.journal.to_dict(),
         }
 

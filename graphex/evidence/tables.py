@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from graphex.evidence.kernels import kernel_rows
 from graphex.records import Journal, NearMiss, Refused
 
 WIDTH = 118  # where there is no terminal to ask
@@ -44,6 +45,8 @@ def _tables(journal: Journal) -> Iterator[Any]:
     if journal.auto_streams:
         yield _auto_streams(journal)
     yield from map(str, journal.deadlock_checks)
+    if journal.kernels:
+        yield _kernels(journal)
     yield _memory(journal)
     yield _running(journal)
     if journal.cuts:
@@ -76,6 +79,14 @@ def _auto_streams(journal: Journal) -> Any:
     for decision in journal.auto_streams:
         ratio = f"{decision.ratio:.3f}" if decision.ratio else ""
         table.add_row(decision.graph, decision.key, decision.status, ratio, decision.reason)
+    return table
+
+
+def _kernels(journal: Journal) -> Any:
+    table = _table("kernels", "op", "times", "on", "runs", "chosen", "us", "measured against")
+    for row in kernel_rows(journal):
+        own = "" if row.own_time is None else f"{row.own_time * 1e6:.1f}"
+        table.add_row(row.op, str(row.times), row.on, row.runs, row.chosen, own, row.against)
     return table
 
 

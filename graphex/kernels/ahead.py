@@ -10,6 +10,7 @@ Symbolic sizes are taken as they were when the graph was traced.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.kernels.starts import beside_each_other, only_compiling
-from graphex.ops.definition import SPECS, has_kernel, launcher_of
+from graphex.kernels.starts import Seen, beside_each_other, only_compiling
+from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of
 from graphex.torch_private.trees import pytree
 
@@ -39,7 +40,7 @@ class StandIn:
         return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A call of an op; its tensors are stand-ins."""
 
@@ -47,34 +48,50 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def launch(self) -> None:
+    def launch(self) -> Any:
         args, kwargs = pytree.tree_map_only(StandIn, StandIn.fake, (self.args, self.kwargs))
-        launcher_of(SPECS[self.op])(*args, **kwargs)
+        return launcher_of(SPECS[self.op])(*args, **kwargs)
+
+    @property
+    def on(self) -> str:
+        """The sizes of its tensors: `1x4096, 6144x4096`."""
+        tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StandIn)]
+        return ", ".join("x".join(map(str, tensor.sizes)) for tensor in tensors)
 
 
-def compile_ahead(graph: Graph) -> int:
-    """Compile what the calls of a graph will launch. Returns how many distinct calls there are.
+@dataclass(frozen=True)
+class Planned:
+    """What the calls that are alike will launch, or why the kernel does not take them."""
 
-    Raises what the first of them raised, after all were tried.
-    """
-    calls = distinct_calls(graph)
+    call: Call
+    times: int
+    seen: Seen
+    declined: str
+
+
+def compile_ahead(graph: Graph) -> tuple[list[Planned], list[Exception]]:
+    """Compile what the calls of a graph will launch: what that is, and what could not be found out."""
+    found: list[Planned] = []
     errors: list[Exception] = []
+    calls = distinct_calls(graph)
     if calls:
-        with FakeTensorMode(), beside_each_other(), only_compiling():
-            for call in calls:
+        with FakeTensorMode(), beside_each_other():
+            for call, times in calls.items():
                 try:
-                    call.launch()
+                    with only_compiling() as seen:
+                        result = call.launch()
                 except Exception as error:
                     errors.append(error)
-    if errors:
-        raise errors[0]
-    return len(calls)
+                else:
+                    found.append(Planned(call, times, seen, result.reason if isinstance(result, Declined) else ""))
+    return found, errors
 
 
-def distinct_calls(graph: Graph) -> list[Call]:
-    """The calls of a graph that have kernels, one of those that are alike."""
+def distinct_calls(graph: Graph) -> dict[Call, int]:
+    """The calls of a graph that have kernels, those that are alike as one, and how many there are of each."""
     calls = [call for node in graph.nodes if (call := _call_of(node)) is not None]
-    return list({repr(call): call for call in calls}.values())
+    first = {str(call): call for call in reversed(calls)}
+    return {first[text]: times for text, times in Counter(map(str, calls)).items()}
 
 
 def _call_of(node: Node) -> Call | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels.layout import on_device_of, remember
-from graphex.kernels.starts import compile_only, is_only_compiling
+from graphex.kernels.starts import compile_only, seen
 from graphex.kernels.tuning import Candidate
 from graphex.ops.definition import Declined
 
@@ -39,7 +39,7 @@ def done(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callabl
         way = known.get(key)
         if way is None:
             way, is_final = prepare(job)
-            if is_final and not is_only_compiling():
+            if is_final and seen() is None:
                 remember(known, key, way)
         if isinstance(way, Declined):
             return way

@@ -22,7 +22,7 @@ from graphex.kernels.layout import (
     warps_for,
 )
 from graphex.kernels.rotary_kernel import rotary_kernel
-from graphex.kernels.starts import is_only_compiling, launch
+from graphex.kernels.starts import launch, seen
 from graphex.ops.definition import Declined
 
 NONE = (0, 0, 0)
@@ -271,7 +271,7 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(job, mode))
     if isinstance(plan, Declined):
         return plan
-    if keys is not None and not is_only_compiling() and _shares_memory(job):
+    if keys is not None and seen() is None and _shares_memory(job):
         return Declined("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)

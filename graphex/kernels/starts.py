@@ -3,6 +3,8 @@
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
 
+`only_compiling()` also keeps what would have been launched, and which choice that hangs on.
+
 Inside of `beside_each_other()` what is only compiled is compiled in threads, and the end waits for them.
 """
 
@@ -13,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,18 +32,27 @@ Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 MOST_THREADS = 16
 
 
+@dataclass
+class Seen:
+    """What a call would launch: the names of kernels, and the kind and signature of the choices that it asks for."""
+
+    kernels: list[str] = field(default_factory=list)
+    choices: list[tuple[str, str]] = field(default_factory=list)
+
+
 class _Thread(threading.local):
-    only_compiles = False
+    seen: Seen | None = None  # while kernels are only compiled
 
 
 _thread = _Thread()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if _thread.only_compiles:
-        compile_only(kernel, grid, arguments, constants)
-    else:
+    if _thread.seen is None:
         kernel[grid](*arguments, **constants)
+    else:
+        _thread.seen.kernels.append(kernel.__name__)
+        compile_only(kernel, grid, arguments, constants)
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -55,17 +67,18 @@ def _typed(argument: Any) -> Any:
 
 
 @contextmanager
-def only_compiling() -> Iterator[None]:
+def only_compiling() -> Iterator[Seen]:
     """`launch` runs nothing in this thread."""
-    _thread.only_compiles = True
+    _thread.seen = seen = Seen()
     try:
-        yield
+        yield seen
     finally:
-        _thread.only_compiles = False
+        _thread.seen = None
 
 
-def is_only_compiling() -> bool:
-    return _thread.only_compiles
+def seen() -> Seen | None:
+    """What was seen so far, while kernels are only compiled; None otherwise."""
+    return _thread.seen
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -75,7 +88,7 @@ def is_aligned(x: Tensor) -> bool:
 
 def called(op: str, *args: Any) -> Any:
     """An op of ours as a part of another: where kernels are only compiled, its own is too."""
-    if _thread.only_compiles and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
+    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
         return result
     namespace, _, name = op.partition("::")
     return getattr(getattr(torch.ops, namespace), name)(*args)

@@ -131,10 +131,12 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
 
     Where kernels are only compiled, so are those of all candidates that will be measured.
     """
-    from graphex.kernels.starts import is_only_compiling
+    from graphex.kernels.starts import seen
 
     tuner = _tuner() if torch.cuda.is_available() else None
-    chosen, compiles = default, is_only_compiling()
+    chosen, only_compiled = default, seen()
+    if only_compiled is not None:
+        only_compiled.choices.append((kind, signature))
     will_measure = tuner is not None and not _is_off() and not torch.cuda.is_current_stream_capturing()
     if tuner is not None:
         chosen = tuner.choose(
@@ -142,12 +144,12 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
             signature,
             candidates,
             default,
-            may_measure=will_measure and not compiles,
+            may_measure=will_measure and only_compiled is None,
             may_look_up=_switch() != "again",
         )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
-    elif not compiles:
+    elif only_compiled is None:
         _defaults[kind, signature] = Choice(kind, signature, chosen.name, "default")
     elif will_measure:
         _compile_each(candidates)
@@ -162,6 +164,11 @@ def is_settled(kind: str, signature: str) -> bool:
 def choices() -> list[Choice]:
     """What has been chosen in this process."""
     return [choice for tuner in _tuners.values() for choice in tuner.known()] + list(_defaults.values())
+
+
+def choice_of(kind: str, signature: str) -> Choice | None:
+    """What has been chosen for a signature, if anything was yet."""
+    return next((each for each in choices() if (each.kind, each.signature) == (kind, signature)), None)
 
 
 def measured() -> int:

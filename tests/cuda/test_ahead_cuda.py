@@ -12,6 +12,7 @@ import triton
 
 import graphex
 from benchmarks.decoding import Setting, build, step_of
+from graphex.kernels import tuning
 
 pytestmark = pytest.mark.cuda
 
@@ -45,3 +46,21 @@ def test_a_decode_step_compiles_its_kernels_ahead(compiled, batch):
     assert sum(count for (_, ahead), count in compiled.items() if ahead) >= 4
     assert [name for name, ahead in compiled if not ahead] == []
     assert graphex.journal(run).fallbacks == []
+
+
+def test_explain_says_which_kernel_runs_for_every_op(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHEX_TUNING", "again")
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    tuning.forget()
+    setting = Setting("hf-llama", 2, 1, 1024, 8, 2, 2048, 512, 1024)
+    with torch.no_grad():
+        step = step_of(build(setting), setting)
+        report = graphex.explain(lambda: step.run(step.model), ())
+    rows = {row.op: row for row in report.kernels}
+    assert {"graphex::rms_norm_linears", "graphex::linears", "graphex::attention"} <= rows.keys()
+    for op in ("graphex::rms_norm_linears", "graphex::linears"):
+        assert rows[op].chosen == "measured"
+        assert rows[op].own_time is not None
+        assert "library" in rows[op].seconds
+    assert "measured against" in str(report)
+    tuning.forget()

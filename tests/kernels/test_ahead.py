@@ -12,6 +12,11 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from graphex.compilation import Compilation
+from graphex.compiler import compile_kernels
+from graphex.config import CompilerConfig
+from graphex.evidence.kernels import KernelRow, kernel_rows
+from graphex.records import Journal
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
@@ -133,7 +138,14 @@ def layers(drawing: Drawing, rows: int | torch.SymInt, times: int = 2) -> Drawin
 def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "off")
     drawing = layers(Drawing(FakeTensorMode()), 1)
-    assert compile_ahead(drawing.graph) == 4
+    planned, errors = compile_ahead(drawing.graph)
+    assert errors == []
+    assert [(each.call.op.removeprefix("graphex::"), each.times) for each in planned] == [
+        ("rms_norm_linears", 2),
+        ("rotary_qkv_write_", 2),
+        ("attention", 2),
+        ("linears", 2),
+    ]
     assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
     assert hopper.loaded == compiled
     compile_ahead(drawing.graph)
@@ -187,8 +199,39 @@ def test_other_devices_and_other_ops_have_nothing_to_compile():
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(16, 1024), drawing.given(1024, 1024)
     drawing.call(torch.ops.aten.mm.default, x, weight)
-    assert distinct_calls(drawing.graph) == []
+    assert not distinct_calls(drawing.graph)
     with drawing.mode:
         x.meta["val"], weight.meta["val"] = x.meta["val"].cpu(), weight.meta["val"].cpu()
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    assert distinct_calls(drawing.graph) == []
+    assert not distinct_calls(drawing.graph)
+
+
+# -- what explain says of it -------------------------------------------------------------------------------------------
+
+
+def described(drawing: Drawing) -> list[KernelRow]:
+    """The rows for a graph that was compiled with its kernels."""
+    compilation = Compilation(CompilerConfig().frozen(), Journal(), "0/0")
+    compile_kernels(compilation, "a graph", drawing.graph)
+    return kernel_rows(compilation.journal)
+
+
+def test_every_op_says_what_runs_and_what_it_was_measured_against(hopper, monkeypatch):
+    shape = "none bfloat16 1x1024 -> 1024 residual"
+    us = {"library": 30.8, "gemv 2x2048 4w": 16.0, "gemv 4x1024 4w": 16.2, "gemv 8x512 4w 4s": 17.0}
+    monkeypatch.setattr(tuning, "shipped", lambda device: {"linears": {shape: {"name": "gemv 2x2048 4w", "us": us}}})
+    rows = {row.op: row for row in described(layers(Drawing(FakeTensorMode()), 1))}
+    linear, rotary, attention = (rows[f"graphex::{op}"] for op in ("linears", "rotary_qkv_write_", "attention"))
+    assert (linear.times, linear.on, linear.runs) == (2, "1x1x1024, 1024x1024, 1x1x1024", "gemv 2x2048 4w")
+    assert (linear.chosen, linear.own_time) == ("shipped", pytest.approx(16e-6))
+    assert linear.against == "library 30.8 us, 2 others from 16.2 us"
+    assert (rotary.runs, rotary.chosen, rotary.against) == ("rotary_kernel", "", "")
+    assert attention.chosen == "not chosen yet"  # it will be measured in the first call
+
+
+def test_an_op_whose_kernel_does_not_take_its_arguments_says_why(hopper):
+    drawing = Drawing(FakeTensorMode())
+    x, weight = drawing.given(2, 1024, dtype=torch.float32), drawing.given(1024, 1024, dtype=torch.float32)
+    drawing.call(OPS.linears.default, x, [weight], [None], None)
+    (row,) = described(drawing)
+    assert row.runs.startswith("the reference: x is torch.float32")
