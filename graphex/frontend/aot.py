@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,12 +54,16 @@ def compile_with_aot(
         again = functools.partial(
             compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions
         )
-        flattened: Compiled = flatten_graph_inputs(gm, example_inputs, again)
+        keep_stream_calls(gm)
+        with attention_kept_whole(gm, compilation.config):
+            flattened: Compiled = flatten_graph_inputs(gm, example_inputs, again)
         return flattened
     _note_subclasses(example_inputs, compilation)
-    keep_stream_calls(gm)
+    is_flattened = not isinstance(gm, GraphModule)  # a module around a graph that was seen to above
+    if not is_flattened:
+        keep_stream_calls(gm)
     try:
-        with attention_kept_whole(gm, compilation.config):
+        with nullcontext() if is_flattened else attention_kept_whole(gm, compilation.config):
             return _aot(gm, example_inputs, compilation, custom_decompositions)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise

@@ -35,7 +35,7 @@ from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool, pool_for
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
-from graphex.torch_private.tracing import profiler_enabled
+from graphex.torch_private.tracing import modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
@@ -254,6 +254,12 @@ class Capturing:
         return self._replay_now(entry, args)
 
     def _replay_now(self, entry: Entry, args: Sequence[Any]) -> Any:
+        if not modes_enabled():
+            return self._replay_unseen(entry, args)
+        with without_modes():  # what they make of the user's calls is in the graph; the copies are none of these
+            return self._replay_unseen(entry, args)
+
+    def _replay_unseen(self, entry: Entry, args: Sequence[Any]) -> Any:
         # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
         last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
         if last is not None and last.may_be_held and (held := last.still_held()):

@@ -1,4 +1,4 @@
-"""Logs, traces and profiles: structured-trace artifacts, and whether a profiler is looking."""
+"""Logs, traces, profiles and modes: structured-trace artifacts, and whether somebody is looking at calls of torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import torch
 from torch._logging._internal import trace_log, trace_structured
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "is_traced", "is_transformed", "profiler_enabled", "trace_artifact"]
+__all__ = [
+    "TorchDispatchMode",
+    "is_traced",
+    "is_transformed",
+    "modes_enabled",
+    "profiler_enabled",
+    "trace_artifact",
+    "without_modes",
+]
 
 profiler_enabled = torch._C._autograd._profiler_enabled
+
+modes_enabled = torch._C._is_torch_function_mode_enabled
+"""Whether a TorchFunctionMode sees calls of torch; a default device is one too."""
+
+without_modes = torch._C.DisableTorchFunction
 
 
 def is_transformed() -> bool:

@@ -324,6 +324,19 @@ def test_compiled_autograd_hooks_and_grad_mode_changes(device):
     assert_same(torch.autograd.grad(compiled(x), x), torch.autograd.grad(f(x), x))
 
 
+def test_compiled_autograd_passes_lists_of_tensors(device):
+    backward = torch.compile(backend="graphex", options={"verify": True})
+    weight = torch.randn(3, 3, device=device, requires_grad=True)
+    for _ in range(3):
+        x, weight.grad = torch.randn(3, 3, device=device), None
+        with torch._dynamo.compiled_autograd._enable(backward):
+            F.scaled_dot_product_attention(x[None], (x @ weight)[None], x[None]).relu().sum().backward()
+        wanted = torch.autograd.grad(
+            F.scaled_dot_product_attention(x[None], (x @ weight)[None], x[None]).relu().sum(), weight
+        )
+        assert_same((weight.grad,), wanted)
+
+
 # -- custom ops and subclasses ---------------------------------------------------------------------------------------
 
 

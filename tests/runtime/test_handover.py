@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.runtime.support import check_with_weights_replaced, compile_it, count, replays, same, statuses
 
@@ -159,6 +160,39 @@ def test_while_a_profiler_looks_the_wrapper_is_there(where):
     assert any(event.name.startswith("graphex replay") for event in profile.events())
     compiled(x)
     assert straight(compiled) == before + 1
+
+
+class _Listening(TorchFunctionMode):
+    """Doubles what `clone` returns, and keeps the names of what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not torch.compiler.is_compiling():
+            self.heard.append(func.__name__)
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is Tensor.clone else result
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cloned", [False, True])
+def test_a_torch_function_mode_does_not_see_the_copies_of_a_replay(cloned, where):
+    def f(x: Tensor) -> Tensor:
+        return (x @ x).relu() + (x.clone() if cloned else x)
+
+    compiled = compile_it(f)
+    x = torch.ones(3, 3, device=where)
+    with _Listening() as mode:
+        for _ in range(5):
+            mode.heard.clear()
+            found = compiled(x)
+            heard = list(mode.heard)
+            with torch._C.DisableTorchFunction():
+                assert found.unique().item() == (5 if cloned else 4)
+    assert straight(compiled) == 3
+    assert not {"clone", "copy_", "_foreach_copy_"}.intersection(heard)
 
 
 @torch.no_grad()
