@@ -61,14 +61,14 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         return
     from graphex.kernels.ahead import compile_ahead
 
-    planned, errors = compile_ahead(graph)
-    for each in planned:
+    ahead = compile_ahead(graph)
+    for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
         kernels = tuple(dict.fromkeys(each.seen.kernels))
         compilation.journal.add(
             KernelsPlanned(name, each.call.op, each.call.on, each.times, kernels, each.declined, family, shape)
         )
-    for error in errors:
+    for error in ahead.errors:
         compilation.fall_back(name, "kernels are compiled one by one, in the first call", error)
 
 

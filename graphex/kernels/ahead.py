@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.kernels.starts import Seen, beside_each_other, only_compiling
+from graphex.kernels.starts import MOST_THREADS, Seen, beside_each_other, only_compiling
 from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of
 from graphex.torch_private.trees import pytree
@@ -69,22 +69,35 @@ class Planned:
     declined: str
 
 
-def compile_ahead(graph: Graph) -> tuple[list[Planned], list[Exception]]:
-    """Compile what the calls of a graph will launch: what that is, and what could not be found out."""
-    found: list[Planned] = []
-    errors: list[Exception] = []
+@dataclass
+class Ahead:
+    """What the calls of a graph will launch, what could not be found out, and what did not compile."""
+
+    planned: list[Planned] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    not_compiled: list[Exception] = field(default_factory=list)
+
+
+def compile_ahead(graph: Graph) -> Ahead:
+    """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
     calls = distinct_calls(graph)
-    if calls:
-        with FakeTensorMode(), beside_each_other():
-            for call, times in calls.items():
-                try:
-                    with only_compiling() as seen:
-                        result = call.launch()
-                except Exception as error:
-                    errors.append(error)
-                else:
-                    found.append(Planned(call, times, seen, result.reason if isinstance(result, Declined) else ""))
-    return found, errors
+    made = _compiled(calls, MOST_THREADS) if calls else Ahead()
+    return _compiled(calls, 1) if made.not_compiled else made
+
+
+def _compiled(calls: dict[Call, int], threads: int) -> Ahead:
+    made = Ahead()
+    with FakeTensorMode(), beside_each_other(threads) as made.not_compiled:
+        for call, times in calls.items():
+            try:
+                with only_compiling() as seen:
+                    result = call.launch()
+            except Exception as error:
+                made.errors.append(error)
+            else:
+                declined = result.reason if isinstance(result, Declined) else ""
+                made.planned.append(Planned(call, times, seen, declined))
+    return made
 
 
 def distinct_calls(graph: Graph) -> dict[Call, int]:

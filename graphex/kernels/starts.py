@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,26 +95,32 @@ def called(op: str, *args: Any) -> Any:
 
 
 @contextmanager
-def beside_each_other() -> Iterator[None]:
-    """Compile in threads; what does not compile says so when it runs."""
-    with _Compilers(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
-        with triton.AsyncCompileMode(threads, ignore_errors=True):
-            yield
+def beside_each_other(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
+    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs."""
+    with _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
+        with triton.AsyncCompileMode(compilers, ignore_errors=True):
+            yield compilers.failures
 
 
 class _Compilers(ThreadPoolExecutor):
     """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.failures: list[Exception] = []
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         device = torch.cuda.current_device()
 
         def ready() -> Any:
             torch.cuda.set_device(device)
-            kernel = compile(*args, **kwargs)
             try:
-                kernel.run  # noqa: B018  (made when it is first asked for)
-            except OutOfResources:  # raised again when it is launched
-                pass
+                kernel = compile(*args, **kwargs)
+                with suppress(OutOfResources):  # raised again when it is launched
+                    kernel.run  # noqa: B018  (made when it is first asked for)
+            except Exception as error:
+                self.failures.append(error)
+                raise
             return kernel
 
         return super().submit(ready)

@@ -138,18 +138,35 @@ def layers(drawing: Drawing, rows: int | torch.SymInt, times: int = 2) -> Drawin
 def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "off")
     drawing = layers(Drawing(FakeTensorMode()), 1)
-    planned, errors = compile_ahead(drawing.graph)
-    assert errors == []
-    assert [(each.call.op.removeprefix("graphex::"), each.times) for each in planned] == [
-        ("rms_norm_linears", 2),
-        ("rotary_qkv_write_", 2),
-        ("attention", 2),
-        ("linears", 2),
+    made = compile_ahead(drawing.graph)
+    assert (made.errors, made.not_compiled) == ([], [])
+    assert [(each.call.op.removeprefix("graphex::"), each.times, each.declined) for each in made.planned] == [
+        ("rms_norm_linears", 2, ""),
+        ("rotary_qkv_write_", 2, ""),
+        ("attention", 2, ""),
+        ("linears", 2, ""),
     ]
     assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
     assert hopper.loaded == compiled
     compile_ahead(drawing.graph)
     assert hopper.loaded == compiled  # nothing is compiled again
+
+
+def test_what_does_not_compile_beside_others_is_tried_again(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    compile, failed = triton.compiler.compile, []
+
+    def fails_once(source, **options):
+        if not failed:
+            failed.append(source)
+            raise RuntimeError("two threads were in each other's way")
+        return compile(source, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", fails_once)
+    made = compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    assert len(failed) == 1
+    assert (made.errors, made.not_compiled) == ([], [])
+    assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
 
 
 def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypatch):
