@@ -77,25 +77,9 @@ def _integer_input(node: Node) -> bool:
     return isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _is_number(value: Any, wanted: int) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == wanted
-
-
 def _exponent_one(node: Node) -> bool:
-    return _is_number(argument(node, "exponent"), 1)
-
-
-def _factor_one(node: Node) -> bool:
-    """Not of complex numbers: infinity times the 0 of 1 + 0i is no number."""
-    tensor = argument(node, "self")
-    real = isinstance(tensor, torch.Tensor) and not tensor.is_complex()
-    rounds = argument(node, "rounding_mode") is not None
-    return real and not rounds and _is_number(argument(node, "other"), 1)
-
-
-def _integer_and_zero(node: Node) -> bool:
-    """Not of floats: -0.0 + 0 is 0.0."""
-    return _integer_input(node) and _is_number(argument(node, "other"), 0)
+    exponent = argument(node, "exponent")
+    return isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent == 1
 
 
 def _single_tensor(node: Node) -> bool:
@@ -127,8 +111,6 @@ NOOPS: dict[Any, Noop] = {
         aten.trunc.default,
     ),
     **_row("power_one", "the exponent is 1", _exponent_one, aten.pow.Tensor_Scalar),
-    **_row("times_one", "it is multiplied or divided by 1", _factor_one, aten.mul.Tensor, aten.div.Tensor),
-    **_row("plus_zero", "0 is added to an integer", _integer_and_zero, aten.add.Tensor, aten.sub.Tensor),
     **_row("single_cat", "there is nothing to concatenate", _single_tensor, aten.cat.default),
     **_row(
         "same_view",
