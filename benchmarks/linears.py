@@ -69,10 +69,7 @@ def moved(of: Job) -> int:
 
 
 MULTIPROCESSORS = 132
-SHARED_MEMORY = (
-    40 * 1024,
-    224 * 1024,
-)  # bytes of tiles under way that keep the memory busy, and that there is room for
+SHARED_MEMORY = 40 * 1024, 224 * 1024  # bytes of tiles under way: what keeps the memory busy, what there is room for
 
 
 def many_ways(of: Job) -> Iterator[Way]:

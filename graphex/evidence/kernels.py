@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
-from typing import Any
 
+from graphex.kernels.tuning import choice_of
 from graphex.records import Journal, KernelsPlanned
 
 LIBRARY = "library"
@@ -55,7 +54,7 @@ def _row(record: KernelsPlanned) -> KernelRow:
         return KernelRow(*about, f"the reference: {record.declined}")
     if not record.family:
         return KernelRow(*about, ", ".join(record.kernels) or "nothing")
-    choice: Any = importlib.import_module("graphex.kernels.tuning").choice_of(record.family, record.shape)
+    choice = choice_of(record.family, record.shape)
     if choice is None:
         return KernelRow(*about, ", ".join(record.kernels), NOT_YET)
     return KernelRow(*about, choice.name, choice.source, dict(choice.seconds))

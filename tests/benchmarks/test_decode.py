@@ -172,6 +172,12 @@ def test_the_stock_rows_begin_with_the_llama_step_and_hold_those_of_the_replay_t
 # -- targets and tables ------------------------------------------------------------------------------------------------
 
 
+def test_imports_count_towards_the_time_of_a_compilation() -> None:
+    within, beyond = (replace(row(STEP, GRAPHEX, 1.2), compile=6.0, imports=imports) for imports in (1.5, 2.5))
+    text = f"missed: {STEP}: graphex compiles in 8.5 s, at most 8 s"
+    assert [text in missed([each], BANDWIDTH) for each in (within, beyond)] == [False, True]
+
+
 def test_nothing_is_missed_where_every_target_holds() -> None:
     rows = [
         row(STEP, GRAPHEX, 1.3),
