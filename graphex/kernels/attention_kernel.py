@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import PTX
+from graphex.kernels.chain import follow, let_next
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -107,7 +108,9 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, ROWS)
     column, value_column = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
@@ -171,6 +174,7 @@ def attention_kernel(
         largest = larger
         keys += BLOCK * k_position
         values += BLOCK * v_position
+    let_next(CHAINED)
     total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * GROUP
     stored = row_ok[:, None] & (value_column < VALUE_WIDTH)[None, :]
@@ -200,9 +204,11 @@ def combine_kernel(
     VALUE_WIDTH: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The splits of one row of one head become its result. What a split without positions left is not read."""
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    follow(CHAINED)
     rows = positions * GROUP
     split, value_column = tl.arange(0, SPLITS), tl.arange(0, VALUE_COLUMNS)
     place = ((batch * tl.num_programs(1) + head) * splits + split) * rows + row

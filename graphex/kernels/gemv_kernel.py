@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import silu
+from graphex.kernels.chain import follow, let_next
 from graphex.kernels.weights_kernel import gated, own_weight, read_weight
 
 
@@ -58,7 +59,9 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
     n = block * BN + tl.arange(0, BN)
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
@@ -80,6 +83,7 @@ def gemv_kernel(
         if GATED:
             w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
             more_products += w.to(tl.float32) * value[None, :]
+    let_next(CHAINED)
     total = tl.sum(products, 1)
     up_total = tl.sum(more_products, 1)
     if PROLOGUE == "rms_norm":

@@ -21,6 +21,7 @@ from graphex.kernels.arithmetic import (
     smoothed,
     static_quantised,
 )
+from graphex.kernels.chain import follow
 
 
 @triton.jit
@@ -111,7 +112,9 @@ def norm_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     X: tl.constexpr = x1.dtype.element_ty
     W: tl.constexpr = X if weight is None else weight.dtype.element_ty
     Q: tl.constexpr = tl.int8 if q_out is None else q_out.dtype.element_ty

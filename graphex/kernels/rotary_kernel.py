@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import rounded
+from graphex.kernels.chain import follow
 
 
 @triton.jit
@@ -140,7 +141,9 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     outer = (tl.program_id(0) // token_blocks).to(tl.int64)
     within = tl.arange(0, TOKENS * HEADS)[:, None]
     token = (tl.program_id(0) % token_blocks) * TOKENS + within // HEADS

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import row_start
+from graphex.kernels.chain import follow, let_next
 from graphex.kernels.weights_kernel import gated, own_weight, read_weight, weight_of_block
 
 
@@ -79,7 +80,9 @@ def skinny_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,  # of K, for each part of it
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     # The tensor cores take 64 rows at a time from one side: of the weights where x has fewer.
     WEIGHT_FIRST: tl.constexpr = BM < 64
     block = tl.program_id(0)
@@ -110,6 +113,7 @@ def skinny_kernel(
         total = _product(w, a, total, WEIGHT_FIRST)
         if GATED:
             up_total = _product(read_weight(let_through + k, k < K, EVEN_K), a, up_total, WEIGHT_FIRST)
+    let_next(CHAINED)
     if WEIGHT_FIRST:
         total = tl.trans(total)
         up_total = tl.trans(up_total)
@@ -155,8 +159,10 @@ def combine_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The sum of the parts of some rows and one block of columns."""
+    follow(CHAINED)
     block = tl.program_id(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
     ok = row < rows

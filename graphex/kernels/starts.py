@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
+from graphex.kernels.arithmetic import PTX
 from graphex.ops.definition import SPECS, Declined, launcher_of
 from graphex.torch_private.symbolic import FakeTensor
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 MOST_THREADS = 16
+OLDEST_THAT_CHAINS = (9, 0)
+_CHAINED = {"CHAINED": True, "launch_pdl": True}
+_ALONE = {"CHAINED": False}
 
 
 @dataclass
@@ -49,14 +54,27 @@ _thread = _Thread()
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     if _thread.seen is None:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **constants, **_chaining(kernel))
     else:
         _thread.seen.kernels.append(kernel.__name__)
         compile_only(kernel, grid, arguments, constants)
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel.warmup(*map(_typed, arguments), grid=grid, **constants)
+    kernel.warmup(*map(_typed, arguments), grid=grid, **constants, **_chaining(kernel))
+
+
+def _chaining(kernel: Any) -> dict[str, Any]:
+    """Constants and options of a kernel that can be chained (`graphex/kernels/chain.py`)."""
+    if "CHAINED" not in kernel.arg_names:
+        return {}
+    return _CHAINED if _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1) else _ALONE
+
+
+@cache
+def _chains(device: int) -> bool:
+    """Whether a device starts a kernel before the one before it has ended."""
+    return device >= 0 and bool(PTX.value) and torch.cuda.get_device_capability(device) >= OLDEST_THAT_CHAINS
 
 
 def _typed(argument: Any) -> Any:
