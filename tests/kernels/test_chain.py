@@ -1,0 +1,66 @@
+"""A kernel that starts before the one before it has ended reads and writes nothing until that has."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton (Linux)")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from graphex.kernels import attention_ways, linear_ways
+from graphex.kernels.attention_ways import Tile
+from graphex.kernels.linear_ways import GATED_GEMVS, GEMVS, Skinny
+from tests.kernels.test_attention_compilation import decode
+from tests.kernels.test_compilation import Compiler, cases, compiled
+from tests.kernels.test_linears_compilation import job
+
+ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async[\w.]*|prefetch)\.[\w.:]*global|cp\.async\.bulk")
+WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+def assert_waits_first(code: str) -> None:
+    assert code.count(WAIT) == 1
+    before, _, after = code.partition(WAIT)
+    assert not ACCESS.search(before)
+    assert ACCESS.search(after)
+    assert "$L__BB" not in before  # so that no program goes around it
+
+
+@pytest.mark.parametrize("name", ["graphex::add_rms_norm", "graphex::rotary_qkv_write_"])
+def test_norms_and_rotary_embeddings_wait(name, monkeypatch):
+    assert_waits_first(compiled(name, cases()[name], monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("way", "rows"), [(GEMVS[0], 1), (GEMVS[-1], 1), (GATED_GEMVS[-1], 1), (Skinny(64, 64, 4, 5, parts=2), 16)]
+)
+def test_linear_layers_wait(way, rows, monkeypatch):
+    of = job(rows, "none", (64,))
+    if way in GATED_GEMVS:
+        of = replace(of, weights=[*of.weights, *of.weights], biases=[None, None], residual=None, gated=True)
+    kernels = [Compiler(getattr(linear_ways, name)) for name in ("gemv_kernel", "skinny_kernel", "combine_kernel")]
+    for kernel in kernels:
+        monkeypatch.setattr(linear_ways, kernel.kernel.__name__, kernel)
+    way.prepare(of)(of)
+    codes = [code for kernel in kernels for code in kernel.code]
+    assert len(codes) == (2 if rows > 1 else 1)
+    for code in codes:
+        assert_waits_first(code)
+    assert NEXT in codes[0]
+
+
+def test_attention_waits(monkeypatch):
+    of = decode(64)
+    kernels = [Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")]
+    for kernel in kernels:
+        monkeypatch.setattr(attention_ways, kernel.kernel.__name__, kernel)
+    Tile(4, 64, 4, 2).prepare(of)(of)
+    for kernel in kernels:
+        (code,) = kernel.code
+        assert_waits_first(code)
+    assert NEXT in kernels[0].code[0]
