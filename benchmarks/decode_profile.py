@@ -28,7 +28,7 @@ from benchmarks.measure import synchronize, timed
 
 REPLAYS = 10
 MARK = "op "
-GATHERS = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")
+GATHERS = ("aten.embedding", "graphex.embedding", "aten.index.", "aten.index_select", "aten.gather")
 WRITES_A_PART = ("aten.index_copy_", "aten.index_put_", "aten.scatter", "graphex.")
 OTHER = "of no op"
 

@@ -31,6 +31,7 @@ GX, NPU = torch.ops.graphex, torch.ops.npu
 DTYPE = torch.bfloat16
 DECODE = [(rows, columns) for columns in (4096, 7168) for rows in (1, 16, 64)]
 LARGE = [(16384, 4096), (9216, 7168)]  # 128 and 126 MiB an input
+MORE = {"embedding": [(rows, 4096) for rows in (4, 8, 17, 32, 128, 256)]}  # where ATen takes another kernel
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ def silu_mul_dynamic_quant(rows: int, columns: int) -> Case:
     return Case(plain, GX.silu_mul_dynamic_quant, args, 5 * rows * columns)
 
 
+def embedding(rows: int, columns: int) -> Case:
+    """As many rows of a table of 32000. More than a few are ATen's in either column."""
+    args = randn(32000, columns), torch.randint(32000, (rows, 1), device="cuda")
+    return Case(lambda table, indices: functional.embedding(indices, table), GX.embedding, args, 4 * rows * columns)
+
+
 def rotary_qk(rows: int, columns: int) -> Case:
     """Heads of 128; a key head for four query heads; the heads of a projection, transposed."""
 
@@ -198,6 +205,7 @@ CASES = (
     static_quant,
     silu_mul,
     silu_mul_dynamic_quant,
+    embedding,
     rotary_qk,
     rotary_and_cache,
     transposed_matmul,
@@ -247,7 +255,7 @@ def measure(
             compiled = compiled or torch.compile(case.plain)
             variants["inductor"] = lambda case=case, run=compiled: run(*case.args)
         variants["ours"] = lambda case=case: case.ours(*case.args)
-        small = rows <= 64
+        small = rows <= 256
         found = device_seconds(variants, 200 if small else 4)
         host = host_seconds(variants) if small else None
         yield line(make.__name__, f"{rows} x {columns}", found, host, case.moved / bandwidth)
@@ -282,7 +290,7 @@ def main() -> int:
         if options.only not in make.__name__:
             continue
         for width in (4096, 7168):
-            sizes = [size for size in DECODE + LARGE if size[1] == width]
+            sizes = [size for size in sorted(DECODE + MORE.get(make.__name__, [])) + LARGE if size[1] == width]
             inductor = time.perf_counter() - started < options.seconds
             for text in measure(make, sizes, bandwidth, inductor):
                 print(text, flush=True)

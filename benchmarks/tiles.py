@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernels import CASES, DECODE, LARGE, Call, Case, device_seconds
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels import gated, norm, quant, rotary
+from graphex.kernels import embedding, gated, norm, quant, rotary
 from graphex.kernels.layout import Tile, next_power_of_2, warps_for
 
 Candidates = dict[str, object]
@@ -62,18 +62,24 @@ def rotary_tiles(rows: int, columns: int) -> Candidates:
     return {"/".join(map(str, tile)): rotary.Tile(*tile) for tile in (few if rows <= 64 else many)}
 
 
+def embedding_tiles(rows: int, columns: int) -> Candidates:
+    settings = ((256, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8))
+    return {f"{block}/{warps}w": Tile(1, block, warps) for block, warps in settings}
+
+
 PLACES: dict[str, tuple[ModuleType, str, Callable[[int, int], Candidates]]] = {
     "rms_norm": (norm, "row_tile", row_tiles),
     "dynamic_quant": (quant, "row_tile", row_tiles),
     "static_quant": (quant, "flat_tile", shared_tiles),
     "silu_mul": (gated, "flat_tile", flat_tiles),
     "rotary": (rotary, "_tile", rotary_tiles),
+    "embedding": (embedding, "_tile", embedding_tiles),
 }
 
 
 def place_of(name: str) -> tuple[ModuleType, str, Callable[[int, int], Candidates]] | None:
     """The kernel that a case launches, the function that chooses its tile, and other tiles."""
-    fitting = ("rms_norm", "dynamic_quant", "static_quant", "silu_mul", "rotary")
+    fitting = ("rms_norm", "dynamic_quant", "static_quant", "silu_mul", "rotary", "embedding")
     return next((PLACES[part] for part in fitting if part in name), None)
 
 

@@ -376,6 +376,7 @@ _RULES: dict[Any, Rule] = {
     ours.add_rms_norm: _along_the_last("x1", "x2"),
     ours.silu_mul_linears: _along_the_last("gate", "up", "residual"),
     aten.embedding: _looked_up(0, 1),
+    ours.embedding: _looked_up(0, 1),
     aten.index: _indexed,
     aten.convolution: _batched("input"),
     aten.scaled_dot_product_attention: _batched("query", "key", "value"),

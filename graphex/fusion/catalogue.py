@@ -72,6 +72,7 @@ FUSIONS: tuple[Family, ...] = (
 LIFTS: tuple[Family, ...] = (
     Family("lift_capped_attention", ("lift_capped_attention",), frozenset({"aten::tanh"})),
     Family("grouped_attention", ("grouped_attention",), frozenset({"graphex::attention", "aten::tanh"})),
+    Family("lift_embedding", ("lift_embedding",), frozenset({"aten::embedding"})),
     Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
     Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
     Family("lift_quant", ("lift_dynamic_quant", "lift_static_quant"), frozenset({"aten::clamp"})),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from graphex.ops import (
     attention,
+    embedding,
     fused_quant,
     gated,
     linears,
@@ -26,6 +27,7 @@ __all__ = [
     "OpSpec",
     "attention",
     "declined",
+    "embedding",
     "fused_quant",
     "gated",
     "has_kernel",

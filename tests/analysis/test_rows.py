@@ -43,7 +43,7 @@ def in_place(x):
 
 def looked_up(x):
     index = (x.sum((1, 2)) > 0).long()
-    return F.embedding(index, TABLE), TABLE[index]
+    return F.embedding(index, TABLE), ours.embedding(TABLE, index), TABLE[index]
 
 
 def fresh(x):

@@ -24,7 +24,7 @@ def check(name: str, sample: Sample) -> None:
     exact = exact_results(name, sample)
     for at, (mine, its) in enumerate(zip(tensors(found), tensors(wanted), strict=True)):
         assert_close_to_reference(mine, its, None if exact is None else exact[at], most_ulps=roundings(name, sample))
-        if "rotary" in name:  # no reduction, every step rounded alike
+        if "rotary" in name or name == "graphex::embedding":  # no reduction, every step rounded alike, or nothing
             assert torch.equal(mine, its)
     for mine, its in zip(found_args, wanted_args, strict=True):
         if isinstance(mine, Tensor) and name.endswith("_"):

@@ -252,3 +252,14 @@ def test_an_op_whose_kernel_does_not_take_its_arguments_says_why(hopper):
     drawing.call(OPS.linears.default, x, [weight], [None], None)
     (row,) = described(drawing)
     assert row.runs.startswith("the reference: x is torch.float32")
+
+
+def test_a_lookup_of_a_few_rows_names_its_kernel_and_one_of_many_says_why_not(hopper, compiled):
+    drawing = Drawing(FakeTensorMode())
+    table = drawing.given(32000, 4096)
+    for shape in ((16, 1), (1, 500)):
+        drawing.call(OPS.embedding.default, table, drawing.given(*shape, dtype=torch.int64))
+    few, many = described(drawing)
+    assert (few.op, few.on, few.runs) == ("graphex::embedding", "32000x4096, 16x1", "embedding_kernel")
+    assert many.runs == "the reference: more than 64 indices"
+    assert compiled == {"embedding_kernel": 1}

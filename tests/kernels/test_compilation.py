@@ -23,6 +23,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bool: "*i1",
     torch.int8: "*i8",
+    torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
@@ -31,6 +32,7 @@ MODULES = {
     "norm_quant": ("norm", "norm_kernel"),
     "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
     "gated": ("gated", "silu_mul_kernel"),
+    "embedding": ("embedding", "embedding_kernel"),
     "rotary": ("rotary", "rotary_kernel"),
 }
 
@@ -98,6 +100,7 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:
         "graphex::dynamic_quant": Sample((make(2, 10240), make(10240))),
         "graphex::silu_mul_static_quant": Sample((x, up, scale)),
         "graphex::silu_mul": Sample((x, up)),
+        "graphex::embedding": Sample((x, make.index(3, 2047, 0))),
         "graphex::rotary_qk": Sample((q, k, cos, cos), {"interleaved": True}),
         "npu::npu_rotary_mul": Sample((q, cos, cos, "interleave")),
         "graphex::rotary_qkv_write_": Sample((q, k, k, cos, cos, cache, cache.clone(), make.index(3, 4))),
@@ -123,6 +126,13 @@ def test_compiles_to_wide_accesses(name, monkeypatch):
     code = compiled(name, cases()[name], monkeypatch)
     assert "ld.global.v4.b32" in code  # 16 bytes at a time
     assert "st.global.v4.b32" in code or "st.global.v2.b32" in code
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_index_outside_of_a_table_stops_the_device_before_a_row_is_read(dtype, monkeypatch):
+    table, indices = torch.randn(7, 4096).bfloat16(), torch.tensor([3, 6], dtype=dtype)
+    code = compiled("graphex::embedding", Sample((table, indices)), monkeypatch)
+    assert 0 < code.index("trap;") < code.index("ld.global.v")
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if "rotary" in name])

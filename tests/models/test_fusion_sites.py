@@ -1,4 +1,4 @@
-"""Every RMSNorm, SwiGLU and rotary embedding of models of `transformers` is fused: n of n, counted from the modules."""
+"""Every RMSNorm, SwiGLU, rotary embedding and table of `transformers` models is fused: n of n, by their modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ def sites(model: torch.nn.Module, name: str) -> dict[str, int]:
     """How often each idiom occurs in a model, by the names that transformers gives to modules."""
     kinds = Counter(kind for module in model.modules() for kind in kinds_of(type(module).__name__))
     swiglus = kinds["MLP"] + (0 if name in WITHOUT_EXPERTS else kinds["Experts"])
-    return {"lift_rms_norm": kinds["RMSNorm"], "lift_silu_mul": swiglus, "lift_rotary": 2 * kinds["Attention"]}
+    tables = sum(isinstance(module, torch.nn.Embedding) for module in model.modules())
+    return {
+        "lift_rms_norm": kinds["RMSNorm"],
+        "lift_silu_mul": swiglus,
+        "lift_rotary": 2 * kinds["Attention"],
+        "lift_embedding": tables,
+    }
 
 
 def kinds_of(module: str) -> list[str]:
@@ -89,4 +95,5 @@ def test_every_site_is_fused(name: str, dtype: torch.dtype, device: str) -> None
     assert [refusal for refusal in journal.refusals if refusal.pass_name in ("lift_idioms", "fuse_patterns")] == []
     assert torch.ops.aten.rsqrt.default not in left
     assert torch.ops.aten.silu.default not in left
+    assert torch.ops.aten.embedding.default not in left
     assert torch.ops.graphex.rotary.default not in left

@@ -141,6 +141,15 @@ def silu_mul(make: Maker) -> Iterator[Sample]:
     yield Sample((make(0, 4), make(0, 4)))
 
 
+def embedding(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(11, 16), make.index(3, 0, 10, 3)))
+    yield Sample((make(5, 7), torch.randint(5, (2, 3, 2), dtype=torch.int32, device=make.device)))
+    yield Sample((make.row_strided(6, 9), torch.randint(6, (4, 5), device=make.device)[:, ::2]))
+    yield Sample((make(3, 1100), torch.tensor(2, device=make.device)))
+    yield Sample((make(3, 4), torch.empty(2, 0, dtype=torch.int64, device=make.device)))
+    yield Sample((make(1, 1), make.index(0)))
+
+
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
     for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
         yield Sample(sample.args, options)
@@ -330,6 +339,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rms_norm_static_quant": rms_norm_static_quant,
     "graphex::add_rms_norm_static_quant": add_rms_norm_static_quant,
     "graphex::silu_mul": silu_mul,
+    "graphex::embedding": embedding,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
     "graphex::linears": linears,

@@ -105,7 +105,7 @@ def test_near_misses_and_certificates_lead_to_their_nodes(chrome: Browser, llama
     chrome.open(llama_page, "tab=rules")
     assert "stands where the rule has add" in chrome.text('.rule[data-rule="add_rms_norm"] .miss')
     chrome.click('.rule[data-rule="add_rms_norm"] .miss .chip')
-    assert chrome.text(".side h3") == "embedding"
+    assert chrome.text(".side h3") == "embedding_default"
     chrome.open(llama_page, "tab=memory")
     assert any("caches[0][0]" in row for row in chrome.texts("table tr"))
     chrome.click("td .node-chip", "index_copy")

@@ -20,6 +20,7 @@ _TITLES = {
     "lift_rms_norm": "RMSNorm",
     "lift_rotary": "rotary embedding",
     "lift_silu_mul": "silu(gate) * up",
+    "lift_embedding": "embedding",
     "lift_attention": "attention",
     "lift_capped_attention": "soft-capped attention",
     "grouped_attention": "repeated keys and values",

@@ -1,0 +1,50 @@
+"""Rows of a table that are looked up by their numbers become `graphex::embedding`, which is faster for a few of them.
+
+    weight, indices -> embedding          weight, indices -> graphex.embedding
+
+`padding_idx`, `scale_grad_by_freq` and `sparse` say how the table learns: they are in the backward graph already, and
+what is looked up does not depend on them. How many indices are a few is decided when they are there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphex.analysis import known_equal
+from graphex.fusion.checks import Answer, all_of, tensor
+from graphex.fusion.lifting import calling, names_of, rule, taking
+from graphex.fusion.words import short
+from graphex.ops.embedding import COPIED
+from graphex.passes.base import Refusal
+from graphex.torch_private.patterns import Match
+
+looked_up = torch.ops.aten.embedding.default
+
+
+def _replace(weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+    lifted: Tensor = torch.ops.graphex.embedding(weight, indices)
+    return lifted
+
+
+def _is_copied(match: Match) -> Answer:
+    found = tensor(match, "weight").dtype
+    return None if found in COPIED else Refusal(f"the table is {short(found)}", match.kwargs["weight"])
+
+
+def _adjacent(match: Match) -> Answer:
+    if known_equal(tensor(match, "weight").stride(1), 1):
+        return None
+    return Refusal("the elements of a row are not adjacent", match.kwargs["weight"], "make the table contiguous")
+
+
+RULES = (
+    rule(
+        "lift_embedding",
+        taking(names_of(looked_up), looked_up),
+        _replace,
+        list,
+        all_of(_is_copied, _adjacent),
+        given=calling(looked_up),
+    ),
+)
