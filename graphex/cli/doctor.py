@@ -32,6 +32,8 @@ class Finding:
 def doctor(as_json: bool) -> None:
     """Say what this machine can do: torch, devices, Triton, compilers, and a compilation that is really run.
 
+    The replay check is what every call asks before it is a replay: in C++, or in Python with the reason why.
+
     Ends with 1 if something is broken; what is merely missing is no failure.
     """
     findings = []
@@ -103,6 +105,19 @@ def _compiler() -> Finding:
     return Finding("C compiler", "ok", found)
 
 
+def _replay_check() -> Finding:
+    """What decides in every call on a GPU whether it is a replay is compiled here, as it would be there."""
+    from graphex.compilation import one_line
+    from graphex.runtime import native
+
+    try:
+        native.load()
+    except Exception as error:
+        advice = "install g++ and Python's headers, or set CXX; until then a replay costs the host more"
+        return Finding("replay check", "missing", f"done in Python, not in C++: {one_line(error)}", advice)
+    return Finding("replay check", "ok", "done in C++, compiled and loaded")
+
+
 def _npu() -> Finding:
     if find_spec("torch_npu") is None:
         return Finding("torch_npu", "missing", "not installed", "only for Ascend devices; graphex defines its ops here")
@@ -134,4 +149,14 @@ def _compilation() -> Finding:
     return Finding("compilation", "ok", f"on {device}, equal to eager; {how}")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (_python, _torch, _backend, _cuda, _triton, _compiler, _npu, _compilation)
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _torch,
+    _backend,
+    _cuda,
+    _triton,
+    _compiler,
+    _replay_check,
+    _npu,
+    _compilation,
+)

@@ -81,7 +81,7 @@ class Device:
         """Let the current stream wait for what has been given to another one, named by `stream()` there."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody else is capturing the current stream."""
+        """Whether somebody else is capturing the current stream. Asked in every call, as `stream` is."""
         return False
 
     def seconds(self, run: Callable[[], Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graphex.errors import CaptureError
 from graphex.torch_private.cuda import (
     can_be_divided,
     clear_cublas_workspaces,
+    is_capturing,
     keep_busy,
     raw_stream,
     stop_allocating_to,
@@ -54,6 +56,9 @@ class CudaDevice(Device):
         self.name = f"cuda:{index}"
         self._index = index
         self._device = torch.device("cuda", index)
+        # Every call asks these two: without Python in between.
+        self.stream = partial(raw_stream, index)  # type: ignore[method-assign]
+        self.is_capturing = is_capturing  # type: ignore[method-assign]
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
@@ -147,15 +152,9 @@ class CudaDevice(Device):
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
-    def stream(self) -> Any:
-        return raw_stream(self._index)
-
     def follow(self, stream: Any) -> None:
         before = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
         torch.cuda.current_stream(self._device).wait_stream(before)
-
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """The device has something to do until everything has been given to it: it never waits for the host."""

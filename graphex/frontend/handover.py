@@ -56,13 +56,13 @@ class Handover:
 
     def around(self, wrapped: Compiled) -> Compiled:
         """What Dynamo calls; `wrapped` is AOTAutograd's wrapper of this program."""
-        replayed = self._program.replayed
+        replayed, is_grad_enabled = self._program.replayed, torch.is_grad_enabled
 
         @functools.wraps(wrapped)
         def forward(*args: Any) -> Any:
             if not self._is_plain:
                 return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 with torch.no_grad():
                     results = replayed(args)
             else:

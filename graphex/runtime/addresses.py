@@ -3,35 +3,49 @@
 A tensor keeps its identity when its memory is replaced (`parameter.data = ...`), so nothing but the address tells. That
 is asked of every input, and by far the most that a replay costs the host: in C++ where that is loaded, which reads all
 of them in one go, else in Python, which takes inputs in runs of neighbours and does nothing for them one by one.
+
+Of frozen parameters it is enough that they are the same objects, and nothing in them is read.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from graphex.runtime import native
 
+Picker = Callable[[Sequence[Any]], Sequence[Any]]
+
 _NOTHING: frozenset[int] = frozenset()
 
 
 class Addresses:
-    """The addresses of some of the inputs, as they were in one call."""
+    """The addresses of some of the inputs, and which objects others were, in one call."""
 
-    def __init__(self, indices: Sequence[int], args: Sequence[Any]) -> None:
+    def __init__(self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = ()) -> None:
         self.indices = sorted(indices)
         self._runs = runs(self.indices)
         self._known = self._of(args)
-        self._packed = array("i", self.indices).tobytes(), array("q", self._known).tobytes()
+        self._frozen, self._pick_frozen = frozenset(frozen), picker(frozen)
+        identities = self._identities = bytearray(self._identities_of(args))
+        # An object may get the place of one that is gone, and is not that one.
+        self._watched = [weakref.ref(each, partial(_forget, identities)) for each in self._pick_frozen(args)]
+        addresses = array("q", self._known).tobytes()
+        self.packed: native.Places = _packed(self.indices), addresses, _packed(frozen), identities
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are elsewhere in this call."""
-        same = native.same_addresses
-        if same is not None and same(args, *self._packed):
+        fits = native.fits
+        if fits is not None and fits((), (), *self.packed, args):
             return _NOTHING
+        if self._frozen and self._identities_of(args) != self._identities:
+            return self._frozen
         now = self._of(args)
         if now == self._known:
             return _NOTHING
@@ -43,6 +57,28 @@ class Addresses:
         for run in self._runs:
             found += map(Tensor.data_ptr, args[run])
         return found
+
+    def _identities_of(self, args: Sequence[Any]) -> bytes:
+        return array("q", map(id, self._pick_frozen(args))).tobytes()
+
+
+def _packed(indices: Sequence[int]) -> bytes:
+    return array("i", indices).tobytes()
+
+
+def _forget(identities: bytearray, gone: object) -> None:
+    """Called when one of the objects dies: nothing is at this place, so whatever comes is another object."""
+    identities[:] = bytes(len(identities))
+
+
+def picker(indices: Sequence[int]) -> Picker:
+    """Several items of a list at once, always as a sequence."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    if not indices:
+        return lambda args: ()
+    (only,) = indices
+    return lambda args: (args[only],)
 
 
 def runs(indices: Sequence[int]) -> list[slice]:

@@ -26,6 +26,7 @@ from graphex.compilation import Compilation
 from graphex.device import Device
 from graphex.records import Captured, FellBack
 from graphex.runtime import session
+from graphex.runtime.addresses import picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import Entry, Plan, make_entry
 from graphex.runtime.host_values import host_outputs
@@ -33,6 +34,7 @@ from graphex.runtime.inputs import Arena
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool, pool_for
+from graphex.runtime.shortcuts import Questions, Shortcut
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.tracing import modes_enabled, profiler_enabled, without_modes
@@ -67,9 +69,13 @@ class Capturing:
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._plan = Plan.of(gm, device, static_inputs, config, ways or {})
+        self._pick_written = picker(self._plan.written) if self._plan.written else None
+        self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, device)
+        self._varies, self._questions = self._key.varies, Questions(device)
         self._numbers = host_outputs(gm)
         self._pool = pool or pool_for(device, config.use_graph_pool)
+        self._lock = self._pool.lock
         self._arena = Arena()
         self._store = Store(self._limit)
         self._failed: set[Key] = set()
@@ -93,7 +99,7 @@ class Capturing:
         if self._gave_up or self._device.is_capturing():
             return self._run(args)
         key = self._key(args)
-        with self._pool.lock:
+        with self._lock:
             self._is_running = True
             try:
                 entry = self._entry(key, args)
@@ -105,21 +111,39 @@ class Capturing:
 
     def replayed(self, args: tuple[Any, ...]) -> Any:
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
-        if self._gave_up or self._force or session.active or profiler_enabled() or self._device.is_capturing():
+        if session.active or self._force or self._gave_up:
             return None
-        key = self._key(args)
-        with self._pool.lock:
+        with self._lock:
             self._is_running = True
             try:
-                entry, moved = self._find(key, args)
-                if entry is None or moved:
-                    return None
+                entry = self._store.newest
+                if (
+                    entry is None
+                    or (shortcut := entry.shortcut) is None
+                    or (self._varies and self._key.values(args) != shortcut.values)
+                    or not shortcut.fits(args)
+                ):
+                    return self._replayed_after_a_search(args)
                 self._moves = 0
-                results = self._replay_now(entry, args)
+                results = self._replay_unseen(entry, args, shortcut.stream)
                 self._counter["straight"] += 1
                 return results
             finally:
                 self._is_running = False
+
+    def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
+        if profiler_enabled() or self._device.is_capturing():
+            return None
+        key = self._key(args)
+        entry, moved = self._find(key, args)
+        if entry is None or moved:
+            return None
+        self._moves = 0
+        stream = self._device.stream()
+        entry.shortcut = Shortcut(self._questions, key, stream, entry.checked)
+        results = self._replay_now(entry, args, stream)
+        self._counter["straight"] += 1
+        return results
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""
@@ -250,36 +274,36 @@ class Capturing:
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
         if profiler_enabled():
             with torch.profiler.record_function(self._label):
-                return self._replay_now(entry, args)
-        return self._replay_now(entry, args)
+                return self._replay_now(entry, args, self._device.stream())
+        return self._replay_now(entry, args, self._device.stream())
 
-    def _replay_now(self, entry: Entry, args: Sequence[Any]) -> Any:
+    def _replay_now(self, entry: Entry, args: Sequence[Any], stream: Any) -> Any:
         if not modes_enabled():
-            return self._replay_unseen(entry, args)
+            return self._replay_unseen(entry, args, stream)
         with without_modes():  # what they make of the user's calls is in the graph; the copies are none of these
-            return self._replay_unseen(entry, args)
+            return self._replay_unseen(entry, args, stream)
 
-    def _replay_unseen(self, entry: Entry, args: Sequence[Any]) -> Any:
+    def _replay_unseen(self, entry: Entry, args: Sequence[Any], stream: Any) -> Any:
         # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
         last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
         if last is not None and last.may_be_held and (held := last.still_held()):
             self._warn_about_held(held)
-        self._pool.take_turn()
-        entry.fill(args)
+        self._pool.take_turn_on(stream)
+        if entry.copied:
+            entry.fill(args)
         entry.replay.replay()
         # What the device need not wait for comes after.
         self._counter["replays"] += 1
-        plan = self._plan
-        if plan.written:
-            count_writes([args[index] for index in plan.written])
-        numbers = self._numbers and self._numbers[1](list(args))
-        given = [args[index] for index in entry.outputs.inputs_needed]
+        if self._pick_written is not None:
+            count_writes(self._pick_written(args))
+        numbers = None if self._numbers is None else self._numbers[1](list(args))
+        given = entry.outputs.needed(args)
         if isinstance(args, list):
             args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
         results = entry.outputs.take(given)
         if self._numbers is not None:
             results = _with_numbers(results, self._numbers[0], numbers)
-        return results[0] if plan.returns_one else results
+        return results[0] if self._returns_one else results
 
     def _warn_about_held(self, places: list[int]) -> None:
         for place in places:

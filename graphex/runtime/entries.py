@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +15,13 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
-from graphex.runtime.addresses import Addresses
+from graphex.runtime.addresses import Addresses, picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import Arena, InputBuffer
 from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool
+from graphex.runtime.shortcuts import Shortcut
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -38,6 +38,7 @@ class Plan:
     plain: list[int]
     hosts: list[int]
     written: list[int]
+    looked_at: list[int]
     unchecked: list[int]
     clone_input: bool | str
     returns_one: bool
@@ -68,6 +69,7 @@ class Plan:
             plain=[index for index in tensors if index not in fixed and index not in hosts],
             hosts=hosts,
             written=written,
+            looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
             clone_input=config.clone_input,
             returns_one=not isinstance(_returned(gm), (list, tuple)),
@@ -75,7 +77,7 @@ class Plan:
 
     def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Where the inputs are that are captured by address; of those that are not looked at, which they are."""
-        looked_at = [args[index].data_ptr() for index in self.by_address if index not in self.unchecked]
+        looked_at = (args[index].data_ptr() for index in self.looked_at)
         return (*looked_at, *(id(args[index]) for index in self.unchecked))
 
     def named(self, indices: Iterable[int]) -> str:
@@ -101,7 +103,10 @@ def _returned(gm: GraphModule) -> Any:
 
 @dataclass
 class Entry:
-    """`checked` are where the inputs were that were captured by address, `copied` those that every call copies."""
+    """`checked` are where the inputs were that were captured by address, `copied` those that every call copies.
+
+    `shortcut` finds the next call that replays it, if that is like the one before; the first such call makes it.
+    """
 
     replay: Replay
     pool: Pool
@@ -110,29 +115,23 @@ class Entry:
     stays: frozenset[int]
     copied: list[int]
     buffers: list[InputBuffer]
-    frozen: list[int]
-    identities: list[int]
     held: list[Tensor]
     takes_over: bool
     owner: int | None = None
+    shortcut: Shortcut | None = None
     _copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
         self._copies = Copies([buffer.target for buffer in self.buffers])
-        self._copied = _picker(self.copied)
-        self._frozen = _picker(self.frozen)
+        self._copied = picker(self.copied)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
-        if self.frozen and list(map(id, self._frozen(args))) != self.identities:
-            return frozenset(self.frozen)
         return self.checked.moved(args)
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Give the graph this call's inputs."""
-        if not self.copied:
-            return
+        """Give the graph this call's inputs, where any are `copied`."""
         given = self._copied(args)
         if self._simple:
             self._copies.fill(given)
@@ -157,6 +156,7 @@ class Entry:
         self.pool.graphs -= 1
         self.replay.free()
         self.buffers, self.held = [], []
+        self.shortcut = None
 
 
 def make_entry(
@@ -189,31 +189,11 @@ def make_entry(
         outputs = OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
-        checked = Addresses([index for index in (*plan.by_address, *stays) if index not in plan.unchecked], args)
+        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
-        identities = [id(args[index]) for index in plan.unchecked]
-        entry = Entry(
-            replay,
-            pool,
-            outputs,
-            checked,
-            stays,
-            copied,
-            buffers,
-            plan.unchecked,
-            identities,
-            held,
-            takes_over,
-        )
+        entry = Entry(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
     except BaseException:
         replay.free()
         raise
     pool.graphs += 1
     return entry
-
-
-def _picker(indices: list[int]) -> Any:
-    """Several items of a list at once, always as a sequence."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda args: [args[index] for index in indices]

@@ -48,11 +48,14 @@ class KeyReader:
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())
         self.hosts = [index for index, value in enumerate(values) if is_host_scalar(value, device)]
-        self._varies = bool(self._numbers or self._dims or self._whole or self.hosts)
+        self.varies = bool(self._numbers or self._dims or self._whole or self.hosts)
 
     def __call__(self, args: Sequence[Any]) -> Key:
-        if not self._varies:
-            return ((numerics(), self._settings()),)
+        switches = numerics(), self._settings()
+        return (*self.values(args), switches) if self.varies else (switches,)
+
+    def values(self, args: Sequence[Any]) -> Key:
+        """The key without the switches: nothing, where nothing `varies`."""
         key: list[Any] = [args[index] for index in self._numbers]
         if self._dims:
             key += [args[index].size(dim) for index, dim in self._dims]
@@ -62,7 +65,6 @@ class KeyReader:
             key.append(repr(args[index]))
         for index in self.hosts:
             key.append(repr(args[index].item()))
-        key.append((numerics(), self._settings()))
         return tuple(key)
 
     def text(self, key: Key) -> str:

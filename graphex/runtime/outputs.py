@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.runtime.addresses import picker
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import bytes_of
 from graphex.torch_private.memory import (
@@ -122,9 +123,10 @@ class OutputPlan:
                 marks = marks_of(value)
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
         self._copies = Copies(self._sources)
-        self.inputs_needed = [step.index for step in self._plan if isinstance(step, PartOfInput)]
-        self._alone = len(self._plan) == 1 and isinstance(self._plan[0], Copied)
-        self._clone = _plain_clone(self._sources[0]) if self._alone and ways[0] != "handed on" else None
+        self.needed = picker([step.index for step in self._plan if isinstance(step, PartOfInput)])
+        self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
+        is_alone = self._as_copied and len(self._plan) == 1 and ways[0] != "handed on"
+        self._clone = _plain_clone(self._sources[0]) if is_alone else None
 
     def settle(self) -> None:
         """Called when nobody but this plan and the graph holds the outputs any more."""
@@ -143,13 +145,13 @@ class OutputPlan:
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results; `inputs` are this call's tensors of `inputs_needed`."""
+        """The results; `inputs` are those that are `needed` of this call's."""
         if self._clone is not None:
             return (self._clone(),)
         copies = [empty() for empty in self._empties]
         if copies:
             self._copies.drain(copies)
-        if self._alone:
+        if self._as_copied:
             return tuple(copies)
         given = iter(inputs)
         return tuple(_result(step, copies, given) for step in self._plan)

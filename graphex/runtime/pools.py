@@ -36,7 +36,10 @@ class Pool:
 
     def take_turn(self) -> None:
         """Whatever runs next on the current stream runs after what this pool ran before."""
-        stream = self._device.stream()
+        self.take_turn_on(self._device.stream())
+
+    def take_turn_on(self, stream: Any) -> None:
+        """The same, for whoever knows that this is the current stream."""
         if stream != self._stream:
             self._device.follow(self._stream)
             self._stream = stream

@@ -26,7 +26,8 @@ class Store:
         self._limit = limit
         self._entries: OrderedDict[Slot, Entry] = OrderedDict()
         self._latest: dict[Key, tuple[Slot, Entry]] = {}
-        self._newest: tuple[Slot, Entry] | None = None
+        self.newest: Entry | None = None  # the graph that was used last, of whichever key
+        self._newest_key: Key = ()
         self._known: Counter[Key] = Counter()
 
     def __len__(self) -> int:
@@ -37,21 +38,20 @@ class Store:
 
     def latest(self, key: Key) -> Entry | None:
         """The graph of a key that was used last."""
-        newest = self._newest
-        if newest is not None and newest[0].key == key:  # looking it up costs more: a slot has hundreds of addresses
-            return newest[1]
+        if self.newest is not None and self._newest_key == key:  # a lookup costs more: a slot has hundreds of addresses
+            return self.newest
         found = self._latest.get(key)
         if found is None:
             return None
         self._entries.move_to_end(found[0])
-        self._newest = found
+        self.newest, self._newest_key = found[1], key
         return found[1]
 
     def find(self, slot: Slot) -> Entry | None:
         entry = self._entries.get(slot)
         if entry is not None:
             self._entries.move_to_end(slot)
-            self._latest[slot.key] = self._newest = (slot, entry)
+            self._used(slot, entry)
         return entry
 
     def put(self, slot: Slot, entry: Entry) -> list[Slot]:
@@ -61,7 +61,7 @@ class Store:
         """
         old = self._entries.pop(slot, None)
         self._entries[slot] = entry
-        self._latest[slot.key] = self._newest = (slot, entry)
+        self._used(slot, entry)
         if old is None:
             self._known[slot.key] += 1
         else:
@@ -78,9 +78,13 @@ class Store:
             del self._known[slot.key]
         if slot.key in self._latest and self._latest[slot.key][1] is entry:
             del self._latest[slot.key]
-        if self._newest is not None and self._newest[1] is entry:
-            self._newest = None
+        if self.newest is entry:
+            self.newest = None
         entry.free()
+
+    def _used(self, slot: Slot, entry: Entry) -> None:
+        self._latest[slot.key] = slot, entry
+        self.newest, self._newest_key = entry, slot.key
 
     def free(self, owner: int | None = None) -> None:
         """Free everything, or what was captured for one owner."""

@@ -1,4 +1,4 @@
-"""CUDA: the current stream as a number, a device that is kept busy, parts of a device, and cuBLAS's workspaces."""
+"""CUDA: the current stream, a device that is kept busy, parts of a device, and cuBLAS's workspaces."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.cuda import green_contexts
 can_be_divided: bool = green_contexts.SUPPORTED
 
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
 
 def keep_busy(cycles: int) -> None:

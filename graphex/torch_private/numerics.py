@@ -21,7 +21,7 @@ _NAMES = (
     "_get_cudnn_sdp_enabled",
 )
 _FLOAT32 = getattr(torch._C, "_get_fp32_precision_getter", None)  # TF32, however it was asked for
-_GETTERS: tuple[Callable[[], object], ...] = (
+SWITCHES: tuple[Callable[[], object], ...] = (
     torch.is_inference_mode_enabled,
     *(getattr(torch._C, name) for name in _NAMES if hasattr(torch._C, name)),
     *(partial(_FLOAT32, "cuda", op) for op in ("matmul", "conv", "rnn") if _FLOAT32 is not None),
@@ -30,4 +30,4 @@ _GETTERS: tuple[Callable[[], object], ...] = (
 
 def numerics() -> tuple[object, ...]:
     """The state of every switch: two calls with the same state compute the same."""
-    return tuple(map(call, _GETTERS))
+    return tuple(map(call, SWITCHES))

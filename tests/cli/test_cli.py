@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 import graphex
 from graphex.cli import COMMANDS, main
 from graphex.evidence.report.page import read_data
+from graphex.runtime import native
 from tests.cli.terminal import ROOT, in_terminal, piped, plain
 
 SCRIPT = """
@@ -181,6 +183,26 @@ def test_doctor_compiles_something_and_says_how_it_went() -> None:
     assert findings["compilation"]["status"] == "ok"
     assert "equal to eager" in findings["compilation"]["found"]
     assert all(finding["advice"] for finding in findings.values() if finding["status"] != "ok")
+
+
+def test_doctor_says_how_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    (found,) = (finding for finding in read("doctor") if finding["name"] == "replay check")
+    assert found["status"] == "missing"
+    assert "done in Python" in found["found"]
+    assert "no-compiler" in found["found"]
+    assert "install g++" in found["advice"]
+    assert native.fits is None
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_doctor_compiles_the_check_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    (found,) = (finding for finding in read("doctor") if finding["name"] == "replay check")
+    assert (found["status"], found["found"]) == ("ok", "done in C++, compiled and loaded")
 
 
 def test_bench_knows_which_benchmarks_fit() -> None:

@@ -5,12 +5,14 @@ A test that takes `where`, `host` and `fetched` says nothing about the device, a
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from graphex.runtime import executable
+from graphex.runtime import executable, native
 from tests.runtime.tape import TapeDevice
 
 Move = Callable[[Tensor], Tensor]
@@ -21,6 +23,30 @@ def tape(monkeypatch) -> TapeDevice:
     device = TapeDevice()
     monkeypatch.setattr(executable, "device_of", lambda devices: device)
     return device
+
+
+@pytest.fixture(scope="session")
+def native_folder(tmp_path_factory) -> Path:
+    """Where it is compiled, once."""
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture
+def in_cpp(monkeypatch, native_folder) -> native.Fits:
+    """What a replay looks at is looked at in C++."""
+    if not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(native_folder))
+    native.load()
+    assert native.fits is not None
+    return native.fits
+
+
+@pytest.fixture
+def in_python(monkeypatch) -> None:
+    """The same, in Python."""
+    monkeypatch.setattr(native, "fits", None)
 
 
 @pytest.fixture

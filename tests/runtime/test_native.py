@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,54 +16,113 @@ from graphex.runtime import native
 from graphex.runtime.addresses import Addresses
 from tests.runtime.support import check_with_weights_replaced, compile_it, replays, statuses
 
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+NOWHERE: native.Places = (b"", b"", b"", bytearray())
 
 
-@pytest.fixture
-def loaded(monkeypatch, tmp_path):
-    """The native code; tests without it run in Python."""
-    monkeypatch.setattr(native, "same_addresses", None)
-    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
-    native.load()
-    assert native.same_addresses is not None
-    return native.same_addresses
+def places(addresses: dict[int, int], objects: dict[int, int] | None = None) -> native.Places:
+    objects = objects or {}
+    return (
+        array("i", addresses).tobytes(),
+        array("q", addresses.values()).tobytes(),
+        array("i", objects).tobytes(),
+        bytearray(array("q", objects.values())),
+    )
 
 
-def packed(numbers: Sequence[int], kind: str) -> bytes:
-    return array(kind, numbers).tobytes()
-
-
-@needs_compiler
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_it_says_whether_tensors_are_where_they_were(loaded, kind):
+def test_it_says_whether_tensors_are_where_they_were(in_cpp, kind):
     tensors = [torch.randn(4), nn.Parameter(torch.randn(3, 3)), torch.randn(6)[2:], torch.empty(0)]
-    places, addresses = [0, 2, 3, 5], [t.data_ptr() for t in tensors]
     args = kind([tensors[0], 7, tensors[1], tensors[2], None, tensors[3]])
-    given = packed(places, "i"), packed(addresses, "q")
-    assert loaded(args, *given) is True
+    known = places({index: args[index].data_ptr() for index in (0, 2, 3, 5)})
+    assert in_cpp((), (), *known, args) is True
     tensors[1].data = torch.randn(3, 3)
-    assert loaded(args, *given) is False
-    assert loaded(kind([]), b"", b"") is True
+    assert in_cpp((), (), *known, args) is False
+    assert in_cpp((), (), *NOWHERE, kind([])) is True
 
 
-@needs_compiler
-def test_what_is_no_tensor_with_memory_is_not_where_it_was(loaded):
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_it_says_whether_objects_are_the_same(in_cpp, kind):
+    some, other = torch.randn(2), object()
+    known = places({}, {0: id(some), 2: id(other)})
+    assert in_cpp((), (), *known, kind([some, None, other])) is True
+    assert in_cpp((), (), *known, kind([some, None, object()])) is False
+    assert in_cpp((), (), *known, kind([some])) is False
+
+
+def test_it_says_whether_questions_are_answered_as_before(in_cpp):
+    state: dict[str, Any] = {"switch": (True, 10**20)}
+    questions = (torch.is_grad_enabled, lambda: state["switch"], lambda: float("1.5"))
+    answers = (True, (True, 10**20), 1.5)
+    assert in_cpp(questions, answers, *NOWHERE, ()) is True
+    with torch.no_grad():
+        assert in_cpp(questions, answers, *NOWHERE, ()) is False
+    state["switch"] = (True, 10**20 + 1)
+    assert in_cpp(questions, answers, *NOWHERE, ()) is False
+
+
+def test_what_a_question_raises_means_no_and_is_forgotten(in_cpp):
+    assert in_cpp((lambda: 1 / 0,), (1,), *NOWHERE, ()) is False
+    assert in_cpp((lambda: _Incomparable(),), (1,), *NOWHERE, ()) is False
+    assert sys.exc_info() == (None, None, None)
+
+
+def test_a_program_can_be_stopped_while_it_asks(in_cpp):
+    with pytest.raises(KeyboardInterrupt):
+        in_cpp((_stopped,), (1,), *NOWHERE, ())
+
+
+class _Incomparable:
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("it cannot be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _stopped() -> None:
+    raise KeyboardInterrupt
+
+
+def test_it_holds_on_to_nothing(in_cpp):
+    answer, tensor = object(), torch.randn(2)
+    questions: tuple[Callable[[], object], ...] = (lambda: answer, lambda: 1 / 0)
+    known, args = places({0: tensor.data_ptr()}, {0: id(tensor)}), (tensor,)
+    held = [answer, tensor, questions[0], questions, args, *known]
+    before = [sys.getrefcount(each) for each in held]
+    for _ in range(100):
+        in_cpp(questions[:1], (answer,), *known, args)
+        in_cpp(questions[:1], (object(),), *known, args)
+        in_cpp(questions, (answer, 1), *known, args)
+    assert [sys.getrefcount(each) for each in held] == before
+
+
+def test_what_is_no_tensor_with_memory_is_not_where_it_was(in_cpp):
     sparse = torch.eye(3).to_sparse()
     for other in (None, 3, "x", sparse, torch.nn.Module()):
-        assert loaded([other], packed([0], "i"), packed([0], "q")) is False
-    assert loaded([torch.randn(2)], packed([1], "i"), packed([0], "q")) is False  # there are fewer arguments
+        assert in_cpp((), (), *places({0: 0}), [other]) is False
+    assert in_cpp((), (), *places({1: 0}), [torch.randn(2)]) is False  # there are fewer arguments
 
 
-@needs_compiler
-@pytest.mark.parametrize("given", [(), ([],), ([], b"1234", b"1234"), ({}, b"", b""), ([], "", "")])
-def test_other_arguments_are_refused(loaded, given):
+@pytest.mark.parametrize(
+    "given",
+    [
+        (),
+        ((), ()),
+        ((), (), *NOWHERE, {}),
+        ((), (1,), *NOWHERE, ()),
+        ([], [], *NOWHERE, ()),
+        ((), (), b"1234", b"1234", b"", bytearray(), ()),
+        ((), (), b"", b"", b"1234", bytearray(4), ()),
+        ((), (), b"", b"", b"", b"", ()),
+        ((), (), "", "", b"", bytearray(), ()),
+    ],
+)
+def test_other_arguments_are_refused(in_cpp, given):
     with pytest.raises(TypeError):
-        loaded(*given)
+        in_cpp(*given)
 
 
-@needs_compiler
-def test_it_is_compiled_once(loaded, monkeypatch, tmp_path):
-    (made,) = (tmp_path / "native").iterdir()
+def test_it_is_compiled_once(in_cpp, monkeypatch, native_folder):
+    (made,) = (native_folder / "native").iterdir()
     before = made.stat().st_mtime_ns
     monkeypatch.setenv("CXX", "a compiler that is not there")
     native.load()
@@ -77,15 +136,24 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
         native.load()
 
 
-@needs_compiler
-def test_a_replay_notices_what_moved(loaded, where):
+def test_what_a_compiler_complains_about_is_told(monkeypatch, tmp_path):
+    complaining = tmp_path / "c++"
+    complaining.write_text("#!/bin/sh\necho 'in file:' >&2; echo 'fatal error: Python.h is missing' >&2; exit 1\n")
+    complaining.chmod(0o755)
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", str(complaining))
+    with pytest.raises(OSError, match=r"failed: fatal error: Python\.h is missing"):
+        native.load()
+
+
+def test_a_replay_notices_what_moved(in_cpp, monkeypatch, where):
     asked: list[bool] = []
 
     def noted(*given: Any) -> bool:
-        asked.append(loaded(*given))
+        asked.append(in_cpp(*given))
         return asked[-1]
 
-    native.same_addresses = noted
+    monkeypatch.setattr(native, "fits", noted)
     model = nn.Linear(4, 4).to(where)
     compiled = compile_it(model)
     check_with_weights_replaced(model, compiled, where)
@@ -95,12 +163,27 @@ def test_a_replay_notices_what_moved(loaded, where):
     assert False in asked
 
 
-@needs_compiler
-def test_both_ways_name_the_same_inputs(loaded, monkeypatch):
+@pytest.mark.parametrize("frozen", [(), (0, 8), (6,)])
+def test_both_ways_name_the_same_inputs(in_cpp, monkeypatch, frozen: Sequence[int]):
     tensors: list[Any] = [torch.randn(2) for _ in range(9)]
-    addresses = Addresses([7, 1, 2, 5], tensors)
-    elsewhere = list(tensors)
+    addresses = Addresses([7, 1, 2, 5], tensors, frozen)
+    elsewhere, others = list(tensors), list(tensors)
     elsewhere[2], elsewhere[3], elsewhere[7] = torch.randn(2), torch.randn(2), torch.randn(2)
-    found = [addresses.moved(tensors), addresses.moved(elsewhere)]
-    monkeypatch.setattr(native, "same_addresses", None)
-    assert found == [addresses.moved(tensors), addresses.moved(elsewhere)] == [frozenset(), frozenset({2, 7})]
+    for index in frozen:
+        others[index] = torch.randn(2)
+    calls = (tensors, elsewhere, others)
+    found = [addresses.moved(each) for each in calls]
+    monkeypatch.setattr(native, "fits", None)
+    assert found == [addresses.moved(each) for each in calls]
+    assert found == [frozenset(), frozenset({2, 7}), frozenset(frozen)]
+
+
+def test_a_frozen_parameter_that_is_gone_is_nowhere(in_cpp, monkeypatch):
+    for _ in range(2):
+        kept, gone = torch.randn(2), torch.randn(2)
+        addresses = Addresses([], [kept, gone], [0, 1])
+        assert not addresses.moved([kept, gone])
+        del gone
+        candidates = [torch.randn(2) for _ in range(64)]  # one of them is most likely at its place
+        assert all(addresses.moved([kept, other]) == {0, 1} for other in candidates)
+        monkeypatch.setattr(native, "fits", None)

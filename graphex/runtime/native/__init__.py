@@ -1,7 +1,7 @@
 """What every call does for hundreds of inputs, in C++, compiled once on the machine it runs on.
 
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
-        native/addresses-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so
+        native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so
 
 Where there is no compiler, or Python's headers are missing, the same is done in Python and takes the host longer.
 """
@@ -24,24 +24,26 @@ from typing import Any
 from graphex.folders import cache_directory
 from graphex.torch_private.memory import tensor_begin
 
-SameAddresses = Callable[[Sequence[Any], bytes, bytes], bool]
+Question = Callable[[], object]
+Places = tuple[bytes, bytes, bytes, bytearray]
+Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
 
-same_addresses: SameAddresses | None = None
-"""`same_addresses(args, indices, addresses)`: whether these arguments are tensors that begin there. See the source."""
+fits: Fits | None = None
+"""`fits(questions, answers, *places, args)`: whether everything is as it was. See the source, and `addresses`."""
 
-_SOURCE = Path(__file__).with_name("addresses.cpp")
+_SOURCE = Path(__file__).with_name("fits.cpp")
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
 _PATIENCE = 60.0  # seconds for a compiler
 
 
 def load() -> None:
-    """Compile, if that was not done before, and use it from now on. Raises where that cannot be done."""
-    global same_addresses
+    """Compile, if that was not done before, and use it from now on. Raises OSError or ImportError, saying why not."""
+    global fits
     if tensor_begin is None:
         raise OSError("this torch does not say how to read the address of a tensor")
     module = _module(_SOURCE)
     module.use(tensor_begin)
-    same_addresses = module.same
+    fits = module.fits
 
 
 def _module(source: Path) -> ModuleType:
@@ -66,9 +68,19 @@ def _compiled(source: Path) -> Path:
         made = Path(folder) / path.name
         headers = sysconfig.get_paths()["include"]
         command = [_compiler(), *_FLAGS, f"-I{headers}", str(source), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+        _run(command)
         os.replace(made, path)  # as a whole: other processes may be looking for it
     return path
+
+
+def _run(command: list[str]) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} took longer than {_PATIENCE:.0f} seconds") from error
+    if ended.returncode:
+        lines = [line for line in ended.stderr.splitlines() if "error" in line]
+        raise OSError(f"{command[0]} failed: {lines[0] if lines else ended.stderr.strip()}")
 
 
 def _compiler() -> str:

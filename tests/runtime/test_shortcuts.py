@@ -1,0 +1,363 @@
+"""Replays that are found without a search, and everything that asks for one. In C++ and in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from graphex.runtime import capture, native
+from graphex.runtime.addresses import Addresses
+from graphex.runtime.keys import Key, KeyReader
+from graphex.runtime.shortcuts import Questions, Shortcut
+from graphex.torch_private.numerics import numerics
+from tests.runtime.support import compile_it, count, same, statuses
+from tests.runtime.tape import TapeDevice
+
+
+@pytest.fixture(autouse=True, params=["C++", "Python"])
+def checked_in(request) -> str:
+    """How it is found out whether a call fits."""
+    request.getfixturevalue("in_cpp" if request.param == "C++" else "in_python")
+    return request.param
+
+
+@pytest.fixture
+def searches(monkeypatch) -> list[Key]:
+    """The keys that were made: a call that fits makes none."""
+    made: list[Key] = []
+
+    class Noting(KeyReader):
+        def __call__(self, args: Any) -> Key:
+            made.append(super().__call__(args))
+            return made[-1]
+
+    monkeypatch.setattr(capture, "KeyReader", Noting)
+    return made
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu().sum()
+
+
+class Doubling(TorchFunctionMode):
+    """Doubles sums, which a compiled model does too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is Tensor.sum else result
+
+
+class World:
+    """A compiled model, and everything around it that may change between two calls."""
+
+    def __init__(self, tape: TapeDevice, **options: Any) -> None:
+        self.tape, self.model, self.rows = tape, Model(), 3
+        self.compiled = compile_it(self.model, dynamic=True, **options)
+        self.contexts: dict[str, Callable[[], Any]] = {}
+
+    def check(self, times: int = 1) -> None:
+        for _ in range(times):
+            x = torch.randn(self.rows, 4)
+            with contextlib.ExitStack() as stack:
+                for enter in self.contexts.values():
+                    stack.enter_context(enter())
+                found, wanted = self.compiled(x), self.model(x)
+            with torch._C.DisableTorchFunction():
+                same(found, wanted)
+
+    def toggle(self, name: str, enter: Callable[[], Any]) -> None:
+        if self.contexts.pop(name, None) is None:
+            self.contexts[name] = enter
+
+    # -- changes ------------------------------------------------------------------------------------------------
+
+    def deterministic(self) -> None:
+        torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+    def benchmark(self) -> None:
+        torch._C._set_cudnn_benchmark(not torch._C._get_cudnn_benchmark())  # Dynamo does not look at this one
+
+    def inference(self) -> None:
+        self.toggle("inference", torch.inference_mode)
+
+    def mode(self) -> None:
+        self.toggle("mode", Doubling)
+
+    def profiler(self) -> None:
+        cpu = torch.profiler.ProfilerActivity.CPU
+        self.toggle("profiler", lambda: torch.profiler.profile(activities=[cpu]))
+
+    def stream(self) -> None:
+        self.tape.stream_number = (self.tape.stream_number + 1) % 3
+
+    def user_captures(self) -> None:
+        self.tape.user_captures = not self.tape.user_captures
+
+    def moved(self) -> None:
+        self.model.linear.weight.data = torch.randn(4, 4)
+
+    def replaced(self) -> None:
+        self.model.linear.bias = nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def size(self) -> None:
+        self.rows = 2 + self.rows % 4
+
+    def reset(self) -> None:
+        torch.compiler.reset()
+
+
+CHANGES = [name for name, found in vars(World).items() if callable(found) and name not in ("check", "toggle")][1:]
+
+
+@pytest.fixture
+def world(tape) -> Iterator[Callable[..., World]]:
+    """Makes one; the switches of the process are put back."""
+    benchmark = torch._C._get_cudnn_benchmark()
+    with torch._dynamo.config.patch(recompile_limit=64), torch.no_grad():
+        yield lambda **options: World(tape, **options)
+    torch._C._set_cudnn_benchmark(benchmark)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_call_like_the_one_before_is_a_replay_without_a_search(world, searches):
+    made = world()
+    made.check(times=3)
+    before = len(searches)
+    made.check(times=5)
+    assert len(searches) == before
+    assert count(made.compiled, "straight") == 6
+
+
+def test_there_is_something_to_change():
+    assert {"deterministic", "stream", "moved", "reset"} < set(CHANGES)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_after_a_change_asks_again_and_is_right(change, world, searches):
+    made = world(capture_limit=2)
+    made.check(times=4)
+    before = len(searches)
+    getattr(made, change)()
+    made.check()
+    assert len(searches) > before or made.tape.user_captures  # then there is nothing to look for
+    made.check(times=3)
+    for _ in range(2):  # back, where it was one of two states
+        getattr(made, change)()
+        made.check(times=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen_parameter": True}, {"capture_limit": 1}, {"clone_output": False}])
+def test_random_changes_leave_every_result_right(options, world):
+    """Frozen parameters keep their memory: that is what the user promises."""
+    chosen = random.Random(str(options))
+    changes = [name for name in CHANGES if not (name == "moved" and "frozen_parameter" in options)]
+    made = world(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(60):
+            getattr(made, chosen.choice(changes))()
+            made.check(times=chosen.choice((1, 2, 4)))
+
+
+def test_a_graph_that_was_evicted_is_not_replayed(world, tape):
+    made = world(capture_limit=1)
+    for _ in range(3):
+        made.check(times=4)
+        made.size()
+    assert len(tape.alive) == 1
+    assert count(made.compiled, "evicted") == 2
+
+
+def test_another_object_at_the_place_of_a_frozen_parameter_is_noticed(world):
+    made = world(frozen_parameter=True)
+    for _ in range(12):
+        made.check(times=3)
+        del made.model.linear.bias
+        gc.collect()
+        made.model.linear.bias = nn.Parameter(torch.randn(4), requires_grad=False)
+
+
+def test_graphs_of_one_pool_wait_for_each_other_although_their_streams_stay(tape):
+    functions = [lambda x: (x * 2).sin(), lambda x: (x * 2 + 1).sin()]
+    some, others = (compile_it(function, use_graph_pool=(1, 1)) for function in functions)
+    x = torch.ones(3)
+    with torch.no_grad():
+        for _ in range(4):
+            tape.stream_number = 0
+            some(x)
+            tape.stream_number = 5
+            others(x)
+    assert tape.waits[-4:] == [(0, 5), (5, 0)] * 2
+    assert count(some, "straight") == count(others, "straight") == 2
+
+
+def test_under_a_profiler_the_replay_is_named(world):
+    made = world()
+    made.check(times=4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        made.check()
+    assert any(event.name.startswith("graphex replay") for event in profile.events())
+
+
+def test_threads_with_sizes_of_their_own_get_their_own_results(world):
+    made = world(capture_limit=2)
+    made.check(times=3)
+    wrong: list[int] = []
+
+    @torch.no_grad()
+    def work(rows: int) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        for _ in range(30):
+            x = torch.randn(rows, 4, generator=generator)
+            if not torch.equal(made.compiled(x), made.model(x)):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (3, 4, 5, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert count(made.compiled, "straight") > 60
+
+
+def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checked_in, monkeypatch):
+    fits, asked = native.fits, []
+    if fits is None:
+        pytest.skip("there is nothing to be loaded")
+
+    def noted(*given: Any) -> bool:
+        asked.append(fits(*given))
+        return asked[-1]
+
+    monkeypatch.setattr(native, "fits", None)
+    made = world()
+    made.check(times=4)
+    monkeypatch.setattr(native, "fits", noted)
+    made.check()
+    before = len(searches)
+    made.check(times=2)
+    assert len(searches) == before
+    assert asked[-2:] == [True, True]
+
+
+def test_what_the_device_raises_is_raised(world, monkeypatch):
+    broken: list[str] = []
+
+    def is_capturing(device: TapeDevice) -> bool:
+        if broken:
+            raise RuntimeError(broken[0])
+        return False
+
+    monkeypatch.setattr(TapeDevice, "is_capturing", is_capturing)
+    made = world()
+    made.check(times=4)
+    broken.append("the device is gone")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        made.check()
+    broken.clear()
+    made.check(times=2)
+    assert statuses(made.compiled) == ["captured"]
+
+
+# -- what is asked ---------------------------------------------------------------------------------------------------
+
+
+class Limited(TapeDevice):
+    """A device with settings of its own."""
+
+    limit = 8
+
+    def settings(self) -> int:
+        return self.limit
+
+
+@contextlib.contextmanager
+def switched(name: str, *values: Any) -> Iterator[None]:
+    """A switch of torch's set to something else."""
+    get, put = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    before = get()
+    put(*(values or (not before,)))
+    try:
+        yield
+    finally:
+        put(*(before if isinstance(before, tuple) else (before,)))
+
+
+@contextlib.contextmanager
+def assigned(thing: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before)
+
+
+ELSEWHERE: dict[str, Callable[[Limited], Any]] = {
+    "inference mode": lambda device: torch.inference_mode(),
+    "a mode": lambda device: Doubling(),
+    "a profiler": lambda device: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "a capture": lambda device: assigned(device, "user_captures", True),
+    "settings": lambda device: assigned(device, "limit", 4),
+    "stream": lambda device: assigned(device, "stream_number", 3),
+    "fp16 reductions": lambda device: switched("cublas_allow_fp16_reduced_precision_reduction", False, False),
+    "bf16 reductions": lambda device: switched("cublas_allow_bf16_reduced_precision_reduction", False, False),
+    "deterministic": lambda device: switched("deterministic_algorithms"),
+    "deterministic fill": lambda device: switched("deterministic_fill_uninitialized_memory"),
+    "cudnn deterministic": lambda device: switched("cudnn_deterministic"),
+    "cudnn benchmark": lambda device: switched("cudnn_benchmark"),
+    "TF32": lambda device: assigned(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "TF32 in convolutions": lambda device: assigned(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    **{
+        f"{name} attention": lambda device, name=name: switched_attention(name)
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    },
+}
+
+
+@contextlib.contextmanager
+def switched_attention(name: str) -> Iterator[None]:
+    before = getattr(torch._C, f"_get_{name}_sdp_enabled")()
+    put = getattr(torch._C, f"_set_sdp_use_{name}")
+    put(not before)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_call_fits_only_where_everything_is_as_it_was(where):
+    device, x = Limited(), torch.randn(3)
+    key = ((numerics(), device.settings()),)
+    shortcut = Shortcut(Questions(device), key, device.stream(), Addresses([0], [x]))
+    assert shortcut.fits((x,))
+    assert not shortcut.fits((torch.randn(3),))
+    with ELSEWHERE[where](device):
+        assert not shortcut.fits((x,))
+    assert shortcut.fits((x,))
+
+
+def test_a_switch_that_another_thread_turns_meanwhile_is_noticed():
+    device, x = TapeDevice(), torch.randn(3)
+    key = ((numerics(), device.settings()),)
+    with switched("cudnn_benchmark"):
+        shortcut = Shortcut(Questions(device), key, device.stream(), Addresses([0], [x]))
+        assert not shortcut.fits((x,))
+    assert shortcut.fits((x,))
