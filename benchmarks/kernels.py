@@ -215,6 +215,7 @@ CASES = (
 def captured(call: Call, times: int) -> Call:
     """A replay of `times` calls in one CUDA graph, waited for."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still be making the arguments
     with torch.cuda.stream(side):
         for _ in range(2):
             call()

@@ -9,7 +9,8 @@ the replay of the device graph begins, `launched` up to where the driver has tak
 the device. `at best` is the fastest tenth of the calls in a row. `floor` is the bytes of weights and caches divided by
 the measured copy bandwidth. `no fusion` is with `pattern_fusion_pass=False`: eager's own kernels, as in the hand-made
 graph. `Dynamo alone` is a backend that computes nothing, `Dynamo, hand-made graph` one that replays the hand-made graph
-and looks at nothing: its `to replay` is what no backend gets below. Inductor's rows are those of the same steps that
+and looks at nothing: its `to replay` is what no backend gets below; `result copied` copies its result too, as a backend
+has to whose results may be kept. Inductor's rows are those of the same steps that
 `benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
 """
 
@@ -235,11 +236,17 @@ def replaying_by_hand(step: Step) -> Call:
     return step.call(guarded(step, hand_made(step)))
 
 
+def copying_the_result(step: Step) -> Call:
+    """And around one whose result is copied, so that it may be kept: more that drives the caches out."""
+    replay = hand_made(step)
+    return step.call(guarded(step, lambda: replay().clone()))
+
+
 def guarded(step: Step, call: Call) -> Callable[..., Any]:
     return torch.compile(step.model, backend=lambda gm, inputs: lambda *given: (call(),), fullgraph=True)
 
 
-def hand_made(step: Step) -> Call:
+def hand_made(step: Step) -> Callable[[], torch.Tensor]:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -261,6 +268,7 @@ VARIANTS: dict[str, Callable[[Step], Call]] = {
     "eager": lambda step: step.call(step.model),
     "Dynamo alone": computing_nothing,
     "Dynamo, hand-made graph": replaying_by_hand,
+    "Dynamo, hand-made graph, result copied": copying_the_result,
     "graphex": lambda step: through("graphex", step),
     "graphex, no fusion": lambda step: through("graphex", step, pattern_fusion_pass=False),
     "graphex, frozen_parameter": lambda step: through("graphex", step, frozen_parameter=True),
