@@ -17,6 +17,7 @@ from graphex.ops import (
     npu_quant,
     quant,
     rotary,
+    rotary_attention,
     scope,
 )
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
@@ -36,5 +37,6 @@ __all__ = [
     "npu_quant",
     "quant",
     "rotary",
+    "rotary_attention",
     "scope",
 ]
