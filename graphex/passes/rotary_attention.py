@@ -24,6 +24,7 @@ from graphex.ops import has_kernel
 from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.passes.metadata import inherit_all
 from graphex.passes.rotary_write_proof import only_looks, ordering_between
+from graphex.records import RuleTried
 
 ops = torch.ops.graphex
 
@@ -40,16 +41,19 @@ class JoinRotaryAndAttention(GraphPass):
     def apply(self, work: Work) -> None:
         if not work.allows(self.rule):
             return
+        found = [site for node in work.graph.nodes if (site := _site(node)) is not None and _is_worth_it(work, node)]
         moved: set[Storage] = set()  # memory that is now written at another place than the facts say
-        for node in list(work.graph.nodes):
-            if (site := _site(node)) is None or not _is_worth_it(work, node):
-                continue
+        made = 0
+        for site in found:
             place = _Proof(work, site, moved).place()
             if isinstance(place, Refusal):
-                work.refuse(node, place, rule=self.rule)
-            else:
-                moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
-                self._join(work, site, place)
+                work.refuse(site.attention, place, rule=self.rule)
+                continue
+            moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
+            self._join(work, site, place)
+            made += 1
+        if found:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(found)))
 
     def _join(self, work: Work, site: Site, place: Node) -> None:
         write, attention = site.write, site.attention
