@@ -16,7 +16,7 @@ from graphex.kernels import rotary
 from graphex.kernels.attention import chosen_way, refusal_of
 from graphex.kernels.attention_ways import Job, New, Tile, steps
 from graphex.kernels.launching import done
-from graphex.kernels.layout import signature
+from graphex.kernels.layout import memory_order, signature
 from graphex.kernels.starts import called, launch, seen
 from graphex.ops.definition import Declined
 
@@ -50,7 +50,10 @@ class Step(NamedTuple):
         return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap)
 
     def new(self) -> New:
-        cos, sin = (each.expand(self.q.shape[0], 1, 1, each.shape[-1]) for each in (self.cos, self.sin))
+        """For a step that is not refused."""
+        cos, sin = rotary.broadcast(self.cos, self.q), rotary.broadcast(self.sin, self.q)
+        assert cos is not None
+        assert sin is not None
         return New(self.k, self.v, cos, sin, self.positions, self.mode)
 
 
@@ -72,8 +75,8 @@ def _refusal(step: Step) -> str | None:
     angles = rotary.broadcast(step.cos, q)
     if angles is None or steps(angles)[1]:
         return "heads have angles of their own"
-    if any(size > 1 and not stride for x in (keys, values) for size, stride in zip(x.shape, x.stride(), strict=True)):
-        return "a cache repeats itself in memory"
+    if unclear := next((order for order in map(memory_order, (keys, values)) if isinstance(order, str)), None):
+        return f"a cache: {unclear}"
     return refusal_of(step.attention())
 
 

@@ -164,8 +164,8 @@ class _Proof:
         return Refusal(f"the rotated query is also {what}")
 
     def _unfit(self) -> Refusal | None:
-        query, keys, values, *_, is_causal, _ = _arguments(self.site.attention)
-        if (keys, values) != self.site.caches or query in (keys, values):
+        _, keys, values, *_, is_causal, _ = _arguments(self.site.attention)
+        if (keys, values) != self.site.caches:
             return Refusal("attention reads other caches than those that are written")
         if is_causal:
             return Refusal("attention is causal, which a cache is not meant for")

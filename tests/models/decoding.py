@@ -108,7 +108,7 @@ def assert_equal_to_eager(steps: list[Step]) -> None:
 
 
 def lifted(journal: graphex.Journal) -> dict[str, int]:
-    """How often attention was lifted in the graph of a step, rid of its copies of the cache, and joined to the rotary."""
+    """How often attention was lifted in the graph of a step, rid of copies of the cache, and joined to the rotary."""
     names = ("lift_attention", "lift_capped_attention", "grouped_attention", "rotary_attention")
     step = journal.graphs[-1].graph
     found = {tried.rule: tried.matches for tried in journal.rules if tried.graph == step and tried.rule in names}

@@ -120,6 +120,16 @@ def test_tokens_one_after_the_other():
         check(through_the_op, of._replace(q=torch.randn_like(of.q), positions=torch.tensor([place]), mask=mask))
 
 
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (2, 1, 1, 32), (2, 4, 1, 32)])
+def test_angles_that_are_broadcast_in_any_way(shape):
+    of = step(batch=2, group=2, heads=2, width=32)
+    if shape[1:2] == (4,):  # one for each head, as the key has too
+        of = of._replace(q=of.q[:, :2])
+        shape = (2, 2, 1, 32)
+    cos, sin = (each.flatten().expand(shape) for each in (of.cos, of.sin))
+    check(through_the_op, of._replace(cos=cos, sin=sin))
+
+
 def test_every_layout_through_the_op():
     for layout in LAYOUTS:
         check(through_the_op, step(batch=2, group=4, heads=2, length=300, width=32, mask="prefix", layout=layout))
@@ -167,7 +177,8 @@ def test_tensors_that_are_declined():
         cos=lambda of: of.cos.repeat(1, 2, 1, 1),
         sin=lambda of: of.sin.repeat(1, 2, 1, 1),
     )
-    assert "repeats itself" in declined(keys=lambda of: of.keys[:, :1].expand(of.keys.shape))
+    assert "overlap or repeat" in declined(keys=lambda of: of.keys[:, :1].expand(of.keys.shape))
+    assert "overlap or repeat" in declined(keys=lambda of: of.keys.as_strided(of.keys.shape, (640, 320, 8, 1)))
     assert "differ in length" in declined(values=lambda of: of.values[:, :, 1:])
 
 
