@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention_ways import Job, Prepared, tiles, ways
+from graphex.kernels.attention_ways import Job, Prepared, Way, tiles, ways
 from graphex.kernels.launching import Scratch, done
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
@@ -22,7 +22,7 @@ FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what i
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
 
-def _refusal(job: Job) -> str | None:
+def refusal_of(job: Job) -> str | None:
     """Why the kernel cannot take a job."""
     query, key, value, mask = job[:4]
     if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
@@ -52,17 +52,23 @@ def _refusal(job: Job) -> str | None:
 
 def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
     """How to compute such a job, and whether that is the last word."""
-    if refusal := _refusal(job):
+    if refusal := refusal_of(job):
         return Declined(refusal), True
+    way, is_final = chosen_way(job)
+    return way.prepare(job), is_final
+
+
+def chosen_way(job: Job) -> tuple[Way, bool]:
+    """The way for a job that the kernel takes, and whether that is the last word."""
     length = next_power_of_2(job.length)
     likely = tiles(job, length)[0]
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
-        return likely.prepare(job), True
+        return likely, True
     text = description(job)
     found = candidates(job, length)
     chosen = choose(KIND, text, list(found.values()), found[likely.name])
     (way,) = (way for way in ways(job, length) if way.name == chosen.name)
-    return way.prepare(job), is_settled(KIND, text)
+    return way, is_settled(KIND, text)
 
 
 def candidates(job: Job, length: int) -> dict[str, Candidate]:

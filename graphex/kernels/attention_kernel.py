@@ -7,6 +7,9 @@ float32. With several splits a program leaves its sum unscaled, and `combine_ker
 Where the mask has something to say, a program first looks for the first and the last position of its split that any of
 its rows may attend to: what lies outside is not read. A row that may attend to nothing has a maximum of -inf and a sum
 of 0, and its result is 0.
+
+A decode step may bring along the token that it adds (`token_kernel.py`). The query is rotated here then, and the token
+is where the running sums begin. Its row in the caches is written and never read, so no program waits for another.
 """
 
 from __future__ import annotations
@@ -14,57 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import PTX
 from graphex.kernels.chain import follow, let_next
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-MINUS_INFINITY = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def bound(x):
-    """A number that a loop goes to: those of the interpreter are arrays of one element, which `range` does not take."""
-    if PTX:
-        return x
-    else:
-        return x.handle.data.item()
-
-
-@triton.jit
-def tanh(x):
-    """Good to about 1e-6 of the result: near zero by its series, since 1 - 2 / (1 + exp(2x)) cancels there."""
-    x2 = x * x
-    series = x * (1.0 + x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * -0.05396825397)))
-    return tl.where(tl.abs(x) < 0.15, series, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E))))
-
-
-@triton.jit
-def mask_at(mask, row_start, position, inside, stride, BOOLEAN: tl.constexpr):
-    """What the mask adds to scores at some positions: -inf where it forbids them, and outside."""
-    at = row_start + position * stride
-    if BOOLEAN:
-        added = tl.where(tl.load(mask + at, mask=inside, other=0) != 0, 0.0, MINUS_INFINITY)
-    else:
-        added = tl.load(mask + at, mask=inside, other=MINUS_INFINITY).to(tl.float32)
-    return added
-
-
-@triton.jit
-def attended(
-    mask, row_start, row_ok, start, end, stride, BOOLEAN: tl.constexpr, ROWWISE: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The first position that any row may attend to, and the one after the last; (end, start) if there is none."""
-    first, last = end, start
-    for begin in range(bound(start), bound(end), WIDTH):
-        position = (begin + tl.arange(0, WIDTH))[None, :]
-        inside = position < end
-        if ROWWISE:
-            inside = inside & row_ok
-        added = mask_at(mask, row_start, position.to(tl.int64), inside, stride, BOOLEAN)
-        allowed = added != MINUS_INFINITY
-        first = tl.minimum(first, tl.min(tl.where(allowed, position, end)))
-        last = tl.maximum(last, tl.max(tl.where(allowed, position + 1, start)))
-    return first, last
+from graphex.kernels.scores_kernel import LOG2_E, MINUS_INFINITY, attended, bound, mask_at, scaled
+from graphex.kernels.token_kernel import first_sums, read_token, rotated, write_token
 
 
 @triton.jit(
@@ -95,6 +50,7 @@ def attention_kernel(
     mask_head,
     mask_token,
     mask_position,
+    new,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -107,6 +63,7 @@ def attention_kernel(
     SCAN: tl.constexpr,
     CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr,
+    ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -117,9 +74,17 @@ def attention_kernel(
     token, query_head = row // GROUP, head * GROUP + row % GROUP
     row_ok = row < positions * GROUP
     q_at = batch * q_batch + query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
-    q = tl.load(query + q_at + column[None, :], mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
+    q_ok = row_ok[:, None] & (column < WIDTH)[None, :]
+    if ROTATE == "none":
+        q = tl.load(query + q_at + column[None, :], mask=q_ok, other=0.0)
+    else:
+        place, q_pair, k_pair, angles, new_v = read_token(
+            query + q_at, q_ok, new, batch, head, column, value_column, length, WIDTH, VALUE_WIDTH, ROWS, ROTATE
+        )
     start = split * chunk
     end = tl.minimum(start + chunk, length)
+    if ROTATE != "none":
+        is_here = (place >= start) & (place < end)
     if MASK != "none":
         mask_row = batch * mask_batch
         if ROWWISE:
@@ -132,24 +97,36 @@ def attention_kernel(
     keys = key + batch * k_batch + head_of_keys * k_head + start.to(tl.int64) * k_position
     values = value + batch * v_batch + head_of_keys * v_head + start.to(tl.int64) * v_position
     step = tl.arange(0, BLOCK)
-    largest = tl.full((ROWS,), MINUS_INFINITY, tl.float32)
-    totals = tl.zeros(
-        (ROWS, BLOCK), tl.float32
-    )  # summed up at the end: within the loop warps would have to meet for it
-    weighted = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    # `totals` are summed up at the end: within the loop warps would have to meet for it.
+    if ROTATE == "none":
+        largest = tl.full((ROWS,), MINUS_INFINITY, tl.float32)
+        totals = tl.zeros((ROWS, BLOCK), tl.float32)
+        weighted = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    else:
+        at = tl.maximum(place, 0).to(tl.int64)
+        q, new_k = rotated(q_pair, angles, column, WIDTH), rotated(k_pair, angles, column, WIDTH)
+        key_row = key + batch * k_batch + head_of_keys * k_head + at * k_position
+        value_row = value + batch * v_batch + head_of_keys * v_head + at * v_position
+        write_token(key_row, value_row, new_k, new_v, is_here, row, column, value_column, WIDTH, VALUE_WIDTH)
+        of_mask = tl.zeros((ROWS,), tl.float32)
+        if MASK != "none":
+            if ROWWISE:
+                of_mask = tl.max(mask_at(mask, mask_row, at, row_ok[:, None], mask_position, MASK == "boolean"), 1)
+            else:
+                of_mask += mask_at(mask, mask_row, at, is_here, mask_position, MASK == "boolean")
+        score = scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), scale, softcap, CAPPED)
+        largest, totals, weighted = first_sums(score, of_mask, is_here, new_v, step)
     for begin in range(bound(start), bound(end), BLOCK):
         position = begin + step
         inside = position < end
+        if ROTATE != "none":
+            inside = inside & (step != place - begin)
         k = tl.load(
             keys + step[:, None] * k_position + column[None, :],
             mask=inside[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if CAPPED:
-            scores = tanh(scores * (scale / softcap)) * softcap
-        else:
-            scores = scores * scale
+        scores = scaled(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, CAPPED)
         allowed = inside[None, :]
         if MASK != "none":
             if ROWWISE:

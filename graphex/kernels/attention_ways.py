@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
 from graphex.kernels.launching import LIBRARY
 from graphex.kernels.layout import blocks_of, next_power_of_2
@@ -73,8 +74,28 @@ class Job(NamedTuple):
         return steps(self.mask.expand(*self.query.shape[:3], self.key.shape[2]))
 
 
+class New(NamedTuple):
+    """The token that a decode step adds: its rows, their angles, which fit the query, and their place in the caches."""
+
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    place: Tensor
+    mode: str
+
+    def argument(self) -> tuple[Tensor | int, ...]:
+        """What the kernel takes."""
+        rows = (*steps(self.key)[:2], *steps(self.value)[:2])
+        return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows
+
+
 class Prepared(Protocol):
     def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
+
+
+class PreparedForToken(Protocol):
+    def __call__(self, job: Job, start: Start = launch, new: New | None = None) -> Tensor: ...
 
 
 def steps(x: Tensor) -> tuple[int, ...]:
@@ -115,7 +136,7 @@ class Tile:
     def name(self) -> str:
         return f"splits={self.splits} block={self.block} warps={self.warps} stages={self.stages}"
 
-    def prepare(self, job: Job) -> Prepared:
+    def prepare(self, job: Job, new: New | None = None) -> PreparedForToken:
         batch, _, positions, width = job.query.shape
         value_width, rows, length = job.value.shape[3], job.rows, job.length
         chunk = blocks_of(blocks_of(length, self.splits), self.block) * self.block
@@ -123,18 +144,19 @@ class Tile:
         strides = (*steps(job.query)[:3], *steps(job.key)[:3], *steps(job.value)[:3], *job.mask_strides())
         integers = (positions, length, chunk, *strides)
         shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
-        constants = shared | self._constants(job, chunk) | {"WIDTH": width, "SPLIT": splits > 1}
+        constants = shared | self._constants(job, chunk) | {"WIDTH": width, "SPLIT": splits > 1} | _rotation(new)
         joined = shared | {"SPLITS": next_power_of_2(splits), "num_warps": 2 if splits <= 16 else 4}
         scratch = batch * job.heads * splits * rows * (value_width + 2) if splits > 1 else 0
         grid, join_grid = (splits, job.heads, batch), (rows, job.heads, batch)
 
-        def run(job: Job, start: Start = launch) -> Tensor:
+        def run(job: Job, start: Start = launch, new: New | None = None) -> Tensor:
             out = result_like(job.query, job.value)
             if not out.numel():
                 return out
             sums = out.new_empty(scratch, dtype=torch.float32) if scratch else None
             tensors = job.query, job.key, job.value, job.mask, out, sums
-            start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers), constants)
+            token = None if new is None else new.argument()
+            start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers, token), constants)
             if sums is not None:
                 start(combine_kernel, join_grid, (sums, out, positions, splits), joined)
             return out
@@ -156,6 +178,13 @@ class Tile:
             "num_warps": self.warps,
             "num_stages": self.stages,
         }
+
+
+def _rotation(new: New | None) -> dict[str, Any]:
+    """Where instructions cannot be named, only an option keeps products from being contracted with sums."""
+    if new is None:
+        return {"ROTATE": "none"}
+    return {"ROTATE": new.mode} | ({} if PTX.value else AS_WRITTEN)
 
 
 def columns_for(width: int) -> int:

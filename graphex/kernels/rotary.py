@@ -47,7 +47,7 @@ class Dims:
         return outer, token, head
 
 
-def _broadcast(cos: Tensor, x: Tensor) -> Tensor | None:
+def broadcast(cos: Tensor, x: Tensor) -> Tensor | None:
     """cos with the leading dimensions of x, or None where it has others."""
     leading = x.shape[:-1]
     padded = (1,) * (x.dim() - cos.dim()) + tuple(cos.shape[:-1])
@@ -151,15 +151,15 @@ def _write_refusal(job: Job, dtype: torch.dtype) -> Declined | None:
     return _cache_refusal(v, v.dtype, values, job.positions, job.dim)
 
 
-def _plan(job: Job, mode: str) -> Plan | Declined:
+def plan_for(job: Job, mode: str) -> Plan | Declined:
     """How to launch the kernel on such tensors, or why it cannot be."""
     rotated = [x for x in (job.q, job.k) if x is not None]
     lead = rotated[0]
     for x in rotated:
         if refusal := _refusal(x, job.cos, job.sin, mode):
             return refusal
-    angles = _broadcast(job.cos, lead)
-    if angles is None or any(_broadcast(job.cos, x) is None for x in rotated):
+    angles = broadcast(job.cos, lead)
+    if angles is None or any(broadcast(job.cos, x) is None for x in rotated):
         return Declined("cos does not broadcast to x")
     other = rotated[-1]
     if other.dim() != lead.dim() or other.dtype != lead.dtype or other.device != lead.device:
@@ -255,7 +255,7 @@ def _allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> T
     return x.new_empty(x.shape, dtype=dtype) if order is None else allocate(x, order, dtype)
 
 
-def _shares_memory(job: Job) -> bool:
+def shares_memory(job: Job) -> bool:
     """Whether what is read may be what is written: then the order of reads and writes would matter."""
     written = [t.untyped_storage().data_ptr() for t in (job.keys, job.values) if t is not None]
     read = (job.q, job.k, job.v, job.cos, job.sin, job.positions)
@@ -268,10 +268,10 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
     """Run the kernel: the rotated query, and the rotated key where it goes to no cache."""
     q, k, v, cos, sin, keys, values, positions, dim = job
     key = signature(q, k, v, cos, sin, keys, values, positions), dim, mode
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan(job, mode))
+    plan = _PLANS.get(key) or remember(_PLANS, key, plan_for(job, mode))
     if isinstance(plan, Declined):
         return plan
-    if keys is not None and seen() is None and _shares_memory(job):
+    if keys is not None and seen() is None and shares_memory(job):
         return Declined("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)

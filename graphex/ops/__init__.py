@@ -18,6 +18,7 @@ from graphex.ops import (
     npu_quant,
     quant,
     rotary,
+    rotary_attention,
     scope,
 )
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
@@ -38,5 +39,6 @@ __all__ = [
     "npu_quant",
     "quant",
     "rotary",
+    "rotary_attention",
     "scope",
 ]

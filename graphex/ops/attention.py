@@ -36,7 +36,7 @@ def result_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((batch, positions, heads, value.shape[3])).transpose(1, 2)
 
 
-def _fake(
+def fake_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,7 +60,7 @@ def repeated(cache: Tensor, times: int) -> Tensor:
 @op(
     "graphex::attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool is_causal=False, "
     "float softcap=0.0) -> Tensor",
-    fake=_fake,
+    fake=fake_attention,
     kernel="attention.attention",
 )
 def attention(

@@ -214,7 +214,7 @@ def rotary_write_(
     cache.index_copy_(dim, positions, rotary(x, cos, sin, interleaved))
 
 
-def _fake_rotary_qkv_write_(
+def fake_rotary_qkv_write_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -234,7 +234,7 @@ def _fake_rotary_qkv_write_(
 @op(
     "graphex::rotary_qkv_write_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) key_cache,"
     " Tensor(b!) value_cache, Tensor positions, int dim=-2, bool interleaved=False) -> Tensor",
-    fake=_fake_rotary_qkv_write_,
+    fake=fake_rotary_qkv_write_,
     kernel="rotary.rotary_qkv_write_",
 )
 def rotary_qkv_write_(

@@ -19,6 +19,7 @@ from graphex.passes.noop import RemoveNoops
 from graphex.passes.place import PlaceNodes
 from graphex.passes.projections import FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory
+from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.streams import ScheduleStreams
 
@@ -29,6 +30,7 @@ __all__ = [
     "FuseJointPatterns",
     "FusePatterns",
     "GraphPass",
+    "JoinRotaryAndAttention",
     "LiftAttention",
     "LiftIdioms",
     "MergeCommonSubexpressions",

@@ -90,11 +90,8 @@ class _Proof:
             return self._refusal(f"'{self.rotary.node.name}' and '{other.name}' run on different streams")
         if self.work.order.one_stream:
             return None
-        node = self.rotary.node.next
-        while node is not self.place:
-            if is_effectful(node) and not written_arguments(node):
-                return self._refusal(f"'{node.name}', which may order streams, stands in between")
-            node = node.next
+        if between := ordering_between(self.rotary.node, self.place):
+            return self._refusal(f"'{between.name}', which may order streams, stands in between")
         return None
 
     def _query_is_used_before(self) -> Refusal | None:
@@ -127,7 +124,7 @@ class _Proof:
             start = self.aliases.position(write.node)
             for user in self.aliases.users_of_memory(write.cache):
                 between = start < self.aliases.position(user) < end
-                if between and user not in self.own and not _only_looks(user):
+                if between and user not in self.own and not only_looks(user):
                     return self._refusal(f"'{user.name}' uses '{write.cache.name}' before the other cache is written")
         return None
 
@@ -207,7 +204,17 @@ class _Proof:
         return None
 
 
-def _only_looks(node: Node) -> bool:
+def ordering_between(first: Node, last: Node) -> Node | None:
+    """A node between two that has an effect and writes to nothing: it may order streams."""
+    node = first.next
+    while node is not last:
+        if is_effectful(node) and not written_arguments(node):
+            return node
+        node = node.next
+    return None
+
+
+def only_looks(node: Node) -> bool:
     """A view: it reads no element."""
     op = operator_of(node)
     if op is None or op._schema.is_mutable:

@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
-from graphex.kernels import tuning  # noqa: E402
+from graphex.kernels import attention_ways, tuning  # noqa: E402
 from graphex.kernels.ahead import compile_ahead, distinct_calls  # noqa: E402
 
 OPS = torch.ops.graphex
@@ -197,6 +197,50 @@ def test_what_is_shipped_is_all_that_is_compiled(hopper, compiled, monkeypatch):
     compile_ahead(drawing.graph)
     assert compiled == {"gemv_kernel": 1}
     assert [choice.source for choice in tuning.choices()] == ["shipped"]
+
+
+def decode_step(drawing: Drawing, length: int = 2048, dtype: torch.dtype = torch.bfloat16, tokens: int = 1) -> Drawing:
+    """A token rotated into its caches, and attention to them, in one op."""
+    q, k, v = (drawing.given(1, heads, tokens, 128, dtype=dtype) for heads in (8, 2, 2))
+    cos, places = drawing.given(1, tokens, 128, dtype=dtype), drawing.given(tokens, dtype=torch.int64)
+    keys, values = (drawing.given(1, 2, length, 128, dtype=dtype) for _ in range(2))
+    drawing.call(OPS.rotary_attention_.default, q, k, v, cos, cos, keys, values, places, 2, False, None, 0.1)
+    return drawing
+
+
+DECODED = "bfloat16 1x8/2x1x128 to 2048"
+
+
+def test_attention_that_adds_a_token_is_compiled_as_attention_alone_was_measured(hopper, compiled, monkeypatch):
+    name = "splits=16 block=32 warps=4 stages=3"
+    us = {name: 5.0, "library": 9.0}
+    monkeypatch.setattr(tuning, "shipped", lambda device: {"attention": {DECODED: {"name": name, "us": us}}})
+    (row,) = described(decode_step(Drawing(FakeTensorMode())))
+    assert compiled == {"attention_kernel": 1, "combine_kernel": 1}
+    assert (row.op, row.runs, row.chosen) == ("graphex::rotary_attention_", name, "shipped")
+    assert row.against == "library 9.0 us"
+
+
+def test_attention_that_adds_a_token_is_compiled_for_each_tile_that_is_measured(hopper, compiled):
+    """What is measured is attention alone; nothing is chosen yet."""
+    (row,) = described(decode_step(Drawing(FakeTensorMode())))
+    assert compiled["attention_kernel"] > 3
+    assert row.chosen == "not chosen yet"
+
+
+def test_where_torchs_attention_is_faster_only_the_rotary_kernel_is_compiled(hopper, compiled, monkeypatch):
+    monkeypatch.setattr(tuning, "shipped", lambda device: {"attention": {DECODED: {"name": "library", "us": {}}}})
+    monkeypatch.setattr(attention_ways, "by_library", lambda query, *rest: query)  # it asks a device that is not there
+    (row,) = described(decode_step(Drawing(FakeTensorMode())))
+    assert compiled == {"rotary_kernel": 1}
+    assert (row.runs, row.chosen) == ("library", "shipped")
+
+
+def test_what_runs_instead_of_attention_that_adds_a_token_is_compiled_too(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    (row,) = described(decode_step(Drawing(FakeTensorMode()), tokens=3))
+    assert compiled == {"rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
+    assert row.runs == "the reference: there is more than one token"
 
 
 def test_symbolic_sizes_are_those_of_the_trace_and_get_no_guards(hopper):

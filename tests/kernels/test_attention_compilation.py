@@ -12,17 +12,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import attention_ways
-from graphex.kernels.attention_ways import Job, Tile, tiles
+from graphex.kernels.attention_ways import Job, New, Tile, tiles
+from graphex.kernels.starts import launch
 from tests.kernels.attention_jobs import job
+from tests.kernels.rotary_attention_steps import step
 from tests.kernels.test_compilation import Compiler
 from tests.kernels.test_linears_compilation import MOST_SHARED
 
 
-def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | None = None) -> tuple[str, int]:
     kernels = {name: Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")}
     for name, compiler in kernels.items():
         monkeypatch.setattr(attention_ways, name, compiler)
-    tile.prepare(of)(of)
+    tile.prepare(of, new)(of, launch, new)
     (code,) = kernels["attention_kernel"].code
     assert len(kernels["combine_kernel"].code) == (tile.splits > 1)
     return code, kernels["attention_kernel"].shared
@@ -56,3 +58,34 @@ def test_masks_and_types(mask, dtype, monkeypatch):
     code, shared = compiled(tiles(of, 4096)[0], of, monkeypatch)
     assert "cp.async.cg.shared.global" in code
     assert shared <= MOST_SHARED
+
+
+TOKEN_CASES = [
+    (dtype, interleaved, at)
+    for dtype in (torch.bfloat16, torch.float16)
+    for interleaved in (False, True)
+    for at in range(len(attention_ways.TILES))
+]
+OFTEN = ((torch.bfloat16, False, 0), (torch.float16, True, 1), (torch.bfloat16, False, 5))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "interleaved", "at"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.full) for case in TOKEN_CASES],
+)
+def test_tiles_that_add_a_token(dtype, interleaved, at, monkeypatch):
+    of = step(group=4, heads=2, length=4096, width=128, mask="prefix", dtype=dtype, interleaved=interleaved)
+    found = tiles(of.attention(), 4096)
+    code, shared = compiled(found[min(at, len(found) - 1)], of.attention(), monkeypatch, of.new())
+    assert "cp.async.cg.shared.global" in code
+    assert "st.global.v4.b32" in code  # the row of the keys
+    assert "mul.rn.f32" in code  # a product that is contracted with nothing
+    assert "ld.global.v4.b32" in code
+    assert shared <= MOST_SHARED
+
+
+def test_products_of_a_rotation_are_rounded_before_they_are_added(monkeypatch):
+    """What is made of them is converted to the type of the row, and then added or subtracted in it."""
+    of = step(group=4, heads=2, length=4096, width=128, dtype=torch.bfloat16)
+    code, _ = compiled(tiles(of.attention(), 4096)[0], of.attention(), monkeypatch, of.new())
+    assert "fma.rn.bf16" not in code

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -15,6 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from graphex.kernels import attention_ways, linear_ways
 from graphex.kernels.attention_ways import Tile
 from graphex.kernels.linear_ways import GATED_GEMVS, GEMVS, Skinny
+from graphex.kernels.starts import launch
+from tests.kernels.rotary_attention_steps import step
 from tests.kernels.test_attention_compilation import decode
 from tests.kernels.test_compilation import Compiler, cases, compiled
 from tests.kernels.test_linears_compilation import job
@@ -54,12 +57,16 @@ def test_linear_layers_wait(way, rows, monkeypatch):
     assert NEXT in codes[0]
 
 
-def test_attention_waits(monkeypatch):
-    of = decode(64)
+@pytest.mark.parametrize("adds_a_token", [False, True])
+def test_attention_waits(adds_a_token, monkeypatch):
+    of, new = decode(64), None
+    if adds_a_token:
+        decoding = step(group=4, heads=2, length=4096, width=64, mask="prefix", dtype=torch.bfloat16)
+        of, new = decoding.attention(), decoding.new()
     kernels = [Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")]
     for kernel in kernels:
         monkeypatch.setattr(attention_ways, kernel.kernel.__name__, kernel)
-    Tile(4, 64, 4, 2).prepare(of)(of)
+    Tile(4, 64, 4, 2).prepare(of, new)(of, launch, new)
     for kernel in kernels:
         (code,) = kernel.code
         assert_waits_first(code)

@@ -108,8 +108,8 @@ def assert_equal_to_eager(steps: list[Step]) -> None:
 
 
 def lifted(journal: graphex.Journal) -> dict[str, int]:
-    """How often attention was lifted in the graph of a step, and its copies of the cache removed."""
-    names = ("lift_attention", "lift_capped_attention", "grouped_attention")
+    """How often attention was lifted in the graph of a step, rid of copies of the cache, and joined to the rotary."""
+    names = ("lift_attention", "lift_capped_attention", "grouped_attention", "rotary_attention")
     step = journal.graphs[-1].graph
     found = {tried.rule: tried.matches for tried in journal.rules if tried.graph == step and tried.rule in names}
     return {name: count for name, count in found.items() if count}
@@ -117,4 +117,5 @@ def lifted(journal: graphex.Journal) -> dict[str, int]:
 
 def wanted(name: str, config: Any) -> dict[str, int]:
     layers = config.num_hidden_layers
-    return {"lift_capped_attention" if name == "gemma2" else "lift_attention": layers, "grouped_attention": layers}
+    kept = "lift_capped_attention" if name == "gemma2" else "lift_attention"
+    return {kept: layers, "grouped_attention": layers, "rotary_attention": layers}

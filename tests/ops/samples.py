@@ -260,6 +260,20 @@ def attention(make: Maker) -> Iterator[Sample]:
     yield Sample((*heads, make(2, 9, 2, 16).transpose(1, 2), hidden[:, :1].expand(2, 4, 3, 9), 0.5))
 
 
+def rotary_attention_(make: Maker) -> Iterator[Sample]:
+    def given(tokens: int, angles: int = 16) -> tuple[Any, ...]:
+        rows = make(2, 4, tokens, 16), make(2, 2, tokens, 16), make(2, 2, tokens, 16)
+        positions = make.index(*range(16, 16 + tokens))
+        caches = make(2, 2, 24, 16), make(2, 2, 24, 16)
+        return *rows, make(2, 1, tokens, angles), make(2, 1, tokens, angles), *caches, positions, 2
+
+    seen = (torch.arange(24, device=make.device) < 17)[None, None, None]
+    yield Sample((*given(1), False, seen, 0.25))
+    yield Sample((*given(1), False, None, 0.25), {"softcap": 5.0})
+    yield Sample((*given(1, angles=8), True, seen, 0.25))
+    yield Sample((*given(2), False, seen, 0.25))
+
+
 def npu_rms_norm(make: Maker) -> Iterator[Sample]:
     yield Sample((make(2, 3, 16), make(16)))
     yield Sample((make(2, 3, 4), make(3, 4), 1e-5))
@@ -352,6 +366,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rotary_write_": rotary_write_,
     "graphex::rotary_qkv_write_": rotary_qkv_write_,
     "graphex::attention": attention,
+    "graphex::rotary_attention_": rotary_attention_,
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_add_rms_norm": npu_add_rms_norm,
     "npu::npu_add_rms_norm_cast": npu_add_rms_norm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -78,8 +78,10 @@ def given(tokens: int = 1, layers: int = 2, dtype: torch.dtype = torch.float32) 
     return torch.randn(1, HEADS, tokens, WIDTH).to(dtype), *angles(tokens, dtype), at, caches
 
 
-def compiled(f: Callable[..., Any], *inputs: Any, **options: Any) -> Compiled:
-    return Compiled(f, *inputs, **{"lift_idioms": "always", **options})
+def compiled(f: Callable[..., Any], *inputs: Any, disable_rules: Sequence[str] = (), **options: Any) -> Compiled:
+    """Without what comes next: attention, which would take the query, the key and the value in."""
+    disabled = [*disable_rules, "rotary_attention"]
+    return Compiled(f, *inputs, **{"lift_idioms": "always", "disable_rules": disabled, **options})
 
 
 def joined(ran: Compiled) -> dict[str, int]:

@@ -28,6 +28,7 @@ _TITLES = {
     "lift_static_quant": "static quantisation",
     "add_rms_norm": "residual add + RMSNorm",
     "rotary_qk": "query and key rotary embedding",
+    "rotary_attention": "rotary embedding + attention",
 }
 _OURS = frozenset(rule for family in FUSIONS for rule in family.rules)
 _WRITES_INPUTS = "restore_input_writes"

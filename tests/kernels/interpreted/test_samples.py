@@ -19,6 +19,7 @@ DECLINED = {
     "graphex::silu_mul_linears": {ONLY_16_BIT},
     "graphex::gated_linears": {ONLY_16_BIT},
     "graphex::rms_norm_gated_linears": {ONLY_16_BIT},
+    "graphex::rotary_attention_": {"there is more than one token"},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
     "npu::npu_quantize": {"scales along a dimension other than the last"},
 }

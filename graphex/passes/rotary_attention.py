@@ -1,0 +1,222 @@
+"""Attend where the caches are written: the attention of a decode step and what comes before it, in one op.
+
+    before:  q' = rotary_qkv_write_(q, k, v, cos, sin, keys, values, at, 2)
+             out = attention(q', keys, values, mask, scale)
+    after:   out = rotary_attention_(q, k, v, cos, sin, keys, values, at, 2, False, mask, scale)
+
+For one token of each sequence, whose rotated query nobody else reads. The op stands where attention stood, or, if the
+caches or what is written to them are used in between, where they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.analysis import known_equal, node_line, placement
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.shapes import canonical_dim
+from graphex.ops import has_kernel
+from graphex.passes.base import GraphPass, Refusal, Work
+from graphex.passes.metadata import inherit_all
+from graphex.passes.rotary_write_proof import only_looks, ordering_between
+from graphex.records import RuleTried
+
+ops = torch.ops.graphex
+
+
+class JoinRotaryAndAttention(GraphPass):
+    name = "join_rotary_and_attention"
+    option = "pattern_fusion_pass"
+    rule = "rotary_attention"
+    moves_writes = True
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(node.target is ops.rotary_qkv_write_.default for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        found = [site for node in work.graph.nodes if (site := _site(node)) is not None and _is_worth_it(work, node)]
+        moved: set[Storage] = set()  # memory that is now written at another place than the facts say
+        made = 0
+        for site in found:
+            place = _Proof(work, site, moved).place()
+            if isinstance(place, Refusal):
+                work.refuse(site.attention, place, rule=self.rule)
+                continue
+            moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
+            self._join(work, site, place)
+            made += 1
+        if found:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(found)))
+
+    def _join(self, work: Work, site: Site, place: Node) -> None:
+        write, attention = site.write, site.attention
+        names, line = [write.name, attention.name], node_line(attention) or node_line(write)
+        arguments = (*_arguments(write), site.mask, *site.numbers)
+        with work.graph.inserting_before(place):
+            joined = work.graph.call_function(ops.rotary_attention_.default, arguments)
+        inherit_all(joined, [write, attention])
+        joined.meta["val"] = attention.meta["val"]
+        attention.replace_all_uses_with(joined)
+        work.graph.erase_node(attention)
+        work.graph.erase_node(write)
+        because = "the rotated query is used for nothing but to attend to the caches that are written with it"
+        work.fused(names, [joined], rule=self.rule, because=because, line=line)
+
+
+@dataclass(frozen=True)
+class Site:
+    """`attention` attends with what `write` returns."""
+
+    write: Node
+    attention: Node
+
+    @property
+    def rows(self) -> tuple[Node, ...]:
+        """Query, key, value, cos and sin."""
+        return _arguments(self.write)[:5]
+
+    @property
+    def caches(self) -> tuple[Node, Node]:
+        keys, values = _arguments(self.write)[5:7]
+        return keys, values
+
+    @property
+    def positions(self) -> Node:
+        found: Node = _arguments(self.write)[7]
+        return found
+
+    @property
+    def mask(self) -> Node | None:
+        found: Node | None = _arguments(self.attention)[3]
+        return found
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """The scale and the softcap."""
+        _, _, _, _, scale, _, softcap = _arguments(self.attention)
+        return scale, softcap
+
+
+def _site(node: Node) -> Site | None:
+    if node.target is not ops.attention.default:
+        return None
+    query = _arguments(node)[0]
+    is_rotated = isinstance(query, Node) and query.target is ops.rotary_qkv_write_.default
+    return Site(query, node) if is_rotated else None
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """What an op is called with, its defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    wanted = node.target._schema.arguments[len(node.args) :]
+    return *node.args, *(node.kwargs.get(each.name, each.default_value) for each in wanted)
+
+
+def _is_worth_it(work: Work, node: Node) -> bool:
+    device = node.meta["val"].device
+    return work.config.lift_idioms == "always" or has_kernel("graphex::rotary_attention_", device)
+
+
+class _Proof:
+    def __init__(self, work: Work, site: Site, moved: set[Storage]) -> None:
+        self.work, self.aliases, self.site, self.moved = work, work.aliases, site, moved
+
+    def place(self) -> Node | Refusal:
+        """Where the op may stand, or why nowhere."""
+        for refusal in self._checks():
+            if refusal is not None:
+                return refusal
+        late = self._not_later()
+        if late is None:
+            return self.site.attention
+        return self.site.write if self._can_be_earlier() else late
+
+    def _checks(self) -> Iterator[Refusal | None]:
+        yield self._unknown()
+        yield self._query_is_used_elsewhere()
+        yield self._unfit()
+        yield self._streams()
+        yield self._shared_memory()
+
+    def _touched(self) -> list[Node]:
+        site = self.site
+        return [*site.rows, site.positions, *site.caches, *([] if site.mask is None else [site.mask])]
+
+    # -- what the op takes -----------------------------------------------------------------------------------------
+
+    def _unknown(self) -> Refusal | None:
+        if all(map(self.aliases.knows, (*self._touched(), self.site.write, self.site.attention))):
+            return None
+        return Refusal("it needs the result of another rewrite of this pass")
+
+    def _query_is_used_elsewhere(self) -> Refusal | None:
+        others = [user for user in self.site.write.users if user is not self.site.attention]
+        if not others:
+            return None
+        what = "returned" if others[0].op == "output" else f"used by '{others[0].name}'"
+        return Refusal(f"the rotated query is also {what}")
+
+    def _unfit(self) -> Refusal | None:
+        _, keys, values, *_, is_causal, _ = _arguments(self.site.attention)
+        if (keys, values) != self.site.caches:
+            return Refusal("attention reads other caches than those that are written")
+        if is_causal:
+            return Refusal("attention is causal, which a cache is not meant for")
+        q, at = (each.meta["val"] for each in (self.site.rows[0], self.site.positions))
+        if q.dim() != 4 or canonical_dim(_arguments(self.site.write)[8], 4) != 2:
+            return Refusal("the caches are not written along the third of four dimensions")
+        if not known_equal(q.shape[2], 1) or not known_equal(at.shape[0], 1):
+            return Refusal("there is, or may be, more than one token")
+        types = {each.meta["val"].dtype for each in (*self.site.rows, *self.site.caches)}
+        return None if len(types) == 1 else Refusal("query, key, value, angles and caches are not of one type")
+
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def _streams(self) -> Refusal | None:
+        write, attention = self.site.write, self.site.attention
+        if placement(write) != placement(attention):
+            return Refusal(f"'{write.name}' and '{attention.name}' run on different streams")
+        if not self.work.order.one_stream and (between := ordering_between(write, attention)):
+            return Refusal(f"'{between.name}', which may order streams, stands in between")
+        return None
+
+    def _shared_memory(self) -> Refusal | None:
+        for cache in self.site.caches:
+            others = [each for each in self._touched() if each is not cache]
+            if sharing := next((each for each in others if self.aliases.may_alias(each, cache)), None):
+                return Refusal(f"'{sharing.name}' may live in the memory of a cache")
+        if any(not self.moved.isdisjoint(self.aliases.storages(each)) for each in self._touched()):
+            return Refusal("another rewrite of this pass has moved a write to the same memory")
+        return None
+
+    def _not_later(self) -> Refusal | None:
+        """Why the caches may not be written where attention reads them."""
+        for cache in self.site.caches:
+            for user in self.aliases.users_of_memory(cache):
+                if self._is_between(user) and not only_looks(user):
+                    return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
+        for operand in (*self.site.rows, self.site.positions):
+            if writer := self._writer_between(operand):
+                return Refusal(f"'{writer.name}' writes to '{operand.name}' in between")
+        return None
+
+    def _can_be_earlier(self) -> bool:
+        """Whether attention may read the caches, and its mask, where they are written."""
+        ready = self.aliases.position(self.site.write)
+        read = [each for each in self.site.attention.all_input_nodes if each is not self.site.write]
+        is_there = all(self.aliases.knows(each) and self.aliases.position(each) < ready for each in read)
+        return is_there and not any(map(self._writer_between, read))
+
+    def _writer_between(self, node: Node) -> Node | None:
+        return next(filter(self._is_between, self.aliases.writes(node)), None)
+
+    def _is_between(self, node: Node) -> bool:
+        first, last = map(self.aliases.position, (self.site.write, self.site.attention))
+        return first < self.aliases.position(node) < last
