@@ -30,6 +30,7 @@ REPLAYS = 10
 MARK = "op "
 GATHERS = ("aten.embedding", "graphex.embedding", "aten.index.", "aten.index_select", "aten.gather")
 WRITES_A_PART = ("aten.index_copy_", "aten.index_put_", "aten.scatter", "graphex.")
+READS_IT_ALL = ("graphex.rotary_attention_",)
 OTHER = "of no op"
 
 
@@ -75,8 +76,8 @@ class Recorder(TorchDispatchMode):
 def moved_by(name: str, given: list[Tensor], made: list[Tensor], written: list[Tensor]) -> int:
     """The bytes that an op must read and write; 0 of a view.
 
-    An op that writes a part of what it is given, a token into a cache, writes what it has read besides. A gather reads
-    what it returns. What shares the memory of an argument is no new result.
+    An op that writes a part of what it is given, a token into a cache, writes what it has read besides, and may read
+    the rest of the cache too. A gather reads what it returns. What shares the memory of an argument is no new result.
     """
     places = {each.untyped_storage().data_ptr() for each in given}
     fresh = sum(_weight(each) for each in made if each.untyped_storage().data_ptr() not in places)
@@ -86,6 +87,8 @@ def moved_by(name: str, given: list[Tensor], made: list[Tensor], written: list[T
         return 0
     if name.startswith(GATHERS):
         return 2 * fresh
+    if name.startswith(READS_IT_ALL):
+        return rest + fresh + inside
     return rest + fresh + (min(inside, rest) if name.startswith(WRITES_A_PART) else 2 * inside)
 
 

@@ -15,6 +15,7 @@ from graphex.evidence.graph_dump import dump_graph
 from graphex.ops.definition import has_triton
 from graphex.passes.metadata import correct_layouts, stamp_origins
 from graphex.pipeline import optimise, optimise_joint, stages
+from graphex.readiness import wait_for_triton
 from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
@@ -61,6 +62,7 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         return
     from graphex.kernels.ahead import compile_ahead
 
+    wait_for_triton()
     ahead = compile_ahead(graph)
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")

@@ -1,4 +1,4 @@
-"""What a process does once before its first replay on a GPU, in a thread while the graph is still being made.
+"""What a process does once before its first replay on a GPU, in threads while the graph is still being made.
 
 Triton compiles the code by which it asks the driver, and reads all its own files to know its caches by them; graphex
 compiles the code by which a replay looks at its inputs.
@@ -6,29 +6,59 @@ compiles the code by which a replay looks at its inputs.
 
 from __future__ import annotations
 
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from graphex.ops.definition import has_triton
 from graphex.runtime import native
 
+OFTEN = 0.0005  # seconds that a thread works before it lets another one
+LONGEST = 60.0  # seconds to wait for a thread
+
+_begun: list[threading.Thread] = []
+
 
 @cache
 def get_ready_meanwhile() -> None:
-    """Begin, once in a process. Nobody waits for it, and what fails here fails again, or is done without."""
+    """Begin, once in a process. What fails here fails again, or is done without."""
+    threading.Thread(target=_get_native_ready, name="graphex: compiling C++", daemon=True).start()
     if has_triton():
         import triton  # noqa: F401  (not in the thread: others may be importing it)
 
-    threading.Thread(target=_get_ready, name="graphex: getting ready", daemon=True).start()
+        thread = threading.Thread(target=_get_triton_ready, name="graphex: getting Triton ready", daemon=True)
+        thread.start()
+        _begun.append(thread)
 
 
-def _get_ready() -> None:
+def wait_for_triton() -> None:
+    """Until the thread is done, if there is one: what it does would be done a second time here."""
+    for thread in _begun:
+        thread.join(LONGEST)
+
+
+def _get_native_ready() -> None:
     with suppress(Exception):
+        native.load()
+
+
+def _get_triton_ready() -> None:
+    with suppress(Exception), _switching_often():
         from triton.runtime.cache import triton_key
         from triton.runtime.driver import driver
 
         triton_key()
         driver.active.get_current_target()
-    with suppress(Exception):
-        native.load()
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Triton reads its files in hundreds of pieces, and after each the thread has to wait for its turn."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, OFTEN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

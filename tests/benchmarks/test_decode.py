@@ -246,6 +246,8 @@ def test_an_op_must_move_what_it_reads_and_writes() -> None:
     assert moved_by("aten.mm.default", [x, weight], [x @ weight], []) == 4 * (16 + 32 + 8)
     assert moved_by("aten.t.default", [x], [x.t()], []) == 0
     assert moved_by("aten.index_copy_.default", [cache, token], [cache], [cache]) == 2 * 4 * 16
+    attends = "graphex.rotary_attention_.default"
+    assert moved_by(attends, [cache, token], [token.clone()], [cache]) == 4 * (16 + 16 + cache.numel())
     for lookup in ("aten.embedding.default", "graphex.embedding.default"):
         assert moved_by(lookup, [cache, torch.zeros(2)], [token], []) == 2 * 4 * 16
     assert moved_by("aten.add.Tensor", [x, torch.empty(1, 8).expand(2, 8)], [token], []) == 4 * (16 + 8 + 16)
