@@ -57,7 +57,7 @@ def test_explain_says_which_kernel_runs_for_every_op(monkeypatch, tmp_path):
         step = step_of(build(setting), setting)
         report = graphex.explain(lambda: step.run(step.model), ())
     rows = {row.op: row for row in report.kernels}
-    assert {"graphex::rms_norm_linears", "graphex::linears", "graphex::attention"} <= rows.keys()
+    assert {"graphex::rms_norm_linears", "graphex::linears", "graphex::rotary_attention_"} <= rows.keys()
     for op in ("graphex::rms_norm_linears", "graphex::linears"):
         assert rows[op].chosen == "measured"
         assert rows[op].own_time is not None

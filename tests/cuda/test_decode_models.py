@@ -18,7 +18,7 @@ def test_tokens_are_eagers_up_to_a_near_tie(name):
     assert_equal_to_eager(steps)
     decided = sum(int((~step.is_near_tie).sum()) for step in steps)
     assert decided > TOKENS // 2, "nearly every token is a near-tie: nothing was compared"
-    assert lifted(journal) == wanted(name, config)
+    assert lifted(journal) == wanted(name, config, TOKENS)
     assert not journal.fallbacks
     replays = sum(journal.counts[graph.graph]["replays"] for graph in journal.graphs)
     # A sliding cache counts its tokens on the host and hands the number to kernels: every step is another graph.

@@ -18,10 +18,11 @@ import graphex
 from tests.models.test_transformers import PLAIN_ATTENTION, Architecture, transformers
 
 BATCH, PROMPT = 2, 6
+WINDOW = 16
 
 _HIDDEN = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 192}
 _SIZES = _HIDDEN | {"num_key_value_heads": 2, "max_position_embeddings": 256}
-_SLIDING = _SIZES | {"head_dim": 32, "sliding_window": 16}
+_SLIDING = _SIZES | {"head_dim": 32, "sliding_window": WINDOW}
 DECODERS = {
     "llama": Architecture("LlamaForCausalLM", "LlamaConfig", _SIZES),
     "qwen3": Architecture("Qwen3ForCausalLM", "Qwen3Config", _SIZES | {"head_dim": 64}),
@@ -115,7 +116,12 @@ def lifted(journal: graphex.Journal) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def wanted(name: str, config: Any) -> dict[str, int]:
+def wanted(name: str, config: Any, steps: int) -> dict[str, int]:
+    """In the graph of the last step. Where the window has filled its cache, every token makes a new one."""
     layers = config.num_hidden_layers
     kept = "lift_capped_attention" if name == "gemma2" else "lift_attention"
-    return {kept: layers, "grouped_attention": layers, "rotary_attention": layers}
+    is_full = PROMPT + steps > (getattr(config, "sliding_window", None) or PROMPT + steps)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    joined = kinds.count("full_attention") if is_full else layers
+    found = {kept: layers, "grouped_attention": layers, "rotary_attention": joined}
+    return {rule: count for rule, count in found.items() if count}

@@ -21,7 +21,7 @@ def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) ->
     assert sentences[0].endswith("counted from the final graph.")
     assert "5 of 5 RMSNorm sites fused." in sentences
     assert any(text.startswith("All 4 input updates are written in place") for text in sentences)
-    assert len(chrome.texts(".timeline .pass")) == 13
+    assert len(chrome.texts(".timeline .pass")) == 14
 
 
 def test_from_a_fused_node_to_its_origins_and_its_source(chrome: Browser, llama_page: Path) -> None:
