@@ -1,16 +1,18 @@
 """Attention of a decode step: every way to compute it, against reading the keys and values once. Needs a GPU.
 
-    PYTHONPATH=. python benchmarks/attention.py [--batch 1 16 64] [--length 2048]
+    PYTHONPATH=. python benchmarks/attention.py [--batch 1 16 64] [--length 2048] [--search]
 
 Microseconds of device time per call, from a CUDA graph of calls that go round several caches, so that none is in the
 L2 cache when it is read. `of floor` is the time over that of the bytes at the copy bandwidth. Caches are half or wholly
-full, as the mask says; a way is chosen by its time on a full one.
+full, as the mask says; a way is chosen by its time on a full one. `--search` tries many more tiles than graphex does,
+to find those that it should.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels.attention import ColdCaches
-from graphex.kernels.attention_ways import Job, ways
+from graphex.kernels.attention_ways import SHARED_MEMORY, Job, Tile, Way, columns_for, ways
 from graphex.kernels.tuning import Candidate, seconds_on_device
 
 HEADS = {"llama": (32, 8, 128), "multi-head": (32, 32, 128), "narrow": (16, 2, 64), "gemma": (16, 8, 256)}
@@ -43,8 +45,17 @@ class HalfFull(ColdCaches):
         return found
 
 
-def measured(of: Job, scratch: ColdCaches, length: int) -> dict[str, float]:
-    candidates: list[Candidate] = [scratch.candidate(way) for way in ways(of, length)]
+def many_ways(of: Job) -> list[Way]:
+    """A grid of tiles; what does not fit into a multiprocessor is left out."""
+    width = columns_for(of.query.shape[3]) + columns_for(of.value.shape[3])
+    grid = product((1, 2, 3, 4, 8, 16, 32), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5))
+    fits = SHARED_MEMORY // (width * of.key.element_size())
+    return [Tile(*each) for each in grid if each[1] * (each[3] - 1) <= fits and each[1] * each[0] <= of.length]
+
+
+def measured(of: Job, scratch: ColdCaches, length: int, search: bool) -> dict[str, float]:
+    tried = dict.fromkeys((*ways(of, length), *(many_ways(of) if search else ())))
+    candidates: list[Candidate] = [scratch.candidate(way) for way in tried]
     return seconds_on_device(candidates)
 
 
@@ -53,6 +64,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--heads", choices=HEADS, nargs="+", default=list(HEADS))
+    parser.add_argument("--search", action="store_true", help="try many more tiles")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device")
@@ -63,7 +75,7 @@ def main() -> int:
         for batch in options.batch:
             of = job(name, batch, options.length)
             floor = 2 * of.key.numel() * of.key.element_size() / bandwidth
-            full, half = (measured(of, kind(of), options.length) for kind in (ColdCaches, HalfFull))
+            full, half = (measured(of, kind(of), options.length, options.search) for kind in (ColdCaches, HalfFull))
             print(f"\n{name} {HEADS[name]}, batch {batch}, {options.length} positions: floor {floor * 1e6:.1f} us")
             for way, seconds in sorted(full.items(), key=lambda item: item[1]):
                 print(
