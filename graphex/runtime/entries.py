@@ -18,7 +18,7 @@ from graphex.device import Device, Replay
 from graphex.runtime.addresses import Addresses, picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.copies import Copies
-from graphex.runtime.inputs import Arena, InputBuffer
+from graphex.runtime.inputs import Arena, InputBuffer, bytes_of
 from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool
 from graphex.runtime.shortcuts import Shortcut
@@ -173,13 +173,14 @@ def make_entry(
     takes_over = plan.clone_input is False
     stays = frozenset(stays) if plan.clone_input == "auto" else _NOTHING
     copied = [index for index in plan.plain if index not in stays]
-    given = [args[index] for index in copied]
-    buffers = [InputBuffer(each, None) for each in given] if takes_over else arena.buffers(given)
+    taken = _alone_in_their_memory(plan, args) if takes_over else _NOTHING
+    own = iter(arena.buffers([args[index] for index in copied if index not in taken]))
+    buffers = [InputBuffer(args[index], None) if index in taken else next(own) for index in copied]
     captured = list(args)
-    for index, each, buffer in zip(copied, given, buffers, strict=True):
+    for index, buffer in zip(copied, buffers, strict=True):
         captured[index] = buffer.view
-        if not takes_over:  # a device may look at its inputs while it captures
-            buffer.target.copy_(buffer.source(each))
+        if index not in taken:  # a device may look at its inputs while it captures
+            buffer.target.copy_(buffer.source(args[index]))
     for index in plan.hosts:
         captured[index] = args[index].clone()
     replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
@@ -197,3 +198,17 @@ def make_entry(
         raise
     pool.graphs += 1
     return entry
+
+
+def _alone_in_their_memory(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
+    """The inputs that another can be copied into: none that overlaps a parameter, a cache or one more input."""
+    starts = {index: args[index].data_ptr() for index in (*plan.by_address, *plan.plain)}
+    spans = sorted((start, start + bytes_of(args[index]), index) for index, start in starts.items())
+    shared: set[int] = set()
+    furthest, whose = 0, -1
+    for start, end, index in spans:
+        if start < min(furthest, end):
+            shared |= {index, whose}
+        if end > furthest:
+            furthest, whose = end, index
+    return frozenset(plan.plain) - shared

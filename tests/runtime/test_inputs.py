@@ -87,6 +87,32 @@ def test_without_clone_input_the_captured_tensors_are_the_buffers(where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("overlap", [lambda x: x.view(-1), lambda x: x[1:5], lambda x: x[3:7]])
+def test_without_clone_input_tensors_that_overlap_are_no_buffers(overlap, where):
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x[:4] * 10 + y[:4]
+
+    compiled = compile_it(f, clone_input=False)
+    x = torch.randn(7, device=where)
+    for _ in range(3):
+        same(compiled(x, overlap(x)), f(x, overlap(x)))
+    for _ in range(3):
+        other, another = torch.randn(7, device=where), torch.randn_like(overlap(x))
+        same(compiled(other, another), f(other, another))
+    same(compiled(x, overlap(x)), f(x, overlap(x)))
+
+
+@torch.no_grad()
+def test_without_clone_input_nothing_is_copied_into_a_parameter(where):
+    model = nn.Linear(4, 4).to(where)
+    before = model.weight.clone()
+    compiled = compile_it(model, clone_input=False)
+    for x in [model.weight.view(4, 4)] * 3 + [torch.randn(4, 4, device=where) for _ in range(3)]:
+        same(compiled(x), model(x))
+    same(model.weight, nn.Parameter(before))
+
+
+@torch.no_grad()
 def test_a_cache_is_written_once_in_every_call(where):
     def f(cache: Tensor, x: Tensor) -> Tensor:
         cache.add_(x)
