@@ -49,9 +49,12 @@ def memory_order(x: Tensor) -> tuple[int, ...] | str:
     wide = [d for d in leading if sizes[d] > 1]
     if sizes[-1] > 1 and strides[-1] != 1:
         return "the elements of a row are not adjacent"
-    if any(strides[d] < sizes[-1] for d in wide) or len({strides[d] for d in wide}) < len(wide):
-        return "rows overlap or repeat"
     order = sorted(wide, key=lambda d: -strides[d])
+    room = sizes[-1]  # what the dimensions so far take up, from the fastest on
+    for d in reversed(order):
+        if strides[d] < room:
+            return "rows overlap or repeat"
+        room += (sizes[d] - 1) * strides[d]
     return tuple(order + [d for d in leading if sizes[d] <= 1])
 
 
