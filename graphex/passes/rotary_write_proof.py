@@ -97,7 +97,7 @@ class _Proof:
     def _query_is_used_before(self) -> Refusal | None:
         if not self.joins_query or self.rotary.turned_query is None:
             return None
-        early = next((user for user in self.rotary.turned_query.users if user < self.place), None)
+        early = next((user for user in self.rotary.turned_query.users if not self.place < user), None)
         if early is None:
             return None
         return self._refusal(f"the rotated query is used by '{early.name}' before the caches are written")

@@ -281,6 +281,19 @@ def test_what_happens_between_the_writes_keeps_them_apart(use: Any, reason: str)
     assert reason in " ".join(ran.reasons(ALL))
 
 
+def test_a_query_that_is_also_the_value() -> None:
+    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
+        keys, values = caches
+        q, k = half(x, cos, sin), half(x * 2, cos, sin)
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, q)
+        return attend(q, keys, values)
+
+    ran = compiled(model, *given(layers=1))
+    assert joined(ran) == {ONE: 1}
+    assert "rotated query is used" in " ".join(ran.reasons(ALL))
+
+
 def test_an_angle_that_is_overwritten_before_the_write() -> None:
     def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, keys: Tensor) -> Tensor:
         k = half(x, cos, sin)
