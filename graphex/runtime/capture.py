@@ -87,7 +87,6 @@ class Capturing:
         self._last: OutputPlan | None = None
         self._moves = 0
         self._gave_up = False
-        self._is_running = False
         self._counter = compilation.journal.counter(graph_name)
         self._label = f"graphex replay: {graph_name}"
         weakref.finalize(self, self._store.free).atexit = False
@@ -100,13 +99,14 @@ class Capturing:
             return self._run(args)
         key = self._key(args)
         with self._lock:
-            self._is_running = True
-            try:
-                entry = self._entry(key, args)
-                if entry is not None:
-                    return self._replay(entry, args)
-            finally:
-                self._is_running = False
+            if not self._pool.is_running:  # else this call was made in the middle of another one, by a finalizer
+                self._pool.is_running = True
+                try:
+                    entry = self._entry(key, args)
+                    if entry is not None:
+                        return self._replay(entry, args)
+                finally:
+                    self._pool.is_running = False
         return self._run(args)
 
     def replayed(self, args: tuple[Any, ...]) -> Any:
@@ -114,7 +114,9 @@ class Capturing:
         if session.active or self._force or self._gave_up:
             return None
         with self._lock:
-            self._is_running = True
+            if self._pool.is_running:
+                return None
+            self._pool.is_running = True
             try:
                 entry = self._store.newest
                 if (
@@ -129,7 +131,7 @@ class Capturing:
                 self._counter["straight"] += 1
                 return results
             finally:
-                self._is_running = False
+                self._pool.is_running = False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
         if profiler_enabled() or self._device.is_capturing():
@@ -332,7 +334,7 @@ def _free_if_idle(owner: weakref.ref[Capturing], ident: int) -> None:
     capturing._owners.discard(ident)
     if capturing._pool.lock.acquire(blocking=False):
         try:
-            if not capturing._is_running:
+            if not capturing._pool.is_running:
                 capturing._store.free(ident)
         finally:
             capturing._pool.lock.release()

@@ -2,7 +2,8 @@
 
 Graphs of one pool may use the same bytes for their intermediates. That is right as long as they run one after the
 other: one thread at a time fills the inputs, replays and takes the outputs out, and a replay on another stream than
-the last one waits for it.
+the last one waits for it. A lock lets its own thread in again: what a finalizer or a signal handler calls in between
+sees `is_running`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Pool:
 
     def __init__(self, device: Device, handle: Any = None) -> None:
         self.lock = threading.RLock()
+        self.is_running = False
         self._device = device
         self._handle = handle
         self._is_given = handle is not None

@@ -236,6 +236,33 @@ def test_threads_with_sizes_of_their_own_get_their_own_results(world):
     assert count(made.compiled, "straight") > 60
 
 
+@pytest.mark.parametrize("shares_pool_only", [False, True])
+@torch.no_grad()
+def test_a_call_in_the_middle_of_another_one_leaves_that_right(shares_pool_only, tape, monkeypatch):
+    """A finalizer may call anything, at any time."""
+    functions = [lambda x: (x + 1).sin() * 2, lambda x: (x + 2).cos() * 3]
+    outer, inner = functions[0], functions[shares_pool_only]
+    compiled, other = (compile_it(function, use_graph_pool=(1, 1)) for function in (outer, inner))
+    for _ in range(4):
+        x = torch.randn(3)
+        same(compiled(x), outer(x))
+        same(other(x), inner(x))
+    running, found, wanted = TapeDevice.running, [], []
+
+    def interrupted(device: TapeDevice, tape: Any) -> None:
+        running(device, tape)
+        if not wanted:
+            y = torch.randn(3)
+            wanted.append(inner(y))
+            found.append(other(y))
+
+    monkeypatch.setattr(TapeDevice, "running", interrupted)
+    for _ in range(2):
+        x = torch.randn(3)
+        same(compiled(x), outer(x))
+    same(found, wanted)
+
+
 def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checked_in, monkeypatch):
     fits, asked = native.fits, []
     if fits is None:
