@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.runtime.host_values import sizes_that_matter
 from graphex.torch_private.numerics import numerics
@@ -48,7 +49,11 @@ class KeyReader:
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())
         self.hosts = [index for index, value in enumerate(values) if is_host_scalar(value, device)]
-        self.varies = bool(self._numbers or self._dims or self._whole or self.hosts)
+        # Tensors may begin at one place in memories that do not.
+        aliases = Aliases(gm.graph)
+        tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._absolute = [index for index in tensors if aliases.is_absolute(placeholders[index])]
+        self.varies = bool(self._numbers or self._dims or self._whole or self.hosts or self._absolute)
 
     def __call__(self, args: Sequence[Any]) -> Key:
         switches = numerics(), self._settings()
@@ -61,6 +66,8 @@ class KeyReader:
             key += [args[index].size(dim) for index, dim in self._dims]
         for index in self._whole:
             key += [args[index].shape, args[index].stride()]
+        for index in self._absolute:
+            key.append(args[index].storage_offset())
         for index in self._fractions:
             key.append(repr(args[index]))
         for index in self.hosts:
