@@ -99,14 +99,16 @@ class Capturing:
             return self._run(args)
         key = self._key(args)
         with self._lock:
-            if not self._pool.is_running:  # else this call was made in the middle of another one, by a finalizer
-                self._pool.is_running = True
-                try:
-                    entry = self._entry(key, args)
-                    if entry is not None:
-                        return self._replay(entry, args)
-                finally:
-                    self._pool.is_running = False
+            if self._pool.is_running:  # by a finalizer or a signal handler, which the lock lets in
+                self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
+                return self._run(args)
+            self._pool.is_running = True
+            try:
+                entry = self._entry(key, args)
+                if entry is not None:
+                    return self._replay(entry, args)
+            finally:
+                self._pool.is_running = False
         return self._run(args)
 
     def replayed(self, args: tuple[Any, ...]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import graphex
 from graphex.runtime import capture, native
 from graphex.runtime.addresses import Addresses
 from graphex.runtime.keys import Key, KeyReader
@@ -257,10 +258,12 @@ def test_a_call_in_the_middle_of_another_one_leaves_that_right(shares_pool_only,
             found.append(other(y))
 
     monkeypatch.setattr(TapeDevice, "running", interrupted)
-    for _ in range(2):
-        x = torch.randn(3)
-        same(compiled(x), outer(x))
+    with pytest.warns(graphex.GraphexWarning, match="in the middle of another"):
+        for _ in range(2):
+            x = torch.randn(3)
+            same(compiled(x), outer(x))
     same(found, wanted)
+    assert len(graphex.journal(other).fallbacks) == 1
 
 
 def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checked_in, monkeypatch):
