@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -301,18 +300,6 @@ def test_an_input_that_is_addressed_from_the_start_of_its_memory(where):
         x, y = torch.arange(12.0, device=where) + step, torch.ones(3, device=where)
         same(compiled(x), f(x))
         del y
-
-
-@torch.no_grad()
-def test_what_counts_from_the_start_of_the_memory_notices_another_memory_at_the_same_place(tape):
-    def f(x: Tensor) -> Tensor:
-        return x.as_strided((2,), (1,), 0) * 2 + 1
-
-    compiled = compile_it(f)
-    numbers = np.arange(8, dtype=np.float32)
-    inner, outer = torch.from_numpy(numbers[2:])[:4], torch.from_numpy(numbers)[2:6]
-    for x in (inner, inner, inner, outer, outer, outer, inner):
-        same(compiled(x), f(x))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,18 @@ def test_another_object_at_the_place_of_a_frozen_parameter_is_noticed(world):
         del made.model.linear.bias
         gc.collect()
         made.model.linear.bias = nn.Parameter(torch.randn(4), requires_grad=False)
+
+
+@torch.no_grad()
+def test_what_counts_from_the_start_of_the_memory_notices_another_memory_at_the_same_place(tape):
+    def f(x: Tensor) -> Tensor:
+        return x.as_strided((2,), (1,), 0) * 2 + 1
+
+    compiled = compile_it(f)
+    numbers = np.arange(8, dtype=np.float32)
+    inner, outer = torch.from_numpy(numbers[2:])[:4], torch.from_numpy(numbers)[2:6]
+    for x in (inner, inner, inner, outer, outer, outer, inner):
+        same(compiled(x), f(x))
 
 
 def test_graphs_of_one_pool_wait_for_each_other_although_their_streams_stay(tape):
