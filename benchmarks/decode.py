@@ -10,9 +10,9 @@ comes from a process of its own with empty compile caches. graphex is measured h
 
 `pipelined` is the time of a call when calls follow each other; `x floor` is that over the bytes of weights and caches
 divided by the measured copy bandwidth; `host` the time until a call returns, after a wait; `cold compile` the first
-three calls, once the modules of torch that every compilation needs were imported; `peak` the most that was allocated
-from the first call on, weights and caches included; `error` the norm of the difference from the logits of a float32
-run of the same weights, over their norm.
+three calls, once torch._dynamo was imported, and torch._inductor where it is the backend; `peak` the most that was
+allocated from the first call on, weights and caches included; `error` the norm of the difference from the logits of a
+float32 run of the same weights, over their norm.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def table(rows: list[Row], bandwidth: float) -> str:
     notes = [f"\\* compiled {' or '.join(starred)}, so not the time of a cold compilation alone"] if starred else []
     if imports:
         notes.append(
-            f"not counted: importing torch._dynamo and torch._inductor, {imports[0]:.1f} to {imports[-1]:.1f} s"
+            "not counted: importing torch._dynamo, and torch._inductor where it is the backend, "
+            f"{imports[0]:.1f} to {imports[-1]:.1f} s"
         )
     if any(row.with_imports for row in rows):
         notes.append("\\+ imports counted")

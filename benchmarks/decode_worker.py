@@ -4,7 +4,7 @@
 
 A line on the standard input asks for the next stage, a line on the standard output that begins with `@` answers:
 
-    start     torch is imported, and what torch.compile imports of it when it is first used; the device is untouched
+    start     torch is imported, and what torch.compile imports of it for any model; the device is untouched
     build     the model, its caches, and the logits in float32 (computed by the first that needs them, kept in a file)
     compile   the first calls
     measure   the times, the memory, the error
@@ -42,7 +42,7 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
     variant = NAMED[variant_name]
     if setting.packages:
         import transformers  # noqa: F401  (part of the start, not of the compilation)
-    yield {"imports": _imported()}
+    yield {"imports": _imported(variant)}
     model = build(setting)
     if not reference.exists():
         torch.save(in_float32(model, setting).cpu(), reference)
@@ -69,11 +69,12 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
     yield {**asdict(times), "error": off, "peak": peak, "tuned": tuned}
 
 
-def _imported() -> float:
-    """Seconds for what every compilation needs, whatever its backend, and a process pays once."""
+def _imported(variant: Variant) -> float:
+    """Seconds for what a process imports of torch once to compile: Dynamo, and Inductor where that is the backend."""
     started = time.perf_counter()
     import_module("torch._dynamo")
-    import_module("torch._inductor.compile_fx")
+    if variant.backend == "inductor":
+        import_module("torch._inductor.compile_fx")
     return time.perf_counter() - started
 
 

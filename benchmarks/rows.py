@@ -23,8 +23,8 @@ RESULTS = Path(__file__).parent / "stock.json"
 class Row:
     """Seconds and bytes; `tuned` is how many choices graphex has measured in it.
 
-    `compile` is without `imports`, the modules of torch that every compilation imports; where these are 0, it is with
-    them. `compiled` says what ran beside the compilation. With `failed` there are no figures.
+    `compile` is without `imports`, the modules of torch that the backend needs for any model; where these are 0, it is
+    with them. `compiled` says what ran beside the compilation. With `failed` there are no figures.
     """
 
     setting: Setting

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ class _Compilers(ThreadPoolExecutor):
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
         self.failures: list[Exception] = []
+        self._launchers: set[str] = set()
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         device = torch.cuda.current_device()
@@ -133,7 +135,8 @@ class _Compilers(ThreadPoolExecutor):
         def ready() -> Any:
             torch.cuda.set_device(device)
             try:
-                kernel = compile(*args, **kwargs)
+                with self._launcher_meanwhile(compile):
+                    kernel = compile(*args, **kwargs)
                 with suppress(OutOfResources):  # raised again when it is launched
                     kernel.run  # noqa: B018  (made when it is first asked for)
             except Exception as error:
@@ -142,3 +145,34 @@ class _Compilers(ThreadPoolExecutor):
             return kernel
 
         return super().submit(ready)
+
+    @contextmanager
+    def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
+        """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
+        source = getclosurevars(compile).nonlocals.get("src")
+        signature = str(getattr(source, "signature", None))
+        if source is None or signature in self._launchers:
+            yield
+            return
+        self._launchers.add(signature)
+        thread = threading.Thread(target=_make_launcher, args=(source,), name="graphex: compiling a launcher")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+
+def _make_launcher(source: Any) -> None:
+    """Leave it in Triton's cache. What fails here fails again, or is done without."""
+    with suppress(Exception):
+        triton.runtime.driver.active.launcher_cls(source, _NotCompiled())
+
+
+class _NotCompiled:
+    """What a launcher asks of its kernel's metadata, before there are any: none of it is in the C code."""
+
+    tensordesc_meta = None
+
+    def __getattr__(self, name: str) -> int:
+        return 0

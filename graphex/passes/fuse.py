@@ -72,7 +72,7 @@ class LiftIdioms(GraphPass):
 
 def _apply(work: Work, rules: list[Any]) -> None:
     if rules:
-        from graphex.fusion.fuse import apply_rules  # loads the matcher, and Inductor with it
+        from graphex.fusion.fuse import apply_rules  # loads the matcher
 
         apply_rules(work, rules)
 

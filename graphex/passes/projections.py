@@ -84,7 +84,7 @@ def _claimed(work: Work) -> dict[Node, str]:
     rules: list[Any] = [rule for rule in users_rules(work.config) if not rule.joint and rule.name not in without]
     if not rules:
         return {}
-    from graphex.fusion.claims import claimed_by  # loads the matcher, and Inductor with it
+    from graphex.fusion.claims import claimed_by  # loads the matcher
 
     return claimed_by(work, rules)
 

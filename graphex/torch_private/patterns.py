@@ -1,9 +1,10 @@
-"""torch's pattern matcher: the pattern language and the `Match` that users' checks receive.
+"""torch's pattern matcher: the pattern language and the `Match` that users' checks receive."""
 
-Importing this module loads Inductor, so it is imported where a rule is really tried.
-"""
+from graphex.torch_private.lean_imports import import_matcher
 
-from torch._inductor.pattern_matcher import (
+import_matcher()
+
+from torch._inductor.pattern_matcher import (  # noqa: E402
     Arg,
     CallFunction,
     ExclusiveKeywordArg,
@@ -18,7 +19,7 @@ from torch._inductor.pattern_matcher import (
     fwd_only,
     joint_fwd_bwd,
 )
-from torch.utils._ordered_set import OrderedSet
+from torch.utils._ordered_set import OrderedSet  # noqa: E402
 
 __all__ = [
     "Arg",

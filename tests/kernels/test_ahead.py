@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,39 @@ def test_what_does_not_compile_beside_others_is_tried_again(hopper, compiled, mo
     assert len(failed) == 1
     assert (made.errors, made.not_compiled) == ([], [])
     assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
+
+
+def test_launchers_are_compiled_while_their_kernels_are(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    compile, begun, waited_for = triton.compiler.compile, defaultdict(threading.Event), []
+
+    def launcher(source, metadata):
+        begun[str(source.signature)].set()
+        return metadata
+
+    def compile_late(source, **options):
+        assert begun[str(source.signature)].wait(30)
+        waited_for.append(source.name)
+        return compile(source, **options)
+
+    hopper.launcher_cls = launcher
+    monkeypatch.setattr(triton.compiler, "compile", compile_late)
+    made = compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    assert (made.errors, made.not_compiled) == ([], [])
+    assert hopper.loaded == compiled == Counter(waited_for)
+
+
+def test_a_launcher_that_cannot_be_made_early_is_made_later(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+
+    def only_for_a_compiled_kernel(source, metadata):
+        assert metadata.name
+        return metadata
+
+    hopper.launcher_cls = only_for_a_compiled_kernel
+    made = compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    assert (made.errors, made.not_compiled) == ([], [])
+    assert hopper.loaded == compiled != {}
 
 
 def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypatch):

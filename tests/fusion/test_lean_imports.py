@@ -1,0 +1,78 @@
+"""Compiling with rules imports torch's pattern matcher and not all of Inductor, which is whole when it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+COMPILE = """
+    import sys, torch, graphex
+
+    def f(x, weight):
+        n = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return weight * n
+
+    given = torch.randn(4, 16, dtype=torch.bfloat16), torch.randn(16, dtype=torch.bfloat16)
+    compiled = torch.compile(f, backend="graphex", options={"lift_idioms": "always"})
+    assert torch.equal(compiled(*given), f(*given))
+    assert [each.matches for each in graphex.journal(compiled).rules if each.rule == "lift_rms_norm"] == [1]
+"""
+WHOLE = """
+    import torch._inductor, torch._inductor.lowering, torch._inductor.decomposition
+    from torch._inductor.pattern_matcher import fallback_node_due_to_unsupported_type, select_decomp_table
+
+    assert torch._inductor.lowering.lowerings
+    assert select_decomp_table() == torch._inductor.decomposition.select_decomp_table()
+    traced = torch.fx.symbolic_trace(lambda x: x + 1)
+    value = torch.ones(2, dtype=torch.complex64)
+    for node in traced.graph.nodes:
+        node.meta["val"] = value
+    wanted = torch._inductor.lowering.fallback_node_due_to_unsupported_type
+    nodes = list(traced.graph.nodes)
+    assert [*map(fallback_node_due_to_unsupported_type, nodes)] == [*map(wanted, nodes)]
+"""
+
+
+def run(*parts: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(map(dedent, parts))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_generators_are_not_imported_and_are_there_when_asked_for():
+    not_there = """
+    assert "torch._inductor.pattern_matcher" in sys.modules
+    assert not {"torch._inductor.lowering", "torch._inductor.decomposition"} & set(sys.modules)
+    """
+    run(COMPILE, not_there, WHOLE)
+
+
+@pytest.mark.parametrize("first", ["torch._inductor.lowering", "torch._inductor.pattern_matcher"])
+def test_what_was_imported_before_stays(first):
+    before = f"import {first} as before"
+    run(before, COMPILE, f"assert before is sys.modules['{first}']", WHOLE)
+
+
+def test_a_matcher_that_wants_more_gets_all_of_it():
+    """As another version of torch might."""
+    other = """
+    from graphex.torch_private import lean_imports
+    lean_imports.LATER = dict.fromkeys(lean_imports.LATER, "something_else")
+    """
+    run(other, COMPILE, "assert 'torch._inductor.lowering' in sys.modules", WHOLE)
+
+
+def test_a_module_that_holds_on_to_a_stand_in_finds_the_real_thing():
+    held = """
+    import sys
+    from graphex.torch_private import lean_imports
+    with lean_imports.left_for_later():
+        stand_in = sys.modules["torch._inductor.lowering"]
+        assert not hasattr(stand_in, "lowerings")
+    assert stand_in.lowerings is __import__("torch._inductor.lowering", fromlist=["x"]).lowerings
+    """
+    run("import torch", held)
