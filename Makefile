@@ -49,6 +49,7 @@ bench: $(READY)
 	$(RUN) benchmarks/host_overhead.py
 	$(RUN) benchmarks/memory.py
 	$(RUN) benchmarks/fusion_compile.py
+	$(RUN) benchmarks/compile_time.py
 	$(RUN) benchmarks/report.py
 
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
@@ -59,6 +60,7 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
 	-PYTHONPATH=. $(PYTHON) benchmarks/decode.py
+	PYTHONPATH=. $(PYTHON) benchmarks/compile_time.py
 	-PYTHONPATH=. $(PYTHON) benchmarks/prefill.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py
 	PYTHONPATH=. $(PYTHON) benchmarks/kernels.py

@@ -20,6 +20,7 @@ from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Veri
 from graphex.runner import Runner
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
+from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.trees import pytree
@@ -39,15 +40,18 @@ def compile_graph(
     dump_graph(compilation, gm, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
-    functional = optimise(runner)
+    with compile_stage("graphex_passes"):
+        functional = optimise(runner)
     dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
         dumped = original if config.data_dump_stage == "original" else runner.gm
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
-        executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
-        compile_kernels(compilation, name, runner.gm.graph)
+        with compile_stage("graphex_program"):
+            executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+        with compile_stage("graphex_kernels"):
+            compile_kernels(compilation, name, runner.gm.graph)
         if functional is not None:
             executable = with_two_streams(runner, functional, executable, static_inputs)
         if config.verify:

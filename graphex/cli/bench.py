@@ -19,6 +19,7 @@ NEEDS = {  # benchmark -> what a machine must have
     "host_overhead": "",
     "memory": "",
     "fusion_compile": "",
+    "compile_time": "",
     "report": "chromium",
     "replay": "CUDA",
     "decode": "CUDA",

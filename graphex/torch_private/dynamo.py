@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import flatten_graph_inputs, get_debug_dir
+from torch._dynamo.utils import dynamo_timed, flatten_graph_inputs, get_debug_dir
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 
@@ -25,6 +26,7 @@ __all__ = [
     "cached_backends_equal_to",
     "code_of",
     "compile_id",
+    "compile_stage",
     "compiling_backend",
     "compiling_code",
     "debug_directory",
@@ -41,6 +43,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def disable(fn: F, reason: str) -> F:
     wrapped: F = torch._dynamo.disable(fn, reason=reason)
     return wrapped
+
+
+def compile_stage(name: str) -> AbstractContextManager[Any]:
+    """A stretch of a compilation, for torch's tools that show where its time went (`compile_times`, tlparse)."""
+    stage: AbstractContextManager[Any] = dynamo_timed(name, log_pt2_compile_event=True)
+    return stage
 
 
 def surfaced(error: GraphexError) -> GraphexError:
