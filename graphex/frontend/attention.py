@@ -81,10 +81,12 @@ def attend(
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    refusal = _needs_torch(query, key, value, attn_mask) or _does_not_fit(query, key, value, attn_mask, enable_gqa)
+    as_good = _many_positions(query)
+    refusal = as_good or _needs_torch(query, key, value, attn_mask)
+    refusal = refusal or _does_not_fit(query, key, value, attn_mask, enable_gqa)
     refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask, layout)
     refusal = refusal or ("" if forced else _beyond_the_kernel(query, key, value))
-    with annotate(Decided(call, refusal).as_note()):
+    with annotate(Decided(call, refusal, nothing_lost=bool(as_good)).as_note()):
         if refusal:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -92,6 +94,14 @@ def attend(
         factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         lifted: Tensor = torch.ops.graphex.attention(query, key, value, attn_mask, factor, is_causal)
         return lifted.clone(memory_format=torch.contiguous_format) if layout == BY_HEADS else lifted
+
+
+def _many_positions(query: Tensor) -> str:
+    """Why torch's own op is as good. Empty: it may not be."""
+    positions = query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
+    if isinstance(positions, int) and positions > MOST_POSITIONS:
+        return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
+    return ""
 
 
 def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
@@ -126,9 +136,7 @@ def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     tensors = [key, value, *([] if mask is None else [mask])]
     if any(each.device != query.device for each in tensors):
         return "not all arguments are on one device"
-    (batch, heads, positions, width), shared = query.shape, key.shape[1]
-    if isinstance(positions, int) and positions > MOST_POSITIONS:
-        return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
+    (batch, heads, _, width), shared = query.shape, key.shape[1]
     fixed = heads, shared, width, key.shape[3], value.shape[1], value.shape[3]
     if not all(isinstance(each, int) for each in fixed):
         return "the number or the size of heads is not fixed"

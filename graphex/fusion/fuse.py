@@ -127,6 +127,7 @@ class Fusion:
         told: list[tuple[Rule, Node, Stop | Refusal]] = []
         closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
+        as_good: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
             for root in self._nodes(rule.pattern.root_op):
                 if self._made_by.get(root) is rule:
@@ -134,7 +135,8 @@ class Fusion:
                 end = self._end_at(rule, root)
                 if not _is_worth_telling(rule, end):
                     continue
-                missed[rule.name].add(root)
+                nothing_lost = isinstance(end, Refusal) and end.nothing_lost
+                (as_good if nothing_lost else missed)[rule.name].add(root)
                 if rule.origin == "user":
                     told.append((rule, root, end))
                 elif root not in closest or _closeness(rule, end) > _closeness(*closest[root]):
@@ -148,7 +150,7 @@ class Fusion:
             variants.setdefault(rule.name, []).append(rule)
         for name, roots in missed.items():
             if name in spoken_of or any(self.outcomes[rule].matches for rule in variants[name]):
-                self._count(name, variants[name], len(roots))
+                self._count(name, variants[name], len(roots - as_good[name]))
 
     def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
@@ -173,6 +175,8 @@ class Fusion:
 
     def _count(self, rule: str, variants: list[Rule], missed: int) -> None:
         matches = sum(self.outcomes[variant].matches for variant in variants)
+        if not matches and not missed and variants[0].origin != "user":
+            return
         absent: list[Any] = []
         if not matches:  # the variant that came closest speaks for all
             absent = min(map(self._absent, variants), key=len)

@@ -46,7 +46,7 @@ def _fits(match: Match) -> bool | Refusal:
     positions = query.shape[2]
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         reason = f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
-        return Refusal(reason, match.nodes[0])
+        return Refusal(reason, match.nodes[0], nothing_lost=True)
     softcap: Any = match.kwargs["softcap"]
     if not isinstance(softcap, (int, float)) or softcap <= 0:
         return Refusal("the cap is not a positive number", match.nodes[0])

@@ -3,7 +3,8 @@
     weight, indices -> embedding          weight, indices -> graphex.embedding
 
 `padding_idx`, `scale_grad_by_freq` and `sparse` say how the table learns: they are in the backward graph already, and
-what is looked up does not depend on them. How many indices are a few is decided when they are there.
+what is looked up does not depend on them. Where it is not known how many indices there will be, the op decides when it
+runs; where it is known that they are many, the lookup stays as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphex.analysis import known_equal
+from graphex.analysis import known_equal, known_true
 from graphex.fusion.checks import Answer, all_of, tensor
 from graphex.fusion.lifting import calling, names_of, rule, taking
 from graphex.fusion.words import short
-from graphex.ops.embedding import COPIED
+from graphex.ops.embedding import COPIED, MOST_INDICES
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
 
@@ -38,13 +39,21 @@ def _adjacent(match: Match) -> Answer:
     return Refusal("the elements of a row are not adjacent", match.kwargs["weight"], "make the table contiguous")
 
 
+def _few(match: Match) -> Answer:
+    count = tensor(match, "indices").numel()
+    if not known_true(count > MOST_INDICES):
+        return None
+    reason = f"{count} indices are more than {MOST_INDICES}: PyTorch's own kernel is as good"
+    return Refusal(reason, match.nodes[0], nothing_lost=True)
+
+
 RULES = (
     rule(
         "lift_embedding",
         taking(names_of(looked_up), looked_up),
         _replace,
         list,
-        all_of(_is_copied, _adjacent),
+        all_of(_few, _is_copied, _adjacent),
         given=calling(looked_up),
     ),
 )

@@ -16,9 +16,8 @@ from graphex.kernels.embedding_kernel import embedding_kernel
 from graphex.kernels.layout import Tile, block_of, blocks_of, on_device_of, remember, signature
 from graphex.kernels.starts import launch
 from graphex.ops.definition import Declined
-from graphex.ops.embedding import COPIED, INDICES
+from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
 
-MOST_INDICES = 64
 MOST_WARPS = 4
 BYTES_OF_A_THREAD = 16
 

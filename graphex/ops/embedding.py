@@ -27,6 +27,8 @@ COPIED = frozenset(
 )
 """The types of a table whose rows the kernel copies."""
 INDICES = (torch.int64, torch.int32)
+MOST_INDICES = 64
+"""For more of them ATen's kernel leaves nothing to gain."""
 
 
 def _fake_embedding(weight: Tensor, indices: Tensor) -> Tensor:

@@ -20,11 +20,15 @@ from graphex.records import Certificate, Record, Refused, Rewrote
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason."""
+    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
+
+    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
+    """
 
     reason: str
     node: Node | None = None
     edit: str = ""
+    nothing_lost: bool = False
 
     def __bool__(self) -> bool:
         return False

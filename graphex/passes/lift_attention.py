@@ -25,6 +25,7 @@ class Decided:
 
     call: str
     refusal: str = ""
+    nothing_lost: bool = False  # torch's own kernels are as good for it
 
     def as_note(self) -> dict[str, Decided]:
         """What to annotate the nodes with that are made for the call."""
@@ -53,13 +54,15 @@ class LiftAttention(GraphPass):
         if work.phase == "backward":  # the forward graph has told it
             return
         lifted = 0
+        candidates = sum(not decided.nothing_lost for decided in last)
         for decided, node in last.items():
             if decided.refusal:
                 work.refuse(node, decided.refusal, rule=self.rule)
                 continue
             lifted += 1
             work.rewired(node, rule=self.rule, because=f"'{decided.call}' was not taken apart while it was traced")
-        work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, len(last)))
+        if candidates:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
 
 
 def _note(node: Node) -> Decided | None:

@@ -81,7 +81,10 @@ class Planner:
     # -- which layers ------------------------------------------------------------------------------------------------
 
     def _fit(self, siblings: list[Linear]) -> list[Linear]:
-        if self._refused(LINEARS, unfit_input(siblings[0]), self._no_kernel(LINEARS, siblings[0].node)):
+        unfit = unfit_input(siblings[0])
+        if unfit is not None and unfit.nothing_lost:
+            self.candidates[LINEARS].difference_update(linear.node for linear in siblings)
+        if self._refused(LINEARS, unfit, self._no_kernel(LINEARS, siblings[0].node)):
             return []
         return [
             each for each in siblings if not self._refused(LINEARS, self._is_claimed(each.node), unfit_weight(each))

@@ -133,7 +133,8 @@ def unfit_input(linear: Linear) -> Refusal | None:
     for size in x.shape[:-1]:
         rows = rows * size
     if known_true(rows > MOST_ROWS):
-        return Refusal(f"{rows} rows are more than {MOST_ROWS}: a plain matrix product is the right thing", linear.node)
+        reason = f"{rows} rows are more than {MOST_ROWS}: a plain matrix product is the right thing"
+        return Refusal(reason, linear.node, nothing_lost=True)
     if known_equal(rows, 0) or known_equal(x.shape[-1], 0):
         return Refusal("there is nothing to multiply", linear.node)
     return None

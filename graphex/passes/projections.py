@@ -62,7 +62,8 @@ class FoldProjections(GraphPass):
         plans = list(planner.plans(linears))
         matches = _Folding(work, mode).fold_all(plans)
         for rule, candidates in planner.candidates.items():
-            _count(work, rule, matches[rule], len(candidates))
+            if candidates:
+                _count(work, rule, matches[rule], len(candidates))
 
 
 def _count(work: Work, rule: str, matches: int, candidates: int) -> None:

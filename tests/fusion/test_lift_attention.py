@@ -132,6 +132,7 @@ def test_many_query_positions_are_left_to_torch():
     found = lifted(attend, *heads(positions=17, length=17))
     assert found.count(ATTENTION) == 0
     assert refusals(found) == ["17 query positions are more than the 16 of a decode step"]
+    assert [tried for tried in found.journal.rules if tried.rule == RULE] == []
 
 
 def test_a_gradient_is_left_to_torch():

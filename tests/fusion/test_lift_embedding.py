@@ -77,6 +77,33 @@ def test_a_table_that_the_kernel_does_not_take_stays_and_says_why(make: Callable
     assert [refusal.reason for refusal in journal.refusals if refusal.rule == "lift_embedding"] == [reason]
 
 
+@pytest.mark.parametrize(("count", "lifted"), [(64, True), (65, False)])
+def test_more_indices_than_a_few_are_left_to_pytorch(count: int, lifted: bool) -> None:
+    found = Lifted(embed, indices_of(count), rand(8, 4))
+    assert found.count(ours) == lifted
+    assert found.count(theirs) == (not lifted)
+    assert found.reasons == ("" if lifted else "65 indices are more than 64: PyTorch's own kernel is as good")
+
+
+def test_indices_that_are_certainly_many_are_left_to_pytorch_whatever_their_number() -> None:
+    found = Lifted(embed, indices_of(3, 70), rand(8, 4), dynamic=True)
+    assert found.count(theirs) == 1
+    assert "indices are more than 64" in found.reasons
+
+
+def test_a_prompt_is_no_problem_to_explain() -> None:
+    def read(prompt: Tensor, table: Tensor, weight: Tensor) -> Tensor:
+        x = functional.embedding(prompt, table)
+        heads = functional.linear(x, weight).view(1, -1, 2, 4).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads)
+
+    given = indices_of(1, 100), rand(8, 8, dtype=torch.bfloat16), rand(8, 8, dtype=torch.bfloat16)
+    report = graphex.explain(read, given, options={"lift_idioms": "always"})
+    assert {refusal.rule for refusal in report.journal.refusals} >= {"lift_embedding", "lift_attention", "linears"}
+    assert not report.journal.rules
+    assert "fused" not in report.summary()
+
+
 @needs_triton
 def test_rows_with_gaps_are_lifted() -> None:
     assert matches(journal_on("cuda", lambda: torch.empty_strided((32, 16), (40, 1)))) == ONCE

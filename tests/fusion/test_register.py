@@ -436,6 +436,17 @@ def test_a_rule_whose_op_is_not_there_says_so():
     assert "npu_rms_norm" in tried.remark
 
 
+def test_a_place_that_is_as_good_as_it_is_is_no_candidate():
+    def check(match):
+        return graphex.Refusal("nothing to gain", match.nodes[0], nothing_lost=True)
+
+    fused = Fused(add_norm, *norm_inputs(), fusion_rules=[norm_rule(extra_check=check)])
+    [tried] = fused.journal.rules
+    assert (tried.matches, tried.candidates) == (0, 0)
+    [refusal] = fused.journal.refusals
+    assert refusal.reason == "nothing to gain"
+
+
 def test_candidates_are_counted():
     def model(x1, x2, gamma):
         y, x = add_norm(x1, x2, gamma)

@@ -157,7 +157,7 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
 
     folded = Folded(model, half(5, 13, WIDTH), *qkv(5, 13, WIDTH))
     assert folded.ops == ["add_rms_norm", "mm", "mm", "mm"]
-    assert folded.counts == {LINEARS: (0, 3)}
+    assert folded.counts == {}  # a plain product is as good: they are no candidates
     (reason,) = folded.reasons(LINEARS)
     assert reason.startswith("65 rows are more than 64")
 
