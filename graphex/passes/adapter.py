@@ -23,8 +23,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch.fx import GraphModule, Transformer
+from torch.fx import Graph, GraphModule, Transformer
 
+from graphex.config import CompilerConfig
 from graphex.errors import OptionError
 from graphex.passes.base import GraphPass, Work
 
@@ -95,10 +96,28 @@ class CustomGraphPass(GraphPass):
             work.gm = result
 
 
+class UsersGraphPass(CustomGraphPass):
+    """A `GraphPass` of a user's: it answers for itself, and errors in it are the user's."""
+
+    custom: GraphPass
+
+    def __init__(self, custom: GraphPass) -> None:
+        super().__init__(custom, custom.apply)
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        return super().enabled(config) and self.custom.enabled(config)
+
+    def concerns(self, graph: Graph) -> bool:
+        return self.custom.concerns(graph)
+
+    def rules(self) -> tuple[str, ...]:
+        return self.custom.rules()
+
+
 def as_graph_pass(custom: Any) -> GraphPass:
     """The `GraphPass` for anything the table above lists; OptionError for anything else."""
     if isinstance(custom, GraphPass):
-        return CustomGraphPass(custom, lambda work: custom.apply(work))
+        return UsersGraphPass(custom)
     if isinstance(custom, type) and issubclass(custom, Transformer):
         return CustomGraphPass(custom, lambda work: custom(work.gm).transform())
     if isinstance(custom, tuple):

@@ -150,7 +150,8 @@ class GraphPass(ABC):
     foreign: bool = False  # written by a user: errors stop compilation, metadata is repaired afterwards
 
     def enabled(self, config: CompilerConfig) -> bool:
-        return self.name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
+        name = getattr(self, "name", type(self).__name__)  # a user's may have none
+        return name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
 
     def concerns(self, graph: Graph) -> bool:
         """Whether there is anything for the pass in a graph; if not, it does not run and leaves no record."""

@@ -140,6 +140,42 @@ def test_every_form_of_pass_does_what_it_says(form, place):
     assert not graphex.journal(fast).fallbacks
 
 
+class DropAddZero(graphex.GraphPass):
+    option = "remove_noop_ops"
+
+    def rules(self):
+        return ("add_zero",)
+
+    def concerns(self, graph):
+        return any(node.target is aten.add.Tensor for node in graph.nodes)
+
+    def apply(self, work):
+        for node in list(work.graph.nodes):
+            if node.target is aten.add.Tensor and node.args[1] == 0 and work.allows("add_zero"):
+                work.replace(node, node.args[0], rule="add_zero", because="nothing is added")
+
+
+@pytest.mark.parametrize(
+    ("options", "dropped"),
+    [
+        ({}, 1),
+        ({"disable_rules": ["add_zero"]}, 0),
+        ({"disable_passes": ["DropAddZero"]}, 0),
+        ({"remove_noop_ops": False}, 0),
+    ],
+    ids=str,
+)
+def test_a_graph_pass_of_a_users_has_rules_and_switches_like_ours(options, dropped):
+    options = {"post_grad_custom_pre_pass": DropAddZero(), **options}
+    report = graphex.explain(lambda x: (x * 2 + 0) * 3, (X,), options=options)
+    assert report.rule("add_zero").matched == dropped
+
+
+def test_a_graph_pass_of_a_users_leaves_alone_what_does_not_concern_it():
+    report = graphex.explain(torch.relu, (X,), options={"post_grad_custom_pre_pass": DropAddZero()})
+    assert "DropAddZero" not in [ran.name for ran in report.journal.passes]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_pass_leaves_nodes_with_value_line_and_origin(form):
     seen = Observer()
