@@ -121,12 +121,9 @@ def stages(
 
 def check_names(config: CompilerConfig) -> None:
     """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
-    users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
-    passes = [graph_pass for _, graph_pass in (*OURS, *LAST, *AUTOMATIC)] + users
     known = {
-        "disable_passes": {graph_pass.name for graph_pass in passes},
-        "disable_rules": {rule for graph_pass in passes for rule in graph_pass.rules()}
-        | {rule.name for rule in users_rules(config)},
+        "disable_passes": {graph_pass.name for graph_pass in _passes(config)},
+        "disable_rules": rule_names(config),
     }
     for option, names in known.items():
         for name in getattr(config, option):
@@ -134,6 +131,18 @@ def check_names(config: CompilerConfig) -> None:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(names))}"
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+
+
+def rule_names(config: CompilerConfig) -> set[str]:
+    """The rules that there are with this configuration: ours and the user's."""
+    return {rule for graph_pass in _passes(config) for rule in graph_pass.rules()} | {
+        rule.name for rule in users_rules(config)
+    }
+
+
+def _passes(config: CompilerConfig) -> list[GraphPass]:
+    users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
+    return [graph_pass for _, graph_pass in (*OURS, *LAST, *AUTOMATIC)] + users
 
 
 def _users(stage: str, passes: tuple[CustomPass, ...]) -> list[tuple[str, GraphPass]]:

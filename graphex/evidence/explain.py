@@ -9,9 +9,10 @@ report.save("report.html")          # the graphs, pass by pass, in one file for 
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from graphex.errors import InputError
 from graphex.evidence.kernels import KernelRow, kernel_rows
 from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
+from graphex.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote
 from graphex.torch_private.trees import pytree
 
@@ -44,19 +46,32 @@ class RuleSummary:
 class Report:
     """What `explain` found. Prints as tables, serialises to JSON, and keeps both results for comparison."""
 
-    def __init__(self, name: str, journal: Journal, outputs: Any, eager_outputs: Any, calls: int) -> None:
+    def __init__(
+        self, name: str, journal: Journal, rules: Collection[str], outputs: Any, eager_outputs: Any, calls: int
+    ) -> None:
         self.name = name
         self.journal = journal
+        self._rules = rules
         self.outputs = outputs
         self.eager_outputs = eager_outputs
         self.calls = calls
 
     def rule(self, name: str) -> RuleSummary:
-        """The record of one rule; a rule that found nothing has empty ones."""
+        """The record of one rule; a rule that found nothing has an empty one."""
         rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(record for record in self.journal.refusals if record.rule == name)
         misses = tuple(record for record in self.journal.near_misses if record.rule == name)
+        if not (rewrites or refusals or misses):
+            self._check_rule(name)
         return RuleSummary(name, rewrites, refusals + misses)
+
+    def _check_rule(self, name: str) -> None:
+        """Refuse a name that nothing answers to: a test of "this did not fuse" would hold for ever."""
+        if name in self._rules:
+            return
+        near = difflib.get_close_matches(str(name), self._rules, 3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`graphex rules` lists those that there are"
+        raise InputError(f"there is no rule {name!r} ({hint}).")
 
     @property
     def kernels(self) -> list[KernelRow]:
@@ -147,7 +162,7 @@ def explain(
         outputs = _call(compiled, inputs, seed)
         for _ in range(calls - 1):
             _call(compiled, inputs, seed)
-    return Report(_name(model), backend.journal, outputs, eager, calls)
+    return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager, calls)
 
 
 def _call(model: Callable[..., Any], inputs: Any, seed: int) -> Any:

@@ -52,7 +52,39 @@ def test_a_report_counts_rewrites_and_names_refusals_with_the_users_line(report)
     (miss,) = rule.near_misses
     assert miss.reason == "an output would begin to share memory with an input"
     assert miss.line.endswith("return y.clone() + 1, x.clone()")
-    assert report.rule("no such rule").matched == 0
+    assert report.rule("equal_calls").matched == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("plain_copies", "did you mean 'plain_copy'?"), ("no such rule", "`graphex rules` lists those")]
+)
+def test_a_rule_that_does_not_exist_is_an_error_that_names_what_comes_close(report, name, hint):
+    with pytest.raises(graphex.InputError) as error:
+        report.rule(name)
+    assert f"there is no rule '{name}'" in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_rules_of_the_users_own_exist_even_where_they_found_nothing(device):
+    class Pass(graphex.GraphPass):
+        name = "mine"
+
+        def rules(self):
+            return ("of_my_pass",)
+
+        def apply(self, work):
+            pass
+
+    def search(x):
+        return x.sin().cos()
+
+    def replace(x):
+        return x.cos().sin()
+
+    rule = graphex.replacement(search, replace, (torch.ones(2),), name="of_mine", self_test=False)
+    options = {"post_grad_custom_pre_pass": Pass(), "fusion_rules": [rule]}
+    report = graphex.explain(torch.relu, (torch.ones(2, device=device),), options=options)
+    assert report.rule("of_my_pass").matched == report.rule("of_mine").matched == 0
 
 
 def test_a_report_prints_everything_and_serialises(report):
