@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from graphex.evidence.watch import note_compilation
 from graphex.pipeline import check_names
 from graphex.readiness import get_ready_meanwhile
 from graphex.records import FellBack, Journal
+from graphex.switches import why_off
 from graphex.torch_private import dynamo
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -155,10 +155,10 @@ def _compile(
 
 def _is_off(journal: Journal) -> bool:
     """The switch for "is it graphex?": the model runs as it is, and the journal says so."""
-    if os.environ.get("GRAPHEX_DISABLE") != "1":
-        return False
-    journal.fall_back(FellBack("-", "graphex is off", "GRAPHEX_DISABLE=1 is set"), warn=False)
-    return True
+    reason = why_off()
+    if reason:
+        journal.fall_back(FellBack("-", "graphex is off", reason), warn=False)
+    return bool(reason)
 
 
 def _begin(config: CompilerConfig, journal: Journal, custom: Decompositions | None = None) -> Compilation:

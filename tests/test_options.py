@@ -353,8 +353,17 @@ def test_graphex_disable_turns_the_backend_into_plain_execution(monkeypatch):
     assert journal.fallbacks[0].reason == "GRAPHEX_DISABLE=1 is set"
 
 
-def test_another_value_of_graphex_disable_is_not_on(monkeypatch):
-    monkeypatch.setenv("GRAPHEX_DISABLE", "0")
+@pytest.mark.parametrize("value", ["true", "yes", "ON"])
+def test_whoever_sets_graphex_disable_has_meant_it(monkeypatch, value):
+    monkeypatch.setenv("GRAPHEX_DISABLE", value)
+    off = compiled()
+    off(X)
+    assert graphex.journal(off).fallbacks[0].reason == f"GRAPHEX_DISABLE={value} is set"
+
+
+@pytest.mark.parametrize("value", ["0", "", "false", "off"])
+def test_a_no_leaves_graphex_on(monkeypatch, value):
+    monkeypatch.setenv("GRAPHEX_DISABLE", value)
     fast = compiled()
     fast(X)
     assert graphex.journal(fast).passes

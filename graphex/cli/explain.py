@@ -16,6 +16,7 @@ import click
 from graphex.cli.output import json_option, print_json, print_sentences, waiting
 from graphex.config import options_of
 from graphex.records import Journal
+from graphex.switches import why_off
 
 NOTHING = 3
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
@@ -51,6 +52,8 @@ def explain(
     from graphex.evidence.tables import printed
     from graphex.evidence.watch import watching
 
+    if reason := why_off():
+        raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
     options = dict(map(_setting, settings))
     if not output.absolute().parent.is_dir():
         raise click.UsageError(f"'{output.parent}' is no directory. Make it first, or give another --output.")

@@ -13,7 +13,6 @@ The first candidate stays unless another is faster by more than times scatter.
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import warnings
@@ -23,11 +22,11 @@ from functools import partial
 
 import torch
 
+from graphex import switches
 from graphex.errors import GraphexWarning
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
-SWITCH = "GRAPHEX_TUNING"
 LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
@@ -145,7 +144,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
             candidates,
             default,
             may_measure=will_measure and only_compiled is None,
-            may_look_up=_switch() != "again",
+            may_look_up=switches.tuning() != "again",
         )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
@@ -182,12 +181,8 @@ def forget() -> None:
     _defaults.clear()
 
 
-def _switch() -> str:
-    return os.environ.get(SWITCH, "on").lower()
-
-
 def _is_off() -> bool:
-    return _switch() in ("off", "0")
+    return switches.tuning() == "off"
 
 
 def _tuner() -> Tuner:

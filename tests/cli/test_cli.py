@@ -54,6 +54,13 @@ def test_explain_through_a_pipe_is_text_without_colours_or_progress(script: Path
     assert graph["pictures"]
 
 
+def test_explain_says_that_graphex_is_off(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHEX_DISABLE", "1")
+    ended = call("explain", str(script))
+    assert ended.exit_code == 2
+    assert "GRAPHEX_DISABLE=1 is set" in ended.output
+
+
 def test_explain_in_a_terminal_shows_progress_and_colours_and_leaves_nothing_behind(script: Path) -> None:
     ended = in_terminal("explain", "script.py", cwd=script.parent)
     assert ended.code == 0
