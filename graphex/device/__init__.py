@@ -2,6 +2,6 @@
 
 from graphex.device.base import Cores, Device, Replay
 from graphex.device.lanes import Lanes
-from graphex.device.select import device_of
+from graphex.device.select import device_of, several_accelerators
 
-__all__ = ["Cores", "Device", "Lanes", "Replay", "device_of"]
+__all__ = ["Cores", "Device", "Lanes", "Replay", "device_of", "several_accelerators"]

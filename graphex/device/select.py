@@ -9,7 +9,7 @@ from graphex.device.base import Device
 
 def device_of(devices: set[torch.device]) -> Device:
     """The device of a graph whose tensors live on `devices`: the accelerator if there is exactly one."""
-    accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
+    accelerators = _accelerators(devices)
     if len(accelerators) == 1:
         only = next(iter(accelerators))
         if only.type == "cuda":
@@ -21,3 +21,13 @@ def device_of(devices: set[torch.device]) -> Device:
 
             return NpuDevice(only.index or 0)
     return Device()
+
+
+def several_accelerators(devices: set[torch.device]) -> str:
+    """`cuda:0 and cuda:1`: a device graph is one device's. Empty where there are not several."""
+    found = sorted(map(str, _accelerators(devices)))
+    return " and ".join(found) if len(found) > 1 else ""
+
+
+def _accelerators(devices: set[torch.device]) -> set[torch.device]:
+    return {device for device in devices if device.type not in ("cpu", "meta")}

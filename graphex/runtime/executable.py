@@ -17,7 +17,7 @@ from graphex.analysis.launches import is_kernel
 from graphex.analysis.plan import StreamPlan, stream_plan
 from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
-from graphex.device import Device, Lanes, device_of
+from graphex.device import Device, Lanes, device_of, several_accelerators
 from graphex.records import Cut, FellBack
 from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
@@ -66,6 +66,9 @@ def _build(
     run = eager_program(compilation, graph_name, folder, gm, counter, lanes)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
+        return run
+    if several := several_accelerators(devices_of(gm)):
+        compilation.fall_back(graph_name, "the graph runs without capture", f"its tensors are on {several}")
         return run
     if not device.captures:
         return run
