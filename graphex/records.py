@@ -100,6 +100,7 @@ class Refused(Record):
     line: str = ""
     bytes_moved: int = 0
     edit: str = ""
+    nothing_lost: bool = False
 
 
 @dataclass(frozen=True)

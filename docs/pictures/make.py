@@ -39,8 +39,8 @@ class Picture:
 PICTURES = {
     "overview": Picture("llama"),
     "graph": Picture("llama", "tab=graph&node=add_rms_norm_default_3"),
-    "pass": Picture("llama", "tab=graph&step=4&mode=diff&node=rms_norm_default_4", dark=True),
-    "list": Picture("llama", "tab=graph&step=4&mode=diff", keys="l", height=620),
+    "pass": Picture("llama", "tab=graph&step=5&mode=diff&node=rms_norm_default_4", dark=True),
+    "list": Picture("llama", "tab=graph&step=5&mode=diff", keys="l", height=620),
     "miss": Picture("norm", "tab=rules", height=560),
     "source": Picture("norm", "tab=source&line=28", height=620),
     "memory": Picture("llama", "tab=memory", height=460),

@@ -38,8 +38,10 @@ def _tables(journal: Journal) -> Iterator[Any]:
         yield _fusions(journal)
     if journal.near_misses:
         yield _near_misses(journal)
-    if journal.refusals:
+    if any(not record.nothing_lost for record in journal.refusals):
         yield _refusals(journal)
+    if any(record.nothing_lost for record in journal.refusals):
+        yield _as_good(journal)
     if journal.streams:
         yield _streams(journal)
     if journal.auto_streams:
@@ -124,7 +126,7 @@ def _passes(journal: Journal) -> Any:
 def _rules(journal: Journal) -> Any:
     table = _table("rewrites", "rule", "made", "refused", "for example", "because")
     made = Counter(record.rule for record in journal.rewrites)
-    refused = Counter(record.rule for record in journal.refusals)
+    refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
     first = {record.rule: record for record in reversed(journal.rewrites)}
     for rule, count in made.most_common():
         example = first[rule]
@@ -158,10 +160,11 @@ def _near_misses(journal: Journal) -> Any:
 
 def _refusals(journal: Journal) -> Any:
     """The most expensive first; the same reason at the same line is one row."""
-    helped = any(record.edit for record in journal.refusals)
+    refusals = [record for record in journal.refusals if not record.nothing_lost]
+    helped = any(record.edit for record in refusals)
     table = _table("refused", "rule", "times", "node", "reason", "line", *(["what would help"] if helped else []))
     groups: dict[tuple[str, str, str], list[Refused]] = {}
-    for record in journal.refusals:
+    for record in refusals:
         groups.setdefault((record.rule, record.reason, record.line), []).append(record)
     ranked = sorted(groups.values(), key=lambda group: -sum(record.bytes_moved for record in group))
     for group in ranked[:SHOWN]:
@@ -170,6 +173,15 @@ def _refusals(journal: Journal) -> Any:
         table.add_row(first.rule, str(len(group)), first.node, first.reason, first.line, *edit)
     if len(ranked) > SHOWN:
         table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "")
+    return table
+
+
+def _as_good(journal: Journal) -> Any:
+    """Places that a rule leaves alone because it has nothing to offer there."""
+    table = _table("as good as they are", "rule", "times", "because")
+    counted = Counter((record.rule, record.reason) for record in journal.refusals if record.nothing_lost)
+    for (rule, reason), count in counted.most_common():
+        table.add_row(rule, str(count), reason)
     return table
 
 

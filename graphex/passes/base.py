@@ -115,9 +115,9 @@ class Work:
 
     def refuse(self, node: Node, reason: str | Refusal, *, rule: str, bytes_moved: int = 0) -> None:
         """Take note that `rule` fits at `node` and was not applied."""
-        text, edit = (reason.reason, reason.edit) if isinstance(reason, Refusal) else (reason, "")
-        line = node_line(node)
-        self._write(Refused(self._graph_name, self._pass_name, rule, node.name, text, line, bytes_moved, edit))
+        said = reason if isinstance(reason, Refusal) else Refusal(reason)
+        place = self._graph_name, self._pass_name, rule, node.name, said.reason, node_line(node)
+        self._write(Refused(*place, bytes_moved, said.edit, said.nothing_lost))
 
     def certificate(self, written: Node, writer: Node, bytes_saved: int) -> Certificate:
         """Why `writer` may write to the memory of `written`: nobody reads it after the node named here."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
-from graphex.passes.base import GraphPass, Work
+from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.records import RuleTried
 
 _KEY = "graphex_attention"
@@ -57,7 +57,7 @@ class LiftAttention(GraphPass):
         candidates = sum(not decided.nothing_lost for decided in last)
         for decided, node in last.items():
             if decided.refusal:
-                work.refuse(node, decided.refusal, rule=self.rule)
+                work.refuse(node, Refusal(decided.refusal, nothing_lost=decided.nothing_lost), rule=self.rule)
                 continue
             lifted += 1
             work.rewired(node, rule=self.rule, because=f"'{decided.call}' was not taken apart while it was traced")

@@ -6,7 +6,9 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
 
+import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.report.browser import Browser
@@ -110,6 +112,16 @@ def test_near_misses_and_certificates_lead_to_their_nodes(chrome: Browser, llama
     assert any("caches[0][0]" in row for row in chrome.texts("table tr"))
     chrome.click("td .node-chip", "index_copy")
     assert "saves" in chrome.text(".side .events")
+
+
+def test_places_that_are_as_good_as_they_are_are_no_misses(chrome: Browser, tmp_path: Path) -> None:
+    given = torch.randn(70, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    report = graphex.explain(torch.nn.functional.linear, given, options={"lift_idioms": "always"})
+    chrome.open(report.save(tmp_path / "report.html"), "tab=rules")
+    chrome.click('.rule[data-rule="linears"] summary')
+    assert "70 rows are more than 64" in chrome.text('.rule[data-rule="linears"] .rule-body')
+    assert chrome.texts('.rule[data-rule="linears"] .badge') == []
+    assert chrome.texts(".miss") == []
 
 
 def test_modules_open_and_close(chrome: Browser, llama_page: Path) -> None:

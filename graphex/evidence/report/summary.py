@@ -93,15 +93,27 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             continue
         missed = "" if matches == candidates else _first_reason(graphs, rule)
         text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
-        # A rule of ours about pairs that found none: the model holds only the halves, which is no fault of anybody's.
-        idle = "plain" if not matches and rule in _OURS else "bad"
+        # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is nobody's fault.
+        idle = "plain" if rule in _OURS and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence("good" if matches == candidates else idle, text)
+
+
+def _can_be_helped(graphs: list[dict[str, Any]], rule: str) -> bool:
+    """Whether an edit is known that would let the rule apply, or a place fits it and was refused all the same."""
+    edits = (miss["edit"] for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule)
+    return any(edits) or bool(_refusals(graphs, rule))
+
+
+def _refusals(graphs: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
+    """Those that have cost something."""
+    found = (refusal for graph in graphs for refusal in graph["refusals"] if refusal["rule"] == rule)
+    return [refusal for refusal in found if not refusal["nothing_lost"]]
 
 
 def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
     """Why the place that came closest did not fuse."""
     misses = [miss for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule]
-    refusals = [refusal for graph in graphs for refusal in graph["refusals"] if refusal["rule"] == rule]
+    refusals = _refusals(graphs, rule)
     found = [*refusals, *sorted(misses, key=lambda miss: -miss["matched"] / miss["ops"])]
     if not found:
         return ""

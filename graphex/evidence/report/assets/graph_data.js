@@ -115,7 +115,8 @@ class GraphModel {
           for (const name of record.into) add(name, effect, "rewrite", record);
         }
       }
-      for (const record of this.graph.refusals.filter(counts)) add(record.node, "missed", "refusal", record);
+      for (const record of this.graph.refusals.filter(counts))
+        add(record.node, record.nothing_lost ? "" : "missed", "refusal", record);
       for (const record of this.graph.near_misses.filter(counts)) add(record.node, "missed", "near miss", record);
       return about;
     });

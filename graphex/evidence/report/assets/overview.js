@@ -17,7 +17,7 @@ function graphTable(app) {
     nodeCount(graph),
     graph.devices.join(", "),
     String(graph.rewrites.length),
-    String(graph.refusals.length + graph.near_misses.length),
+    String(graph.refusals.filter((each) => !each.nothing_lost).length + graph.near_misses.length),
   ]);
   const head = ["graph", "phase", "nodes", "devices", "rewrites", "refused or missed"];
   return section(

@@ -20,7 +20,16 @@ function gatherRules(graph) {
   const found = new Map();
   const at = (name) => {
     if (!found.has(name))
-      found.set(name, { name, made: [], refused: [], missed: [], matches: null, candidates: null, remarks: [] });
+      found.set(name, {
+        name,
+        made: [],
+        refused: [],
+        missed: [],
+        asGood: [],
+        matches: null,
+        candidates: null,
+        remarks: [],
+      });
     return found.get(name);
   };
   for (const record of graph.rules) {
@@ -30,7 +39,7 @@ function gatherRules(graph) {
     if (record.remark) rule.remarks.push(record.remark);
   }
   for (const record of graph.rewrites) at(record.rule).made.push(record);
-  for (const record of graph.refusals) at(record.rule).refused.push(record);
+  for (const record of graph.refusals) at(record.rule)[record.nothing_lost ? "asGood" : "refused"].push(record);
   for (const record of graph.near_misses) at(record.rule).missed.push(record);
   // First what worked here and not there: the difference between two places is the best hint.
   const missing = (rule) => rule.missed.length + rule.refused.length;
@@ -55,6 +64,8 @@ function ruleBlock(app, rule) {
     ...rule.remarks.map((remark) => el("p", { class: "note" }, remark)),
     missing ? el("h4", {}, "Not applied") : null,
     ...[...rule.refused, ...rule.missed].map((record) => missBlock(app, record)),
+    rule.asGood.length ? el("h4", {}, "As good as it is") : null,
+    ...asGoodBlocks(app, rule.asGood),
     rule.made.length ? el("h4", {}, "Applied") : null,
     rule.made.length ? madeTable(app, rule.made) : null,
   ];
@@ -76,6 +87,20 @@ function missBlock(app, record) {
     record.bytes_moved ? el("p", { class: "note" }, `${sizeText(record.bytes_moved)} are copied in every call`) : null,
     el("p", { class: "note mono" }, record.line),
     chip(`Show ${record.node}`, () => app.showRecord(record), ""),
+  );
+}
+
+// Places that nobody has to look at: one line for each reason, and the first of them to go to.
+function asGoodBlocks(app, records) {
+  const reasons = new Map();
+  for (const record of records) reasons.set(record.reason, [...(reasons.get(record.reason) || []), record]);
+  return [...reasons].map(([reason, alike]) =>
+    el(
+      "p",
+      { class: "note" },
+      `${plural(alike.length, "place")}: ${reason}. `,
+      chip(`Show ${alike[0].node}`, () => app.showRecord(alike[0]), ""),
+    ),
   );
 }
 

@@ -33,7 +33,7 @@ function lineMarks(model, file) {
       }
     }
     const missing = [...model.graph.refusals, ...model.graph.near_misses];
-    for (const record of missing) {
+    for (const record of missing.filter((each) => !each.nothing_lost)) {
       const [, name, line] = /^(.*?):(\d+)/.exec(record.line) || [];
       if (name === data.files[file].name) add(Number(line), "missed", record.node);
     }
