@@ -149,3 +149,16 @@ def test_every_field_of_every_record_is_explained() -> None:
     explained = page.split("## What the fields mean")[1].split("\n## ")[0]
     fields = {field.name for record in records.Record.__subclasses__() for field in dataclasses.fields(record)}
     assert not {name for name in fields if f"`{name}`" not in explained}
+
+
+def test_every_switch_of_the_environment_is_in_the_guide_and_nothing_else_is() -> None:
+    written = "".join(path.read_text() for path in ROOT.glob("graphex/**/*.py"))
+    table = (ROOT / "docs/guide.md").read_text().split("## Environment switches")[1]
+    assert set(re.findall(r"GRAPHEX_[A-Z_]+", table)) == set(re.findall(r"\bGRAPHEX_[A-Z_]+", written))
+
+
+def test_every_room_of_the_package_is_in_the_page_on_internals() -> None:
+    page = (ROOT / "docs/internals.md").read_text()
+    rooms = [path for path in (ROOT / "graphex").iterdir() if not path.name.startswith(("_", "py.typed"))]
+    named = (f"{path.name}/" if path.is_dir() else path.name for path in rooms)
+    assert [name for name in named if f"`{name}`" not in page] == []
