@@ -45,7 +45,7 @@ def _named(wanted: str, entries: list[Entry]) -> Entry:
     for entry in entries:
         if wanted == entry.name:
             return entry
-    names = [entry.name for entry in entries]
+    names = list(dict.fromkeys(entry.name for entry in entries))  # a pass may run in two stages
     near = difflib.get_close_matches(wanted, names, 1)
     hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(names)}."
     raise click.UsageError(f"there is no '{wanted}'. {hint}")

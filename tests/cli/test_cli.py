@@ -212,6 +212,10 @@ def test_doctor_compiles_the_check_where_it_can(monkeypatch: pytest.MonkeyPatch,
     assert (found["status"], found["found"]) == ("ok", "done in C++, compiled and loaded")
 
 
+def test_a_pass_that_runs_twice_is_named_once_to_whoever_asks_for_another() -> None:
+    assert call("passes", "zzz").output.count("remove_dead_code") == 1
+
+
 def test_bench_knows_which_benchmarks_fit() -> None:
     listed = {each["name"]: each for each in read("bench", "--list")}
     assert listed["memory"]["status"] == "fits"
