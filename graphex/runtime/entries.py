@@ -125,6 +125,12 @@ class Entry:
         self._copies = Copies([buffer.target for buffer in self.buffers])
         self._copied = picker(self.copied)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
+        lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
+        self._lent = [(tensor, tensor.data_ptr()) for tensor in (*lent, *self.outputs.in_place())]
+
+    def is_robbed(self) -> bool:
+        """Whether memory that the graph shares with the user's tensors was replaced, by making one of them larger."""
+        return bool(self._lent) and any(tensor.data_ptr() != address for tensor, address in self._lent)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
@@ -155,7 +161,7 @@ class Entry:
     def free(self) -> None:
         self.pool.graphs -= 1
         self.replay.free()
-        self.buffers, self.held = [], []
+        self.buffers, self.held, self._lent = [], [], []
         self.shortcut = None
 
 
