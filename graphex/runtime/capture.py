@@ -60,6 +60,7 @@ class Capturing:
         *,
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
+        is_piece: bool = False,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `outputs`)."""
         self._boxed_call = True  # on the instance: wrappers copy what they find there
@@ -68,7 +69,7 @@ class Capturing:
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
-        self._plan = Plan.of(gm, device, static_inputs, config, ways or {})
+        self._plan = Plan.of(gm, device, static_inputs, config, ways or {}, is_piece)
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, device)

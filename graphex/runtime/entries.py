@@ -45,7 +45,12 @@ class Plan:
 
     @staticmethod
     def of(
-        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, ways: dict[int, str]
+        gm: GraphModule,
+        device: Device,
+        static_inputs: Iterable[int],
+        config: CompilerConfig,
+        ways: dict[int, str],
+        is_piece: bool = False,
     ) -> Plan:
         aliases = Aliases(gm.graph)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -71,7 +76,8 @@ class Plan:
             written=written,
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
-            clone_input=config.clone_input,
+            # A piece must not write to what a later one of the same call reads.
+            clone_input="auto" if is_piece and config.clone_input is False else config.clone_input,
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
