@@ -60,6 +60,7 @@ class Capturing:
         *,
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
+        is_piece: bool = False,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `outputs`)."""
         self._boxed_call = True  # on the instance: wrappers copy what they find there
@@ -68,7 +69,7 @@ class Capturing:
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
-        self._plan = Plan.of(gm, device, static_inputs, config, ways or {})
+        self._plan = Plan.of(gm, device, static_inputs, config, ways or {}, is_piece)
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, device)
@@ -126,6 +127,7 @@ class Capturing:
                     or (shortcut := entry.shortcut) is None
                     or (self._varies and self._key.values(args) != shortcut.values)
                     or not shortcut.fits(args)
+                    or entry.is_robbed()
                 ):
                     return self._replayed_after_a_search(args)
                 self._moves = 0
@@ -140,7 +142,7 @@ class Capturing:
             return None
         key = self._key(args)
         entry, moved = self._find(key, args)
-        if entry is None or moved:
+        if entry is None or moved or entry.is_robbed():
             return None
         self._moves = 0
         stream = self._device.stream()
@@ -168,14 +170,16 @@ class Capturing:
         """The graph to replay; None to run this call eagerly."""
         entry, moved = self._find(key, args)
         fits = entry is not None and not moved
-        if fits and not self._force:
+        is_robbed = entry is not None and entry.is_robbed()
+        if fits and not self._force and not is_robbed:
             self._moves = 0
             return entry
         if not fits and key in self._failed:
             return None
         slot = Slot(key, self._plan.addresses(args))
         if fits:
-            return self._capture(slot, args, "force_recapture is set")
+            why = "a tensor that shares the graph's memory was resized" if is_robbed else "force_recapture is set"
+            return self._capture(slot, args, why)
         if self._store.knows(key):
             return self._capture_what_moved(slot, args, moved)
         if key in self._seen or session.is_warming_up():

@@ -45,7 +45,12 @@ class Plan:
 
     @staticmethod
     def of(
-        gm: GraphModule, device: Device, static_inputs: Iterable[int], config: CompilerConfig, ways: dict[int, str]
+        gm: GraphModule,
+        device: Device,
+        static_inputs: Iterable[int],
+        config: CompilerConfig,
+        ways: dict[int, str],
+        is_piece: bool = False,
     ) -> Plan:
         aliases = Aliases(gm.graph)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -71,7 +76,8 @@ class Plan:
             written=written,
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
-            clone_input=config.clone_input,
+            # A piece must not write to what a later one of the same call reads.
+            clone_input="auto" if is_piece and config.clone_input is False else config.clone_input,
             returns_one=not isinstance(_returned(gm), (list, tuple)),
         )
 
@@ -125,6 +131,12 @@ class Entry:
         self._copies = Copies([buffer.target for buffer in self.buffers])
         self._copied = picker(self.copied)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
+        lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
+        self._lent = [(tensor, tensor.data_ptr()) for tensor in (*lent, *self.outputs.in_place())]
+
+    def is_robbed(self) -> bool:
+        """Whether memory that the graph shares with the user's tensors was replaced, by making one of them larger."""
+        return bool(self._lent) and any(tensor.data_ptr() != address for tensor, address in self._lent)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
@@ -155,7 +167,7 @@ class Entry:
     def free(self) -> None:
         self.pool.graphs -= 1
         self.replay.free()
-        self.buffers, self.held = [], []
+        self.buffers, self.held, self._lent = [], [], []
         self.shortcut = None
 
 

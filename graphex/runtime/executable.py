@@ -165,7 +165,7 @@ def _in_pieces(
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
             stable.update(piece.outputs[place] for place in piece.handed_on)
             ways = dict.fromkeys(piece.handed_on, "handed on")
-            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways)
+            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, is_piece=True)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
 

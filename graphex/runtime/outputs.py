@@ -136,6 +136,10 @@ class OutputPlan:
         ]
         self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
 
+    def in_place(self) -> list[Tensor]:
+        """The outputs whose memory the user gets to hold."""
+        return [step.value for step in self._plan if isinstance(step, InPlace) and not step.lent]
+
     def still_held(self) -> list[int]:
         """The outputs in place that somebody still holds from the call before."""
         return [

@@ -8,6 +8,7 @@ of a process.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -19,12 +20,13 @@ LATER = {
     "torch._inductor.lowering": "fallback_node_due_to_unsupported_type",
     "torch._inductor.decomposition": "select_decomp_table",
 }
+PATIENCE = 60.0  # seconds; the import takes one or two
 
 
 def import_matcher() -> None:
     """Import it, the whole of Inductor with it where it wants more than we know of."""
-    if MATCHER not in sys.modules:
-        with suppress(ImportError), left_for_later():
+    if sys.modules.keys().isdisjoint((MATCHER, *LATER)):  # else a thread that imports them now would wait for us
+        with suppress(Exception), left_for_later():
             import_module(MATCHER)
     import_module(MATCHER)
 
@@ -36,18 +38,29 @@ def left_for_later() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in stand_ins:
+        for name, stand_in in stand_ins.items():
             del sys.modules[name]
+            stand_in.is_gone.set()
 
 
 class _StandIn(ModuleType):
-    """A module that is imported once something of it is used. Until it is out of the way, only `LATER` can be."""
+    """A module that is imported once something of it is used. Until it is out of the way, only `LATER` can be.
+
+    Another thread that imports Inductor meanwhile waits for that, but not for what the matcher imports: it may be
+    importing that itself. Nor for what Python asks of every module.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.thread, self.is_gone = threading.get_ident(), threading.Event()
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute == LATER[self.__name__]:
             return _called_later(self.__name__, attribute)
         if sys.modules.get(self.__name__) is self:
-            raise AttributeError(attribute)
+            is_ours = threading.get_ident() == self.thread or attribute.startswith("__")
+            if is_ours or not self.is_gone.wait(PATIENCE):
+                raise AttributeError(attribute)
         return getattr(import_module(self.__name__), attribute)
 
 

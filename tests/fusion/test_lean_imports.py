@@ -76,3 +76,28 @@ def test_a_module_that_holds_on_to_a_stand_in_finds_the_real_thing():
     assert stand_in.lowerings is __import__("torch._inductor.lowering", fromlist=["x"]).lowerings
     """
     run("import torch", held)
+
+
+def test_another_thread_that_imports_inductor_meanwhile_gets_all_of_it():
+    threads = """
+    import sys, threading, torch
+    from graphex.torch_private import lean_imports
+    found, has_begun = [], threading.Event()
+
+    def other():
+        import torch._inductor.lowering as lowering
+        has_begun.set()
+        from torch._inductor.decomposition import decompositions
+        found.extend((lowering.lowerings, decompositions))
+
+    with lean_imports.left_for_later():
+        thread = threading.Thread(target=other)
+        thread.start()
+        has_begun.wait()
+        lean_imports.import_module(lean_imports.MATCHER)
+    thread.join()
+    import torch._inductor.lowering, torch._inductor.decomposition
+    assert found[0] is torch._inductor.lowering.lowerings
+    assert found[1] is torch._inductor.decomposition.decompositions
+    """
+    run(threads, WHOLE)

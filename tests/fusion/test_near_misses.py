@@ -61,3 +61,13 @@ def test_the_variants_of_an_idiom_are_counted_together() -> None:
 
     lifted = Lifted(model, rand(2, 3, 5, 8), *angles(), disable_rules=["rotary_qk"])
     assert counts(lifted) == {"lift_rotary": (3, 3)}
+
+
+def test_the_mean_of_a_product_that_is_no_square_is_told() -> None:
+    def model(x: Tensor, shift: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(((x + shift) * x).mean(-1, keepdim=True) + 1e-6) * weight
+
+    lifted = Lifted(model, torch.ones(3, 16), torch.ones(16), rand(16))
+    assert counts(lifted) == {"lift_rms_norm": (0, 1)}
+    (miss,) = misses(lifted)
+    assert "stands where the rule has" in miss.reason

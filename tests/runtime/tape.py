@@ -29,6 +29,7 @@ class Tape(TorchDispatchMode, Replay):
         super().__init__()
         self.device, self.pool, self.error_mode = device, pool, error_mode
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.places: list[list[int]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
         self.freed = False
@@ -38,7 +39,9 @@ class Tape(TorchDispatchMode, Replay):
         self.device.step("op")
         self.undo += [(leaf, leaf.clone()) for leaf in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
-        self.calls.append((func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)))
+        call = func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)
+        self.calls.append(call)
+        self.places.append(_places(call))
         return result
 
     def rewind(self) -> None:
@@ -49,6 +52,7 @@ class Tape(TorchDispatchMode, Replay):
 
     def replay(self) -> None:
         assert not self.freed, "a graph was replayed after it was freed"
+        assert self.places == list(map(_places, self.calls)), "a graph was replayed on memory that is gone"
         self.device.running(self)
         for func, args, kwargs, result in self.calls:
             again = func(*args, **kwargs)
@@ -107,6 +111,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _at_their_place(args: Any) -> Any:
     """A device graph knows addresses: what becomes of a tensor object later does not matter to it."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
+
+
+def _places(call: Any) -> list[int]:
+    """Where the tensors of a call are: one that is made larger takes all tensors on its memory along."""
+    return [leaf.data_ptr() for leaf in _tensors(call[1:]) if leaf.numel()]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -87,6 +87,20 @@ def test_without_clone_input_the_captured_tensors_are_the_buffers(where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("clone_input", [True, False, "auto"])
+def test_an_input_that_was_made_larger_and_small_again_is_read_where_it_is_now(clone_input, where):
+    compiled = compile_it(lambda x: x * 2 + 1, clone_input=clone_input)
+    x = torch.zeros(4, device=where)
+    for _ in range(3):
+        compiled(x)
+    x.resize_(1 << 16).resize_(4).fill_(5)
+    other = torch.full((4,), 7.0, device=where)
+    for given in (x, x, other, other):
+        same(compiled(given), given * 2 + 1)
+    assert replays(compiled) >= 5
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("overlap", [lambda x: x.view(-1), lambda x: x[1:5], lambda x: x[3:7]])
 def test_without_clone_input_tensors_that_overlap_are_no_buffers(overlap, where):
     def f(x: Tensor, y: Tensor) -> Tensor:

@@ -139,6 +139,20 @@ def test_without_clone_output_an_old_output_that_is_alive_is_named(hold, where):
 
 
 @torch.no_grad()
+def test_a_result_in_place_that_was_made_larger_leaves_the_next_one_right(where):
+    compiled = compile_it(lambda x: x * 2 + 1, clone_output=False)
+    x = torch.zeros(4, device=where)
+    for step in range(6):
+        x.fill_(step)
+        result = compiled(x)
+        same(result, x * 2 + 1)
+        if step == 3:
+            result.resize_(1 << 16)
+        del result
+    assert replays(compiled) == 5
+
+
+@torch.no_grad()
 def test_without_clone_output_and_with_pools_of_their_own_each_size_keeps_its_memory(where):
     compiled = compile_it(lambda x: x * 2 + 1, dynamic=True, clone_output=False, reuse_graph_pool_in_same_fx=False)
     for _ in range(2):

@@ -170,3 +170,19 @@ def test_random_numbers_on_both_sides_follow_the_seed(where):
     same(drawn[3], drawn[0])
     same(drawn[4], drawn[2])
     assert not torch.equal(drawn[0][1], drawn[1][1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_input", [True, False, "auto"])
+def test_inputs_that_trade_places_between_pieces(clone_input, where):
+    """What a piece copies into the memory of the tensors it was captured with is not what the next one reads."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (on_the_host((x @ x).relu() * 2 + 1) @ y).sin() * 3 + 1
+
+    compiled = compile_it(f, clone_input=clone_input)
+    one, other = torch.randn(2, 4, 4, device=where).unbind()
+    for x, y in [(one, other)] * 4 + [(other, one), (one, other)] * 2:
+        wanted = f(x.clone(), y.clone())
+        torch.testing.assert_close(compiled(x, y), wanted)
+    assert replays(compiled) > 8
