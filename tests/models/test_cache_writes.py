@@ -38,5 +38,6 @@ def test_every_layer_of_a_decode_step_writes_its_cache_in_one_op(dtype: torch.dt
     (ran,) = (ran for ran in journal.passes if ran.graph == step and ran.name == "write_rotary_to_cache")
     assert ran.added == {"graphex.rotary_qkv_write_.default": model.config.num_hidden_layers}
     assert not [record for record in journal.refusals if record.graph == step and "rotary" in record.rule]
+    assert [tried.matches for tried in journal.rules if (tried.graph, tried.rule) == (step, "lift_embedding")] == [1]
     assert {verdict.status for verdict in journal.verifications} <= {"equal"}
     assert not journal.fallbacks

@@ -1,4 +1,7 @@
-"""Every RMSNorm, SwiGLU, rotary embedding and table of `transformers` models is fused: n of n, by their modules."""
+"""Every RMSNorm, SwiGLU and rotary embedding of `transformers` models is fused: n of n, by their modules.
+
+Lookups of more than 64 tokens stay: PyTorch's own are as good.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,7 @@ def sites(model: torch.nn.Module, name: str) -> dict[str, int]:
     """How often each idiom occurs in a model, by the names that transformers gives to modules."""
     kinds = Counter(kind for module in model.modules() for kind in kinds_of(type(module).__name__))
     swiglus = kinds["MLP"] + (0 if name in WITHOUT_EXPERTS else kinds["Experts"])
-    tables = sum(isinstance(module, torch.nn.Embedding) for module in model.modules())
-    return {
-        "lift_rms_norm": kinds["RMSNorm"],
-        "lift_silu_mul": swiglus,
-        "lift_rotary": 2 * kinds["Attention"],
-        "lift_embedding": tables,
-    }
+    return {"lift_rms_norm": kinds["RMSNorm"], "lift_silu_mul": swiglus, "lift_rotary": 2 * kinds["Attention"]}
 
 
 def kinds_of(module: str) -> list[str]:
@@ -92,8 +89,9 @@ def test_every_site_is_fused(name: str, dtype: torch.dtype, device: str) -> None
     assert {rule: fused[rule] for rule in wanted} == wanted
     assert fused["rotary_qk"] * 2 == wanted["lift_rotary"]
     assert fused["add_rms_norm"] > 0
-    assert [refusal for refusal in journal.refusals if refusal.pass_name in ("lift_idioms", "fuse_patterns")] == []
+    refused = [each for each in journal.refusals if each.pass_name in ("lift_idioms", "fuse_patterns")]
+    assert [(each.rule, each.nothing_lost) for each in refused] == [("lift_embedding", True)]
     assert torch.ops.aten.rsqrt.default not in left
     assert torch.ops.aten.silu.default not in left
-    assert torch.ops.aten.embedding.default not in left
+    assert left.count(torch.ops.aten.embedding.default) == 1
     assert torch.ops.graphex.rotary.default not in left
