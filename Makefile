@@ -33,7 +33,7 @@ test: lint
 	$(RUN) -m pytest -n $(JOBS) -m 'not full and not cuda' tests/ascend
 
 test-full: lint
-	$(RUN) -m pytest -n $(JOBS) -m 'not cuda'
+	$(RUN) -m pytest -n $(JOBS) -m 'not cuda' --hypothesis-profile=default
 	$(RUN) -m pytest -n $(JOBS) -m 'not cuda' tests/ascend
 
 fuzz: $(READY)

@@ -1,4 +1,7 @@
-"""What every test gets: a clean Dynamo, a seeded generator, and the device the suite runs on."""
+"""What every test gets: a clean Dynamo, a seeded generator, and the device the suite runs on.
+
+Property tests draw the same programs in every run; with `--hypothesis-profile=default` (`make test-full`) others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ["GRAPHEX_TUNING"] = "off"  # tests that measure say so
 os.environ["GRAPHEX_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "graphex-tests-keep-nothing")

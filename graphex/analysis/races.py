@@ -101,6 +101,8 @@ class Walk:
         if sync.kind == "wait":
             self._done(node, sync.stream)
         else:
+            if sync.stream not in (None, *self.last):  # it begins with this, and the graph must not end before it
+                self._done(node, sync.stream)
             self.clocks.record(sync.what, sync.stream)
             last = self.last.get(sync.stream, self.begin)
             if last.stream == sync.stream and not last.event:

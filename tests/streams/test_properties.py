@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
@@ -82,6 +82,7 @@ def results(run: Any) -> list[Tensor]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@example([("add", 0, 0)] * 3, [*[None] * 6, "a", *[None] * 17], [("record", 0, "b", "x")])
 @given(instructions, places, syncs)
 def test_added_events_make_every_legal_order_equal_to_eager(program, where, wanted):
     done = compiled(program, where, wanted)
