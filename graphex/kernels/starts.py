@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import getclosurevars
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class _Compilers(ThreadPoolExecutor):
     @contextmanager
     def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
         """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
-        source = getclosurevars(compile).nonlocals.get("src")
+        source = getclosurevars(compile).nonlocals.get("src") if isfunction(compile) else None
         signature = str(getattr(source, "signature", None))
         if source is None or signature in self._launchers:
             yield
