@@ -8,16 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from graphex.fusion.calls import op_of, source_of
+from graphex.fusion.calls import op_of
 
 if TYPE_CHECKING:
     from graphex.fusion.rules import Rule
-
-
-MUL = torch.ops.aten.mul.Tensor
-REDUCTIONS = (torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList)
 
 
 @dataclass(frozen=True)
@@ -98,21 +94,6 @@ def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -
 
 
 def ops_of(graph: Graph) -> frozenset[str]:
-    """The ops a graph calls, as ``aten::add``, under the names it spells them by and under their one name.
-
-    ``aten::mul(x, x)`` besides, if something is multiplied by itself, or almost: all graphs multiply, few take squares
-    so, or means of products.
-    """
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    targets = {target for node in calls for target in (node.target, op_of(node))}
-    names = {target._schema.name for target in targets if isinstance(target, torch._ops.OpOverload)}
-    squares = {"aten::mul(x, x)"} if any(map(_is_square, calls)) else set()
-    return frozenset(names | squares)
-
-
-def _is_square(node: Node) -> bool:
-    if op_of(node) is not MUL:
-        return False
-    if len(node.args) != 2 or source_of(node.args[0]) is source_of(node.args[1]):
-        return True
-    return any(op_of(user) in REDUCTIONS for user in node.users)  # what is almost a norm is told as a near miss
+    """The ops a graph calls, as ``aten::add``, under the names it spells them by and under their one name."""
+    targets = {target for node in graph.nodes if node.op == "call_function" for target in (node.target, op_of(node))}
+    return frozenset(target._schema.name for target in targets if isinstance(target, torch._ops.OpOverload))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MeanSquare:
-    """One spelling: the function, and the ATen ops that a graph which holds it must have (`catalogue.ops_of`)."""
+    """One spelling: the function, and the ATen ops that a graph which holds it must have."""
 
     of: Callable[[Tensor], Tensor]
     requires: tuple[str, ...]
@@ -32,7 +32,7 @@ def _sum(x: Tensor) -> Tensor:
 
 SPELLINGS = (
     MeanSquare(lambda x: _mean(x.pow(2)), ("pow", "mean")),
-    MeanSquare(lambda x: _mean(x * x), ("mul(x, x)", "mean")),
+    MeanSquare(lambda x: _mean(x * x), ("mul", "mean")),
     MeanSquare(lambda x: _sum(x.pow(2)), ("pow", "sum", "div")),
-    MeanSquare(lambda x: _sum(x * x), ("mul(x, x)", "sum", "div")),
+    MeanSquare(lambda x: _sum(x * x), ("mul", "sum", "div")),
 )
