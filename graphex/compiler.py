@@ -76,6 +76,8 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         )
     for error in ahead.errors:
         compilation.fall_back(name, "kernels are compiled one by one, in the first call", error)
+    for error in ahead.tried_again:
+        compilation.fall_back(name, "kernels are compiled again, one by one", error)
 
 
 @unset_fake_temporarily()

@@ -72,22 +72,23 @@ class Planned:
 
 @dataclass
 class Ahead:
-    """What the calls of a graph will launch, what could not be found out, and what did not compile."""
+    """What the calls of a graph will launch, what could not be found out, and what did not compile, or only again."""
 
     planned: list[Planned] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
     not_compiled: list[Exception] = field(default_factory=list)
+    tried_again: list[Exception] = field(default_factory=list)
 
 
 def compile_ahead(graph: Graph) -> Ahead:
     """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
     calls = distinct_calls(graph)
     made = _compiled(calls, MOST_THREADS) if calls else Ahead()
-    return _compiled(calls, 1) if made.not_compiled else made
+    return _compiled(calls, 1, tried_again=made.not_compiled) if made.not_compiled else made
 
 
-def _compiled(calls: dict[Call, int], threads: int) -> Ahead:
-    made = Ahead()
+def _compiled(calls: dict[Call, int], threads: int, **known: Any) -> Ahead:
+    made = Ahead(**known)
     with FakeTensorMode(), beside_each_other(threads) as made.not_compiled:
         for call in sorted(calls, key=_is_quick):
             try:

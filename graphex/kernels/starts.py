@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
+from graphex.collector import collector_paused
 from graphex.kernels.arithmetic import PTX
 from graphex.ops.definition import SPECS, Declined, launcher_of
 from graphex.torch_private.symbolic import FakeTensor
@@ -115,8 +116,12 @@ def called(op: str, *args: Any) -> Any:
 
 @contextmanager
 def beside_each_other(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
-    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs."""
-    with _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
+    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs.
+
+    Garbage waits: up to Python 3.11 a collection that begins while one thread reads a kernel's source lets others read
+    theirs, and the depths of their syntax trees are counted as one ("AST constructor recursion depth mismatch").
+    """
+    with collector_paused(), _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
         with triton.AsyncCompileMode(compilers, ignore_errors=True):
             yield compilers.failures
 
