@@ -10,11 +10,10 @@ declaration is the only place that knows what a legal value is:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphex.errors import OptionError
+from graphex.errors import OptionError, did_you_mean
 from graphex.option_kinds import (
     Choice,
     CustomPass,
@@ -230,9 +229,5 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
 
 def _check_name(name: str) -> None:
     if name not in option_names():
-        raise OptionError(f"unknown option '{name}'{_closest(name)}. See docs/options.md.")
-
-
-def _closest(name: str) -> str:
-    near = difflib.get_close_matches(name, option_names(), 1)
-    return f" (did you mean '{near[0]}'?)" if near else f" (the options are {', '.join(option_names())})"
+        hint = did_you_mean(name, option_names(), f"the options are {', '.join(option_names())}")
+        raise OptionError(f"unknown option '{name}' ({hint}). See docs/options.md.")

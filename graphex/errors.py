@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class GraphexError(Exception):
     """Base of all graphex errors: one sentence saying what was wrong, where, and what to do."""
@@ -37,3 +40,9 @@ class CaptureError(GraphexError):
 
 class GraphexWarning(UserWarning):
     """Something ran in a way the user did not ask for; the journal holds the record behind every warning."""
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
+    """`did you mean 'verify'?`, or `otherwise` where nothing that is known looks like it."""
+    near = difflib.get_close_matches(str(name), list(known), most)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise

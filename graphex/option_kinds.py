@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from graphex.errors import OptionError
+from graphex.errors import OptionError, did_you_mean
 
 if TYPE_CHECKING:
     from graphex.config import CompilerConfig
@@ -60,7 +59,8 @@ class Kind(ABC, Generic[T]):
 
     def refuse(self, name: str, value: Any, hint: str = "") -> OptionError:
         given = f"{value!r} ({type(value).__name__})"
-        return OptionError(f"option '{name}' was given {given}; allowed: {self.allowed}.{hint} See docs/options.md.")
+        allowed = f"{self.allowed} ({hint})" if hint else self.allowed
+        return OptionError(f"option '{name}' was given {given}; allowed: {allowed}. See docs/options.md.")
 
 
 class Flag(Kind[bool]):
@@ -81,8 +81,7 @@ class Choice(Kind[str]):
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.values:
-            near = difflib.get_close_matches(value, self.values, 1) if isinstance(value, str) else []
-            raise self.refuse(name, value, f" Did you mean {near[0]!r}?" if near else "")
+            raise self.refuse(name, value, did_you_mean(value, self.values))
         return value
 
 
@@ -151,8 +150,7 @@ class OptionalChoice(Kind["str | None"]):
     def check(self, name: str, value: Any) -> str | None:
         if value is None or (isinstance(value, str) and value in self.values):
             return value
-        near = difflib.get_close_matches(value, list(filter(None, self.values)), 1) if isinstance(value, str) else []
-        raise self.refuse(name, value, f" Did you mean {near[0]!r}?" if near else "")
+        raise self.refuse(name, value, did_you_mean(value, filter(None, self.values)))
 
 
 class Folder(Kind[str]):

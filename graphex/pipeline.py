@@ -18,13 +18,12 @@ partitioned into the forward and backward graphs, which then take the path above
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig
-from graphex.errors import OptionError
+from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.registry import users_rules
 from graphex.option_kinds import CustomPass
 from graphex.passes import (
@@ -128,8 +127,7 @@ def check_names(config: CompilerConfig) -> None:
     for option, names in known.items():
         for name in getattr(config, option):
             if name not in names:
-                near = difflib.get_close_matches(name, names, 1)
-                hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(names))}"
+                hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
 
 

@@ -104,7 +104,7 @@ def test_a_name_close_to_none_is_answered_with_all():
 
 
 def test_a_close_value_is_suggested():
-    with pytest.raises(graphex.OptionError, match="Did you mean 'reduce-overhead'"):
+    with pytest.raises(graphex.OptionError, match="did you mean 'reduce-overhead'"):
         graphex.CompilerConfig(mode="reduce_overhead")
 
 

@@ -9,14 +9,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR, AscendOption, same
 from graphex.config import CompilerConfig as GraphexConfig
 from graphex.config import option_names
-from graphex.errors import OptionError
+from graphex.errors import OptionError, did_you_mean
 from graphex.records import FellBack, Journal
 
 
@@ -78,8 +77,7 @@ class _Values:
         self.given[path] = self.options[path].kind.check(path, value)
 
     def unknown(self, path: str) -> UnknownOptionError:
-        near = difflib.get_close_matches(path, self.options, 1)
-        hint = f"did you mean '{near[0]}'?" if near else f"the options are {', '.join(self.options)}"
+        hint = did_you_mean(path, self.options, f"the options are {', '.join(self.options)}")
         return UnknownOptionError(f"{self.owner} has no option '{path}' ({hint}). See docs/ascend.md.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from importlib import import_module
 import click
 
 from graphex.cli.output import json_option, print_json, print_table
+from graphex.errors import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ def _named(wanted: str, entries: list[Entry]) -> Entry:
         if wanted == entry.name:
             return entry
     names = list(dict.fromkeys(entry.name for entry in entries))  # a pass may run in two stages
-    near = difflib.get_close_matches(wanted, names, 1)
-    hint = f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(names)}."
-    raise click.UsageError(f"there is no '{wanted}'. {hint}")
+    hint = did_you_mean(wanted, names, f"there are {', '.join(names)}")
+    raise click.UsageError(f"there is no '{wanted}' ({hint}).")
 
 
 def _ops() -> list[Entry]:

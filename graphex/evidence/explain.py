@@ -9,7 +9,6 @@ report.save("report.html")          # the graphs, pass by pass, in one file for 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from graphex.backend import get_backend
-from graphex.errors import InputError
+from graphex.errors import InputError, did_you_mean
 from graphex.evidence.kernels import KernelRow, kernel_rows
 from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
@@ -69,8 +68,7 @@ class Report:
         """Refuse a name that nothing answers to: a test of "this did not fuse" would hold for ever."""
         if name in self._rules:
             return
-        near = difflib.get_close_matches(str(name), self._rules, 3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`graphex rules` lists those that there are"
+        hint = did_you_mean(name, self._rules, "`graphex rules` lists those that there are", most=3)
         raise InputError(f"there is no rule {name!r} ({hint}).")
 
     @property

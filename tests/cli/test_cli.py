@@ -140,7 +140,7 @@ def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script:
         (("explain", "--set", "verify", "SCRIPT"), "NAME=VALUE"),
         (("explain", "-o", "nowhere/r.html", "SCRIPT"), "no directory"),
         (("report", "open", "SCRIPT"), "not a report of graphex"),
-        (("rules", "lift_rms_nrm"), "Did you mean 'lift_rms_norm'?"),
+        (("rules", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
         (("bench", "speed"), "no benchmark 'speed'"),
         (("frobnicate",), "No such command"),
     ],
