@@ -5,6 +5,7 @@ Property tests draw the same programs in every run; with `--hypothesis-profile=d
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +28,14 @@ def fresh_compiler() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> Iterator[None]:
+    """What a file of tests leaves for good (caches of torch, mostly) is not looked through for garbage ever after."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
