@@ -19,7 +19,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, parameters_of, value_of
-from graphex.fusion.patterns import OpPattern, Pattern
+from graphex.fusion.op_patterns import OpPattern
+from graphex.fusion.patterns import Pattern
 from graphex.torch_private.patterns import CallFunction, Ignored, KeywordArg, MultiOutputPattern, PatternExpr
 from graphex.torch_private.trees import pytree
 

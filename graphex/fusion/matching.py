@@ -22,7 +22,8 @@ from graphex.analysis.turns import turn_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, value_of
 from graphex.fusion.making import pattern_of
-from graphex.fusion.patterns import OpPattern, Pattern
+from graphex.fusion.op_patterns import OpPattern
+from graphex.fusion.patterns import Pattern
 from graphex.fusion.replacement import Replacement
 from graphex.fusion.rules import Rule
 from graphex.fusion.stops import Stop
