@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphex.backend import journal
+from graphex.device import device_of
 from graphex.errors import InputError
+from graphex.records import Journal
 from graphex.runtime.session import Ran, warming_up
 from graphex.torch_private.trees import pytree
 
@@ -74,14 +77,24 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
     """
     with warming_up() as ran:
         result = compiled(*args, **kwargs)
-    found = journal(compiled)
     if len(ran) != 1:
-        reasons = "; ".join(dict.fromkeys(record.reason for record in found.fallbacks))
-        why = f" ({reasons})" if reasons else ""
+        why = _why_no_graph(journal(compiled), none_ran=not ran)
         raise InputError(
             f"a replayer needs a call that runs exactly one captured graph, this one runs {len(ran)}{why}."
         )
     return Replayer(ran[0], pytree.tree_leaves((args, kwargs)), result)
+
+
+def _why_no_graph(found: Journal, *, none_ran: bool) -> str:
+    """What the journal knows of what was not captured, and a way out where it is the device."""
+    if reasons := "; ".join(dict.fromkeys(record.reason for record in found.fallbacks)):
+        return f" ({reasons})"
+    devices = [set(map(torch.device, graph.devices)) for graph in found.graphs]
+    if not none_ran or not any(devices) or any(device_of(each).captures for each in devices):
+        return ""
+    where = " and ".join(sorted(map(str, set().union(*devices))))
+    way_out = "move the model and its inputs to a GPU, or call the compiled model itself"
+    return f" (its tensors are on {where}, where there are no device graphs); {way_out}"
 
 
 def _is_same(found: Any, made_for: Any) -> bool:

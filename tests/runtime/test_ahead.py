@@ -141,6 +141,17 @@ def test_a_replayer_needs_one_captured_graph(where):
         graphex.replayer(compile_it(lambda x: on_the_host(x) + 1), torch.ones(3, device=where))
 
 
+@torch.no_grad()
+def test_a_replayer_of_a_model_on_the_cpu_says_that_there_are_no_graphs_and_what_to_do():
+    with pytest.raises(graphex.InputError) as told:
+        graphex.replayer(compile_it(lambda x: x + 1), torch.ones(3))
+    assert str(told.value) == (
+        "a replayer needs a call that runs exactly one captured graph, this one runs 0 "
+        "(its tensors are on cpu, where there are no device graphs); "
+        "move the model and its inputs to a GPU, or call the compiled model itself."
+    )
+
+
 def test_a_replayer_computes_no_gradients(where):
     compiled = compile_it(nn.Linear(4, 4).to(where))
     with pytest.raises(graphex.InputError, match="no_grad"):
