@@ -40,4 +40,5 @@ def with_two_streams(runner: Runner, functional: GraphModule, one: Boxed, static
     aliases = Aliases(runner.gm.graph)
     placeholders = [node for node in runner.gm.graph.nodes if node.op == "placeholder"]
     written = [place for place, node in enumerate(placeholders) if aliases.is_written(node)]
-    return Trial(name, compilation.journal, device, KeyReader(runner.gm, device), written, one, two)
+    key = KeyReader(runner.gm, aliases, device)
+    return Trial(name, compilation.journal, device, key, written, one, two)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphex.analysis import Aliases
 from graphex.compilation import Compilation
 from graphex.device import Device
 from graphex.records import Captured, FellBack
@@ -69,10 +70,11 @@ class Capturing:
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
-        self._plan = Plan.of(gm, device, static_inputs, config, ways or {}, is_piece)
+        aliases = Aliases(gm.graph)
+        self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, is_piece)
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
-        self._key = KeyReader(gm, device)
+        self._key = KeyReader(gm, aliases, device)
         self._varies, self._questions = self._key.varies, Questions(device)
         self._numbers = host_outputs(gm)
         self._pool = pool or pool_for(device, config.use_graph_pool)

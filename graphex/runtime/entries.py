@@ -46,13 +46,13 @@ class Plan:
     @staticmethod
     def of(
         gm: GraphModule,
+        aliases: Aliases,
         device: Device,
         static_inputs: Iterable[int],
         config: CompilerConfig,
         ways: dict[int, str],
         is_piece: bool = False,
     ) -> Plan:
-        aliases = Aliases(gm.graph)
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         values = [node.meta.get("val") for node in nodes]
         tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]

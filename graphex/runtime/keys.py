@@ -27,7 +27,7 @@ Key = tuple[Any, ...]
 class KeyReader:
     """Reads the key of a call from its inputs."""
 
-    def __init__(self, gm: GraphModule, device: Device) -> None:
+    def __init__(self, gm: GraphModule, aliases: Aliases, device: Device) -> None:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         values = [node.meta.get("val") for node in placeholders]
         numbers = set(sizes_that_matter(gm))
@@ -50,7 +50,6 @@ class KeyReader:
         self._dims = sorted(found.values())
         self.hosts = [index for index, value in enumerate(values) if is_host_scalar(value, device)]
         # Tensors may begin at one place in memories that do not.
-        aliases = Aliases(gm.graph)
         tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
         self._absolute = [index for index in tensors if aliases.is_absolute(placeholders[index])]
         self.varies = bool(self._numbers or self._dims or self._whole or self.hosts or self._absolute)
