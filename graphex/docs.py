@@ -68,7 +68,7 @@ A flag takes `True` or `False`; `0` and `1` are refused. torch does not accept `
 
 """
 
-_MARKED = re.compile(r"(<!-- generated: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- generated: (?P<name>[a-z -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def options_page() -> str:
@@ -85,9 +85,10 @@ def passes_section() -> str:
     """Every pass of graphex in the order it runs."""
     rows = []
     for stage, graph_pass in (*OURS, *LAST):
-        summary = (inspect.getmodule(graph_pass).__doc__ or "").splitlines()[0]
+        said = type(graph_pass).__doc__ or inspect.getmodule(graph_pass).__doc__ or ""  # a module may hold several
+        summary = said.splitlines()[0]
         switch = f"`{graph_pass.option}`" if graph_pass.option else ""
-        rules = ", ".join(f"`{rule}`" for rule in graph_pass.rules())
+        rules = ", ".join(f"`{rule}`" for rule in dict.fromkeys(graph_pass.rules()))
         rows.append((stage, f"`{graph_pass.name}`", summary, rules, switch))
     return table(("stage", "pass", "what it does", "rules", "option"), rows)
 

@@ -10,7 +10,8 @@
     memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
            the graph is not functional from here on. Rules that need a write in place run between the two
     tidy   dead code that the stages before have left
-    streams events are added where one stream uses what another makes; races are refused
+    streams
+           events are added where one stream uses what another makes; races are refused
 
 The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
 partitioned into the forward and backward graphs, which then take the path above, each for itself.
@@ -53,6 +54,7 @@ from graphex.runner import Runner
 from graphex.torch_private.graphs import copy_module
 
 OURS: tuple[tuple[str, GraphPass], ...] = (
+    ("joint", FuseJointPatterns()),
     ("place", PlaceNodes()),
     ("clean", RemoveNoops()),
     ("clean", RemoveRedundantCopies()),
@@ -63,7 +65,6 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
     ("fuse", FoldGates()),
     ("fuse", FusePatterns()),
-    ("fuse", FuseJointPatterns()),
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
     ("place", PlaceNodes()),
@@ -76,8 +77,6 @@ LAST: tuple[tuple[str, GraphPass], ...] = (
     ("streams", ScheduleStreams()),
     ("streams", CheckDeadlocks()),
 )
-
-
 AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
 
 
@@ -115,7 +114,7 @@ def stages(
     everything = [*_users("pre", pre), *OURS, *_users("post", post)] if first else []
     for stage, graph_pass in (*everything, *(LAST if last else ())):
         if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
-            yield ("joint" if joint else stage), graph_pass
+            yield ("joint" if joint else stage), graph_pass  # a user's own may ask for it too
 
 
 def check_names(config: CompilerConfig) -> None:

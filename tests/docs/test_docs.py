@@ -144,6 +144,11 @@ def test_every_generated_part_has_a_place() -> None:
     assert all(f"<!-- generated: {name} -->" in everything for name in docs.SECTIONS)
 
 
+@pytest.mark.parametrize("name", docs.SECTIONS)
+def test_every_place_is_filled(name: str) -> None:
+    assert docs.SECTIONS[name]() in docs.filled(f"<!-- generated: {name} -->\n<!-- end -->")
+
+
 def test_every_field_of_every_record_is_explained() -> None:
     page = (ROOT / "docs/debugging.md").read_text()
     explained = page.split("## What the fields mean")[1].split("\n## ")[0]
