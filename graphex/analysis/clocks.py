@@ -45,9 +45,6 @@ class Clocks:
     def wait(self, event: Hashable, stream: Stream) -> None:
         self.learn(stream, self._events.get(event, {}))
 
-    def is_recorded(self, event: Hashable) -> bool:
-        return event in self._events
-
 
 def later(left: Clock, right: Clock) -> Clock:
     return {stream: max(left.get(stream, -1), right.get(stream, -1)) for stream in {**left, **right}}

@@ -167,10 +167,6 @@ def _argument(node: Node, name: str) -> Any:
     return None
 
 
-def _same(rows: Rows, node: Node) -> Place | None:
-    return rows.place_of(node.args[0])
-
-
 def _reshaped(rows: Rows, node: Node) -> Place | None:
     """Rows stay rows if as many elements come before them as did before."""
     source, value = node.args[0], node.meta["val"]

@@ -141,7 +141,7 @@ def _piece(
 ) -> Piece:
     graph = Graph()
     inside = set(nodes)
-    body = _with_numbers([*nodes, *numbers], inside, free)
+    body = _with_numbers([*nodes, *numbers], free)
     inputs = _read_from_outside(body)
     copies: dict[Node, Node] = {}
     for node in inputs:
@@ -155,7 +155,7 @@ def _piece(
     return Piece(GraphModule(gm, graph), captured, inputs, outputs, handed_on)
 
 
-def _with_numbers(nodes: Iterable[Node], inside: set[Node], free: set[Node]) -> list[Node]:
+def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:
     """The nodes and the numbers and constants they need, each after what it needs."""
     body: list[Node] = []
     known: set[Node] = set()
