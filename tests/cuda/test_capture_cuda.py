@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from tests.runtime.support import compile_it, count, reasons, replays, statuses
+from tests.runtime.support import compile_it, count, in_threads, reasons, replays, statuses
 
 pytestmark = pytest.mark.cuda
 
@@ -250,25 +249,15 @@ def test_threads_may_call_the_same_and_different_models():
     compiled = [compile_it(function) for function in functions]
     for fast in compiled:  # compilation itself is torch's to serialise
         fast(torch.ones(256, 64, device=CUDA))
-    wrong: list[object] = []
 
     def work(seed: int) -> None:
-        try:
-            generator = torch.Generator(CUDA).manual_seed(seed)
-            with torch.no_grad():
-                for _ in range(30):
-                    for function, fast in zip(functions, compiled, strict=True):
-                        x = torch.randn(256, 64, device=CUDA, generator=generator)
-                        torch.testing.assert_close(fast(x), function(x))
-        except BaseException as error:
-            wrong.append(error)
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        for _ in range(30):
+            for function, fast in zip(functions, compiled, strict=True):
+                x = torch.randn(256, 64, device=CUDA, generator=generator)
+                torch.testing.assert_close(fast(x), function(x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(work, range(4))
     assert all(replays(fast) > 50 for fast in compiled)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -36,6 +38,19 @@ def same(found: Any, wanted: Any) -> None:
     """Bit for bit; on a GPU a matrix product may choose another kernel in a capture."""
     on_gpu = any(leaf.is_cuda for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor))
     torch.testing.assert_close(found, wanted, **({} if on_gpu else {"rtol": 0, "atol": 0}))
+
+
+def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
+    """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here."""
+    all_there = Barrier(len(given))
+
+    @torch.no_grad()  # the mode of the caller's thread does not reach another
+    def begin(each: Any) -> None:
+        all_there.wait()
+        work(each)
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        list(pool.map(begin, given))
 
 
 @torch.no_grad()

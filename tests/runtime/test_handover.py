@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.runtime.support import check_with_weights_replaced, compile_it, count, replays, same, statuses
+from tests.runtime.support import check_with_weights_replaced, compile_it, count, in_threads, replays, same, statuses
 
 
 def straight(compiled: object) -> int:
@@ -213,21 +211,14 @@ def test_a_switch_that_is_set_between_two_replays_is_noticed(where):
 
 def test_threads_get_their_own_results(where):
     compiled = compile_it(lambda x: (x @ x).relu() + 1)
-    wrong: list[int] = []
 
-    @torch.no_grad()
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(20):
             x = torch.randn(4, 4, generator=generator).to(where)
-            if not torch.allclose(compiled(x), (x @ x).relu() + 1, atol=1e-4):
-                wrong.append(seed)
+            torch.testing.assert_close(compiled(x), (x @ x).relu() + 1, atol=1e-4, rtol=1e-5)
 
-    work(0)
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert straight(compiled) > 60
+    in_threads(work, [0])
+    assert straight(compiled) == 18
+    in_threads(work, [1, 2, 3])
+    assert straight(compiled) == 18 + 3 * 20

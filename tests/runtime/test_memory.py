@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import graphex
-from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
+from tests.runtime.support import compile_it, count, in_threads, reasons, replays, same, statuses
 
 
 def run_sizes(compiled, sizes=(2, 3, 4), times=3) -> None:
@@ -220,21 +219,13 @@ def test_threads_take_turns(tape):
     models = [compile_it(function, use_graph_pool=(1, 1)) for function in functions]
     for model in models:
         model(torch.ones(16))
-    wrong = []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for _ in range(40):
-                for k, model in enumerate(models):
-                    x = torch.randn(16, generator=generator)
-                    if not torch.equal(model(x), (x * 2 + k).sin()):
-                        wrong.append(seed)
+        for _ in range(40):
+            for function, model in zip(functions, models, strict=True):
+                x = torch.randn(16, generator=generator)
+                same(model(x), function(x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert all(replays(model) > 100 for model in models)
+    in_threads(work, range(4))
+    assert [replays(model) for model in models] == [4 * 40, 4 * 40]
