@@ -26,6 +26,7 @@ from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
 from graphex.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote
+from graphex.torch_private.dynamo import room_to_recompile
 from graphex.torch_private.trees import pytree
 
 
@@ -156,7 +157,7 @@ def explain(
     with _restored(model), torch.random.fork_rng(devices=_devices(inputs)):
         seed = torch.initial_seed()
         eager = _call(model, inputs, seed)
-    with _restored(model), torch.random.fork_rng(devices=_devices(inputs)), _room_to_recompile():
+    with _restored(model), torch.random.fork_rng(devices=_devices(inputs)), room_to_recompile():
         outputs = _call(compiled, inputs, seed)
         for _ in range(calls - 1):
             _call(compiled, inputs, seed)
@@ -196,15 +197,6 @@ def _restored(model: Callable[..., Any]) -> Iterator[None]:
                 place.update(tensors)
                 for name, tensor in tensors.items():
                     tensor.detach().copy_(values[name])
-
-
-@contextmanager
-def _room_to_recompile() -> Iterator[None]:
-    """Every report compiles anew; torch's limit is meant for one program that recompiles by accident."""
-    import torch._dynamo.config
-
-    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-        yield
 
 
 def _devices(inputs: Any) -> list[int]:

@@ -32,8 +32,10 @@ __all__ = [
     "debug_directory",
     "disable",
     "flatten_graph_inputs",
+    "input_sources",
     "is_graphex",
     "register_backend",
+    "room_to_recompile",
     "surfaced",
 ]
 
@@ -49,6 +51,14 @@ def compile_stage(name: str) -> AbstractContextManager[Any]:
     """A stretch of a compilation, for torch's tools that show where its time went (`compile_times`, tlparse)."""
     stage: AbstractContextManager[Any] = dynamo_timed(name, log_pt2_compile_event=True)
     return stage
+
+
+def room_to_recompile() -> AbstractContextManager[Any]:
+    """Every report compiles anew; torch's limit is meant for one program that recompiles by accident."""
+    limits: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=1024, accumulated_recompile_limit=4096
+    )
+    return limits
 
 
 def surfaced(error: GraphexError) -> GraphexError:
