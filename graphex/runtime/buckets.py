@@ -23,7 +23,7 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.rows import MixedRowsError, Rows
 from graphex.runtime import session
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.entries import output_leaves
+from graphex.runtime.entries import output_leaves, returns_one
 from graphex.runtime.host_values import host_outputs
 from graphex.runtime.outputs import empty_for
 from graphex.runtime.pools import Pool
@@ -112,7 +112,7 @@ class Padding:
         self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
         self._numbers = host_outputs(gm)
         self._buffers: dict[int, dict[int, Tensor]] = {}
-        self._returns_one = not isinstance(_output(gm), (list, tuple))
+        self._returns_one = returns_one(gm)
         self.written: list[int] = getattr(run, "written", [])
 
     def __call__(self, args: list[Any]) -> Any:
@@ -169,8 +169,3 @@ class Padding:
             for place, number in zip(self._numbers[0], numbers, strict=True):
                 cut[place] = number
         return cut[0] if self._returns_one else tuple(cut)
-
-
-def _output(gm: GraphModule) -> Any:
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    return output.args[0]

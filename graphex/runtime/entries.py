@@ -78,7 +78,7 @@ class Plan:
             unchecked=[index for index in by_address if index in unchecked],
             # A piece must not write to what a later one of the same call reads.
             clone_input="auto" if is_piece and config.clone_input is False else config.clone_input,
-            returns_one=not isinstance(_returned(gm), (list, tuple)),
+            returns_one=returns_one(gm),
         )
 
     def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -100,6 +100,11 @@ def output_leaves(gm: GraphModule) -> list[Any]:
     """What a graph returns, one by one."""
     returned = _returned(gm)
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
+def returns_one(gm: GraphModule) -> bool:
+    """Whether a graph returns a value and no tuple of them."""
+    return not isinstance(_returned(gm), (list, tuple))
 
 
 def _returned(gm: GraphModule) -> Any:
