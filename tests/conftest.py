@@ -5,8 +5,10 @@ Property tests draw the same programs in every run; with `--hypothesis-profile=d
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -18,7 +20,8 @@ settings.register_profile("fixed", derandomize=True, deadline=None, suppress_hea
 settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ["GRAPHEX_TUNING"] = "off"  # tests that measure say so
-os.environ["GRAPHEX_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), "graphex-tests-keep-nothing")
+os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphex-tests-")  # a run finds nothing of another one
+atexit.register(shutil.rmtree, os.environ["GRAPHEX_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
