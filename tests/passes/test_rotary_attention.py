@@ -16,21 +16,11 @@ import graphex
 from examples.tiny_llama import TinyLlama
 from tests.passes.final_graph import Compiled
 from tests.passes.support import trace
+from tests.passes.test_rotary_write import HEADS, ROOM, WIDTH, half, interleaved
 
 ops = torch.ops.graphex
 RULE, PASS = "rotary_attention", "join_rotary_and_attention"
-BATCH, HEADS, WIDTH, ROOM = 2, 2, 8, 16
-
-
-def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
-    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
-
-
-def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., : WIDTH // 2], sin[..., : WIDTH // 2]
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+BATCH = 2
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:

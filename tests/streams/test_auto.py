@@ -13,13 +13,6 @@ X = torch.randn(64, 512)
 WEIGHTS = [torch.randn(512, 512) for _ in range(4)]
 
 
-@pytest.fixture
-def paper(monkeypatch) -> PaperDevice:
-    device = PaperDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
-    return device
-
-
 def block(x, w1, w2, w3, w4):
     shared = torch.nn.functional.silu(x @ w1) @ w2
     routed = torch.nn.functional.gelu(x @ w3) @ w4

@@ -15,18 +15,9 @@ from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphex
-from graphex.runtime import executable
-from tests.streams.lanes import PaperDevice
 from tests.streams.support import Finished, aten, find, in_scope, ours, scoped, trace
 
 X = torch.randn(4, 4)
-
-
-@pytest.fixture
-def paper(monkeypatch) -> PaperDevice:
-    device = PaperDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
-    return device
 
 
 def branches(x):
