@@ -109,8 +109,9 @@ def compile_aten_graph(
 
 
 def journal(compiled: object) -> Journal:
-    """The journal of anything compiled with graphex: a module or function from `torch.compile`, a backend object, a
-    result of `compile_fx`, or a report. It is empty until the first call, which is when torch compiles.
+    """The journal of anything compiled with graphex: a module or function from `torch.compile`, a module that was
+    compiled with its own `compile`, a backend object, a result of `compile_fx`, or a report. It is empty until the
+    first call, which is when torch compiles.
     """
     own = getattr(compiled, "journal", None)
     if isinstance(own, Journal):

@@ -55,7 +55,7 @@ class Runner:
         self.phase = phase
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
-        self._arity = _arity(gm.graph)
+        self._interface = _interface(gm.graph)
         self._aliases: Aliases | None = None
         stamp_order(gm.graph, self.aliases)
         self._show("original", stage="as given")
@@ -113,7 +113,7 @@ class Runner:
         if not graph_pass.foreign:
             graph_pass.apply(work)
             if work.changes:
-                check_graph(work.gm.graph, self._arity, f"pass '{graph_pass.name}'")
+                check_graph(work.gm.graph, self._interface, f"pass '{graph_pass.name}'")
                 self._check_order(graph_pass, work.gm, f"pass '{graph_pass.name}'")
             return work.changes > 0, work.remark
         self.gm.recompile()  # a user's pass may look at the code or run the module
@@ -123,7 +123,7 @@ class Runner:
         changed = work.gm is not self.gm or _signature(self.gm.graph) != signature
         dropped = watch.dropped(work.gm)
         if changed:
-            check_graph(work.gm.graph, self._arity, f"your pass '{graph_pass.name}'")
+            check_graph(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")
         if changed or dropped:
             repair(work.gm, watch, graph_pass.name)
             self._check_order(graph_pass, work.gm, f"your pass '{graph_pass.name}'")
@@ -208,8 +208,17 @@ def _raised_at(error: Exception) -> str:
     return f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
-def check_graph(graph: Graph, arity: tuple[int, int], who: str) -> None:
-    """Refuse a graph that is not well formed, naming the node and what to do. `arity` is (inputs, outputs)."""
+@dataclass(frozen=True)
+class Interface:
+    """What a graph takes and returns: its inputs, how many values come out, and how they are nested."""
+
+    inputs: tuple[str, ...]
+    outputs: int
+    form: Any
+
+
+def check_graph(graph: Graph, interface: Interface, who: str) -> None:
+    """Refuse a graph that is not well formed, or takes or returns something else, naming the node and what to do."""
     seen: set[Node] = set()
     everything = set(graph.nodes)
     for node in graph.nodes:
@@ -224,23 +233,41 @@ def check_graph(graph: Graph, arity: tuple[int, int], who: str) -> None:
             verb = "using" if value in everything else "that uses"
             raise PassError(f"{who} left node '{node.name}' {verb} '{value.name}' {problem}{where}. {advice}.")
         seen.add(node)
-    if (found := _arity(graph)) != arity:
-        if found[1] < 0:
-            raise PassError(f"{who} left a graph with {-found[1]} output nodes. A graph has exactly one.")
-        raise PassError(
-            f"{who} left a graph with {found[0]} inputs and {found[1]} outputs instead of {arity[0]} and {arity[1]}. "
-            "A pass may not change what the graph takes and returns."
-        )
+    _check_interface(_interface(graph), interface, who)
     try:
         graph.lint()
     except Exception as error:
         raise PassError(f"{who} left a broken graph: {one_line(error)}.") from error
 
 
-def _arity(graph: Graph) -> tuple[int, int]:
-    inputs = sum(node.op == "placeholder" for node in graph.nodes)
-    outputs = [len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output"]
-    return inputs, outputs[0] if len(outputs) == 1 else -len(outputs)
+def _check_interface(found: Interface, wanted: Interface, who: str) -> None:
+    may_not = "A pass may not change what the graph takes and returns."
+    if found.outputs < 0:
+        raise PassError(f"{who} left a graph with {-found.outputs} output nodes. A graph has exactly one.")
+    if (len(found.inputs), found.outputs) != (len(wanted.inputs), wanted.outputs):
+        raise PassError(
+            f"{who} left a graph with {len(found.inputs)} inputs and {found.outputs} outputs instead of "
+            f"{len(wanted.inputs)} and {wanted.outputs}. {may_not}"
+        )
+    if found.form != wanted.form:
+        raise PassError(f"{who} left a graph whose outputs are nested in another way. {may_not}")
+    if found.inputs != wanted.inputs and set(found.inputs) == set(wanted.inputs):
+        raise PassError(f"{who} left the inputs in another order ({', '.join(found.inputs)}). {may_not}")
+
+
+def _interface(graph: Graph) -> Interface:
+    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    outputs = [node.args for node in graph.nodes if node.op == "output"]
+    if len(outputs) != 1:
+        return Interface(inputs, -len(outputs), None)
+    return Interface(inputs, len(pytree.tree_leaves(outputs[0])), _form(outputs[0]))
+
+
+def _form(value: Any) -> Any:
+    """How values are nested; a list and a tuple are one to whoever takes them apart."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_form, value))
+    return {key: _form(item) for key, item in value.items()} if isinstance(value, dict) else None
 
 
 def _targets(graph: Graph) -> Counter[str]:

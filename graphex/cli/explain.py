@@ -55,13 +55,14 @@ def explain(
     if reason := why_off():
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
     options = dict(map(_setting, settings))
-    if not output.absolute().parent.is_dir():
+    page = output.absolute()  # the script may go to another directory
+    if not page.parent.is_dir():
         raise click.UsageError(f"'{output.parent}' is no directory. Make it first, or give another --output.")
     with waiting(f"running {script.name}") as say, watching(options, lambda journal: say(_told(journal))) as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)
     if watch.journals:
-        write_page(data, output)
+        write_page(data, page)
     written = str(output) if watch.journals else None
     if as_json:
         told = {"script": str(script), "problem": problem, "report": written, "summary": data["summary"]}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphex.compilation import Compilation
+from graphex.compilation import Compilation, one_line
 from graphex.compiler import compile_graph
-from graphex.errors import InputError
+from graphex.errors import InputError, PassError
 from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
 from graphex.runtime.codegen import Boxed
@@ -43,7 +43,13 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
     gm = copy_module(gm)  # the caller's module is not touched
     _forget_unrelated_values(gm, given=example_inputs is not None)
     values = _example_values(gm, example_inputs)
-    propagate_values(gm, lambda node: False, "compile_fx")
+    try:
+        propagate_values(gm, lambda node: False, "compile_fx")
+    except PassError as error:  # no pass has run yet: it is the graph itself
+        problem = one_line(error.__cause__ or error)
+        raise InputError(
+            f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
+        ) from error
     run = compile_graph(gm, values, compilation, "inference", ())
     return CompiledGraph(run, gm, compilation.journal)
 

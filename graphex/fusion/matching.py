@@ -269,7 +269,8 @@ def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: F
     except Exception as problem:
         return Refusal(f"the replacement fails on these arguments: {_first_line(problem)}", nodes[-1])
     assert isinstance(replacement, Replacement)
-    for refusal in (_same_results(replacement, outputs), _written(nodes, inputs, site)):
+    refusals = (_writes_arguments(replacement), _same_results(replacement, outputs), _written(nodes, inputs, site))
+    for refusal in refusals:
         if refusal is not None:
             return refusal
     place = _place(nodes, [node for node in outputs if node is not None], inputs)
@@ -294,6 +295,14 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
         if not same_type or not known_equal(tuple(before.shape), tuple(after.shape)):
             return Refusal(f"result {index} of the replacement is {_kind(after)} instead of {_kind(before)}", old)
     return None
+
+
+def _writes_arguments(replacement: Replacement) -> Refusal | None:
+    """What the rule finds writes nothing: others may read the argument as it was."""
+    if (write := replacement.write_to_argument) is None:
+        return None
+    edit = "let the replacement return its result; graphex makes it in-place again where that is safe"
+    return Refusal(f"the replacement writes to an argument ({write.target})", None, edit)
 
 
 def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.analysis import Aliases
+from graphex.analysis import Aliases, written_arguments
 from graphex.fusion.tracing import fresh
 from graphex.torch_private.trees import pytree
 
@@ -40,6 +40,14 @@ class Replacement:
         """Results, by number, that may lie in one memory."""
         aliases, pairs = Aliases(self.module.graph), combinations(range(len(self.results)), 2)
         return [(one, other) for one, other in pairs if aliases.may_alias(self.results[one], self.results[other])]
+
+    @cached_property
+    def write_to_argument(self) -> Node | None:
+        """A node that may write to the memory of an argument."""
+        writers = {node: written for node in self.nodes if (written := written_arguments(node))}
+        aliases = Aliases(self.module.graph) if writers else None
+        found = (node for node, written in writers.items() if aliases and any(map(aliases.lives_in_input, written)))
+        return next(found, None)
 
     def value_for(self, traced: Node, node: Node) -> Any:
         """The value of a node that was made like the traced one: alike, in memory of its own.

@@ -110,7 +110,12 @@ class Rule(AnyRule):
     @cached_property
     def search_graph(self) -> GraphModule:
         """The search function, traced on the examples."""
-        gm = self.trace(self.search, self.example_values, self.mode)
+        try:
+            gm = self.trace(self.search, self.example_values, self.mode)
+        except Exception as problem:
+            if self.origin != "user" or isinstance(problem, RuleError):
+                raise
+            raise self.untraceable("search", problem) from problem
         self._check_scalars(gm)
         return gm
 
@@ -131,6 +136,14 @@ class Rule(AnyRule):
             if self.trace_fn is None or self.trace_fn is fwd_only:
                 return trace_forward(fn, args, table)
             return self.trace_fn(fn, list(args))
+
+    def untraceable(self, what: str, problem: Exception) -> RuleError:
+        """The error that says which function of the rule fails, and with which marks."""
+        numbers = ", ".join(f"{value} for '{name}'" for name, value in self.scalars.items())
+        hint = f" (numbers are variables: it was given {numbers})" if numbers else ""
+        return RuleError(
+            f"rule '{self.name}': the {what} function cannot be traced with the example inputs{hint}: {problem}"
+        )
 
     def _marked(self, index: int, name: str, value: Any) -> Any:
         if isinstance(value, bool):

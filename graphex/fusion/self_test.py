@@ -64,11 +64,7 @@ def _traced(rule: Rule, what: str) -> GraphModule:
     except RuleError:
         raise
     except Exception as problem:
-        numbers = ", ".join(f"{value} for '{name}'" for name, value in rule.scalars.items())
-        hint = f" (numbers are variables: it was given {numbers})" if numbers else ""
-        raise RuleError(
-            f"rule '{rule.name}': the {what} function cannot be traced with the example inputs{hint}: {problem}"
-        ) from problem
+        raise rule.untraceable(what, problem) from problem
 
 
 def _writes_nothing(rule: Rule, new: GraphModule) -> None:

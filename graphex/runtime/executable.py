@@ -28,6 +28,7 @@ from graphex.runtime.outside import with_outside
 from graphex.runtime.pieces import Division, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
+from graphex.runtime.session import undone_in_session
 from graphex.runtime.shuffle import shuffled
 from graphex.torch_private.kernels import BelowAutograd
 from graphex.torch_private.tracing import profiler_enabled
@@ -66,17 +67,17 @@ def _build(
     run = eager_program(compilation, graph_name, folder, gm, counter, lanes)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
-        return run
+        return _uncaptured(run, gm)
     if several := several_accelerators(devices_of(gm)):
         compilation.fall_back(graph_name, "the graph runs without capture", f"its tensors are on {several}")
-        return run
+        return _uncaptured(run, gm)
     if not device.captures:
-        return run
+        return _uncaptured(run, gm)
     if not any(map(is_kernel, gm.graph.nodes)):
-        return run  # nothing to replay
+        return _uncaptured(run, gm)  # nothing to replay
     if reason := _why_not_at_all(gm):
         compilation.fall_back(graph_name, "the graph runs without capture", reason)
-        return run
+        return _uncaptured(run, gm)
     division = divide(gm, device)
     if not division.obstacles:
         if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
@@ -91,7 +92,7 @@ def _build(
             node=node.name,
             line=node_line(node),
         )
-        return run
+        return _uncaptured(run, gm)
     return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs)
 
 
@@ -210,6 +211,12 @@ def interpreted(gm: GraphModule) -> Boxed:
         return Interpreter(gm).run(*given)
 
     return run
+
+
+def _uncaptured(run: Boxed, gm: GraphModule) -> Boxed:
+    """The program as it is; only while its thread warms up, what it writes to inputs is undone."""
+    aliases, inputs = Aliases(gm.graph), [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return undone_in_session(run, [place for place, node in enumerate(inputs) if aliases.is_written(node)])
 
 
 def written_constants(gm: GraphModule) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ Both are asked for by `graphex.warm_up` and `graphex.replayer`, and only for cal
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,6 +92,25 @@ def run_in_session(program: Program, args: list[Any]) -> Any:
         assert _thread.watched is not None
         _thread.watched.append(Ran(program, given, results))
     return results
+
+
+def undone_in_session(run: Callable[[list[Any]], Any], written: list[int]) -> Callable[[list[Any]], Any]:
+    """A program that is not captured. What it writes to its inputs is undone all the same."""
+    if not written:
+        return run
+
+    def undone(args: list[Any]) -> Any:
+        if not active or not _thread.warming:
+            return run(args)
+        tensors = [args[index] for index in written]
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            return run(args)
+        finally:
+            _restore(tensors, before)
+
+    undone._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
+    return undone
 
 
 def _restore(tensors: list[Tensor], before: list[Tensor]) -> None:

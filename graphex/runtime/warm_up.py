@@ -17,6 +17,7 @@ from graphex.backend import journal
 from graphex.errors import InputError
 from graphex.records import Captured
 from graphex.runtime.session import warming_up
+from graphex.switches import why_off
 from graphex.torch_private.trees import pytree
 
 
@@ -31,6 +32,8 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     arguments = [_arguments(call) for call in _checked(calls)]
     arguments.sort(key=_size, reverse=True)
     found = journal(compiled)
+    if why_off():  # no graph of ours would undo what it writes
+        return []
     before = len(found.records)
     with torch.random.fork_rng(devices=_devices(), enabled=True):
         for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):

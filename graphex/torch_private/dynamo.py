@@ -109,7 +109,8 @@ def compiling_code() -> CodeType | None:
 
 
 def backend_of(compiled: object) -> object | None:
-    """The object behind something that `torch.compile` returned; None if torch.compile did not make it."""
+    """The object behind something that `torch.compile` made, or a module's own `compile`; None behind anything else."""
+    compiled = _compiled_in_place(compiled)
     context = compiled.dynamo_ctx if isinstance(compiled, OptimizedModule) else _context_in_closure(compiled)
     callback = getattr(context, "callback", None)
     return None if callback is None else _innermost(callback)
@@ -122,6 +123,8 @@ def is_graphex(backend: object) -> bool:
 
 def code_of(compiled: object) -> CodeType | None:
     """The code object of the user's function behind a compiled one."""
+    if _compiled_in_place(compiled) is not compiled:
+        compiled = getattr(compiled, "forward", None)
     original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
@@ -153,6 +156,12 @@ def debug_directory() -> Path | None:
 def _innermost(callback: Any) -> object:
     backend: object = innermost_backend(callback)
     return backend
+
+
+def _compiled_in_place(compiled: object) -> object:
+    """`module.compile()` returns nothing: the module keeps what `torch.compile` returned."""
+    inner = compiled._compiled_call_impl if isinstance(compiled, torch.nn.Module) else None
+    return compiled if inner is None else inner
 
 
 def _context_in_closure(compiled: object) -> object | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,12 +49,24 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
     for node in graph.nodes:
         if node.target in WRAPPERS:
             node.meta.pop("eager_input_vals", None)  # the values before our passes, which replaced some of them
+            _take_the_only_result(node)
         if node.target is WRAPPER:
             direct = node.meta.get(_NOT_COPIED, set())
             copied = [place for place in range(len(written_bases(node))) if place not in direct]
             node.meta["only_clone_these_tensors"] = copied
     with V.set_fake_mode(mode), _of_any_type():
         decompose_auto_functionalized(graph)
+
+
+def _take_the_only_result(node: Node) -> None:
+    """A wrapper of an op that was given nothing to write has one result, which torch puts in place of the tuple: who
+    takes the first part would then take the first row.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        for part in [user for user in node.users if user.target is operator.getitem]:
+            part.replace_all_uses_with(node)
+            node.graph.erase_node(part)
 
 
 @contextmanager

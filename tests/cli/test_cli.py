@@ -54,6 +54,19 @@ def test_explain_through_a_pipe_is_text_without_colours_or_progress(script: Path
     assert graph["pictures"]
 
 
+def test_explain_of_a_script_that_goes_elsewhere_writes_the_report_here(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = script.parent / "elsewhere"
+    elsewhere.mkdir()
+    script.write_text(f"import os\nos.chdir({str(elsewhere)!r})\n{SCRIPT}")
+    monkeypatch.chdir(script.parent)
+    ended = call("explain", "script.py")
+    assert ended.exit_code == 0, ended.output
+    assert script.with_name("report.html").exists()
+    assert not list(elsewhere.iterdir())
+
+
 def test_explain_says_that_graphex_is_off(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHEX_DISABLE", "1")
     ended = call("explain", str(script))

@@ -96,3 +96,9 @@ def test_an_exported_program(dynamic):
 def test_bad_input_is_one_sentence(call, message):
     with pytest.raises(graphex.InputError, match=message):
         call()
+
+
+def test_a_graph_that_is_no_aten_graph_is_refused():
+    modules = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(graphex.InputError, match="compile_fx takes ATen graphs"):
+        graphex.compile_fx(modules, (torch.ones(2, 4),))

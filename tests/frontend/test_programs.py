@@ -372,6 +372,26 @@ def test_custom_ops_functional_mutating_and_with_gradients(device):
     assert_same(torch.autograd.grad(compiled(x), x)[0], torch.full((3,), 3.0, device=device))
 
 
+@torch.library.custom_op("graphex_tests::total", mutates_args=("seen",))
+def total(x: Tensor, seen: Tensor | None) -> Tensor:
+    if seen is not None:
+        seen.add_(x)
+    return x * 2
+
+
+@total.register_fake
+def _(x: Tensor, seen: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mutating_op_may_be_given_nothing_to_write(dynamic, device):
+    def f(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return total(x, None), total(x, seen), total(x + 1, None).relu()
+
+    check(f, torch.randn(4, 3, device=device), torch.zeros(4, 3, device=device), dynamic=dynamic)
+
+
 def test_tensor_subclasses_run_with_a_record():
     from torch.testing._internal.two_tensor import TwoTensor
 

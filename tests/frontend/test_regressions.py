@@ -218,3 +218,18 @@ def test_a_pass_may_rename_nodes_and_move_arguments_to_keywords():
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_module_that_compiles_itself_has_a_journal():
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:] * 2
+
+    first, second, plain = Doubled(), Doubled(), Doubled()
+    for module in (first, second):
+        module.compile(backend="graphex")
+        module(torch.ones(3))
+        assert len(graphex.journal(module).graphs) == 1
+    assert graphex.warm_up(first, [(torch.ones(3),)]) == []
+    with pytest.raises(graphex.InputError, match="Doubled was not made by"):
+        graphex.journal(plain)

@@ -471,6 +471,18 @@ def test_a_replacement_with_other_values_is_refused():
     assert rule.name == "wrong"
 
 
+def test_a_replacement_that_writes_to_an_argument_is_refused_where_it_would_be_made():
+    rule = graphex.replacement(
+        lambda a, b: a + b, lambda a, b: a.add_(b), (torch.empty(2), torch.empty(2)), name="writes", self_test=False
+    )
+    x = torch.randn(4)
+    before = x.clone()
+    found = Fused(lambda a, b: (a + b, a * 2), x, torch.randn(4), fusion_rules=[rule])
+    assert found.fired() == []
+    assert found.reasons("writes") == ["the replacement writes to an argument (aten.copy_.default)"]
+    assert torch.equal(x, before)
+
+
 def test_a_replacement_with_another_shape_is_refused():
     with pytest.raises(graphex.RuleError, match="result 0 is"):
         graphex.replacement(lambda x: x.relu() * 2, lambda x: x.relu()[:1], (torch.empty(4, 4),), name="wrong")

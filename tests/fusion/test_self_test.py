@@ -64,6 +64,15 @@ def test_a_number_that_cannot_be_any_number_is_named():
         graphex.replacement(lambda a, dim: a.sum(dim), lambda a, dim: a.sum(dim), [torch.ones(2, 3), 1])
 
 
+def test_a_rule_that_was_not_tried_out_is_named_when_it_cannot_be_traced():
+    rule = graphex.replacement(
+        lambda a, dim: a.sum(dim), lambda a, dim: a.sum(dim), [torch.ones(2, 3), 1], name="any_dim", self_test=False
+    )
+    compiled = torch.compile(lambda a: a.sum(1), backend="graphex", options={"fusion_rules": [rule]})
+    with pytest.raises(Exception, match=r"rule 'any_dim': the search function cannot be traced .* \d+ for 'dim'"):
+        compiled(torch.ones(2, 3))
+
+
 def test_a_check_that_is_no_function_is_refused():
     with pytest.raises(graphex.RuleError, match="extra_check must be a function"):
         graphex.replacement(lambda a: a + 1, lambda a: 1 + a, [torch.ones(2)], extra_check=True)

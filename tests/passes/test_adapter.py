@@ -589,6 +589,16 @@ def adding_an_input(gm):
         gm.graph.placeholder("extra")
 
 
+def swapping_the_inputs(gm):
+    first, second = (node for node in gm.graph.nodes if node.op == "placeholder")
+    second.append(first)
+
+
+def nesting_the_outputs(gm):
+    output = gm.graph.output_node()
+    output.args = ([output.args[0]],)
+
+
 def breaking_a_shape(gm):
     (add,) = adds(gm)
     with gm.graph.inserting_before(add):
@@ -606,6 +616,8 @@ BROKEN = {
     erasing_a_used_node: "'relu'.*'add'.*not in the graph any more",
     dropping_an_output: "outputs",
     adding_an_input: "inputs",
+    swapping_the_inputs: "inputs in another order",
+    nesting_the_outputs: "nested in another way",
     breaking_a_shape: "'add'.*cannot be evaluated",
     returning_a_number: "returned int",
 }

@@ -49,6 +49,29 @@ def test_warm_up_leaves_caches_and_generators_as_they_were(where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("off", [False, True], ids=["on", "off"])
+def test_warm_up_of_what_is_not_captured_leaves_caches_as_they_were(off, monkeypatch):
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            cache[1:].copy_(x)
+            torch._dynamo.graph_break()
+            return cache.mul_(2) * self.calls
+
+    monkeypatch.setenv("GRAPHEX_DISABLE", "1" if off else "0")
+    model, cache = Step(), torch.zeros(4)
+    compiled = torch.compile(model, backend="graphex", options={"mode": "eager"})
+    assert graphex.warm_up(compiled, [(cache, torch.ones(3))]) == []
+    assert model.calls == 0
+    assert cache.eq(0).all()
+    assert compiled(cache, torch.ones(3)).tolist() == [0, 2, 2, 2]
+
+
+@torch.no_grad()
 def test_warm_up_of_a_graph_in_pieces(where):
     compiled = compile_it(between)
     x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
