@@ -45,7 +45,7 @@ def build_executable(
         lanes = device.lanes(StreamPlan({})) if limited else None
         return _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
     if compilation.config.stream_safety == "shuffle":
-        return shuffled(graph_name, gm, compilation.journal.counter(graph_name))
+        return _uncaptured(shuffled(graph_name, gm, compilation.journal.counter(graph_name)), gm)
     lanes = device.lanes(plan)
     run = _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
     if lanes is None:

@@ -128,6 +128,20 @@ def test_scopes_of_model_code_reach_the_backward_too():
     assert sum(counts["orders"] for counts in journal.counts.values()) == 16
 
 
+def test_warming_up_a_program_that_is_tried_in_other_orders_leaves_its_inputs_as_they_were():
+    def fn(x, count):
+        with graphex.scope.stream("experts"):
+            y = x.relu()
+        count.add_(1)
+        return y + x.cos()
+
+    run, count = torch.compile(fn, backend="graphex", options={"stream_safety": "shuffle"}), torch.zeros(())
+    graphex.warm_up(run, [(X, count)])
+    assert count == 0
+    run(X, count)
+    assert count == 1
+
+
 def test_bad_scopes_are_refused_at_once():
     with pytest.raises(graphex.InputError, match="label is a word"):
         graphex.scope.stream("")
