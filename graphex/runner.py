@@ -250,7 +250,8 @@ def _check_interface(found: Interface, wanted: Interface, who: str) -> None:
             f"{len(wanted.inputs)} and {wanted.outputs}. {may_not}"
         )
     if found.form != wanted.form:
-        raise PassError(f"{who} left a graph whose outputs are nested in another way. {may_not}")
+        how = "nested in another way, or None where there was a value or the reverse"
+        raise PassError(f"{who} left a graph whose outputs are {how}. {may_not}")
     if found.inputs != wanted.inputs and set(found.inputs) == set(wanted.inputs):
         raise PassError(f"{who} left the inputs in another order ({', '.join(found.inputs)}). {may_not}")
 
@@ -264,10 +265,10 @@ def _interface(graph: Graph) -> Interface:
 
 
 def _form(value: Any) -> Any:
-    """How values are nested; a list and a tuple are one to whoever takes them apart."""
+    """How values are nested, and which are None; a list and a tuple are one to whoever takes them apart."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_form, value))
-    return {key: _form(item) for key, item in value.items()} if isinstance(value, dict) else None
+    return {key: _form(item) for key, item in value.items()} if isinstance(value, dict) else value is None
 
 
 def _targets(graph: Graph) -> Counter[str]:

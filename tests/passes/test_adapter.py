@@ -599,6 +599,11 @@ def nesting_the_outputs(gm):
     output.args = ([output.args[0]],)
 
 
+def returning_none(gm):
+    output = gm.graph.output_node()
+    output.args = (type(output.args[0])(None for _ in output.args[0]),)
+
+
 def breaking_a_shape(gm):
     (add,) = adds(gm)
     with gm.graph.inserting_before(add):
@@ -618,6 +623,7 @@ BROKEN = {
     adding_an_input: "inputs",
     swapping_the_inputs: "inputs in another order",
     nesting_the_outputs: "nested in another way",
+    returning_none: "None where there was a value",
     breaking_a_shape: "'add'.*cannot be evaluated",
     returning_a_number: "returned int",
 }
