@@ -90,10 +90,10 @@ def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
         if ORIGINS not in node.meta:
             inherit_all(node, [value for value in node.all_input_nodes if ORIGINS in value.meta])
             node.meta.setdefault(ORIGINS, ())
-    propagate_values(gm, lambda node: node not in copies and _is_changed(node, watch), pass_name)
+    propagate_values(gm, lambda node: node not in copies and _is_changed(node, watch), f"your pass '{pass_name}'")
 
 
-def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: str) -> None:
+def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], who: str) -> None:
     """Compute `meta["val"]` where it is missing or stale, and downstream of every value that came out different."""
     mode = fake_mode_of(gm)
     if mode is None:
@@ -108,9 +108,8 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], pass_name: 
         try:
             value = evaluate(gm, node, mode)
         except Exception as error:
-            raise PassError(
-                f"pass '{pass_name}' left node '{node.name}' ({node.target}) that cannot be evaluated: {error}"
-            ) from error
+            problem = f"left node '{node.name}' ({node.target}) that cannot be evaluated: {error}"
+            raise PassError(f"{who} {problem}") from error
         if known is None or not _same_value(known, value):
             node.meta["val"] = value
             node.meta.pop("tensor_meta", None)
