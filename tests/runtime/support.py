@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo
 from torch.utils import _pytree as pytree
 
 import graphex
@@ -41,15 +42,19 @@ def same(found: Any, wanted: Any) -> None:
 
 
 def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
-    """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here."""
+    """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here.
+
+    torch 2.11 sets what `dynamic=` asks for anew in each call, for all threads, and may leave it so. It is set back.
+    """
     all_there = Barrier(len(given))
+    as_before = {name: getattr(dynamo, name) for name in ("assume_static_by_default", "automatic_dynamic_shapes")}
 
     @torch.no_grad()  # the mode of the caller's thread does not reach another
     def begin(each: Any) -> None:
         all_there.wait()
         work(each)
 
-    with ThreadPoolExecutor(len(given)) as pool:
+    with dynamo.patch(as_before), ThreadPoolExecutor(len(given)) as pool:
         list(pool.map(begin, given))
 
 
