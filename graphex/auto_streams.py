@@ -38,7 +38,5 @@ def with_two_streams(runner: Runner, functional: GraphModule, one: Boxed, static
         return one
     two = build_executable(compilation, second.graph_name, f"{runner.phase}/two_streams", second.gm, static_inputs)
     aliases = Aliases(runner.gm.graph)
-    placeholders = [node for node in runner.gm.graph.nodes if node.op == "placeholder"]
-    written = [place for place, node in enumerate(placeholders) if aliases.is_written(node)]
     key = KeyReader(runner.gm, aliases, device)
-    return Trial(name, compilation.journal, device, key, written, one, two)
+    return Trial(name, compilation.journal, device, key, aliases.written_inputs(), one, two)

@@ -124,6 +124,11 @@ class Aliases:
     def is_written(self, node: Node) -> bool:
         return any(self._writes.get(storage) for storage in self.storages(node))
 
+    def written_inputs(self) -> list[int]:
+        """The places of the inputs whose memory is written to."""
+        inputs = (node for node in self._nodes if node.op == "placeholder")
+        return [place for place, node in enumerate(inputs) if self.is_written(node)]
+
     def written_between(self, node: Node, start: Node, end: int) -> bool:
         """Whether some node after `start` and not after position `end` writes to the memory of `node`."""
         first = self._position[start]

@@ -84,11 +84,14 @@ def compile_ahead(graph: Graph) -> Ahead:
     """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
     calls = distinct_calls(graph)
     made = _compiled(calls, MOST_THREADS) if calls else Ahead()
-    return _compiled(calls, 1, tried_again=made.not_compiled) if made.not_compiled else made
+    if failed := made.not_compiled:
+        made = _compiled(calls, 1)
+        made.tried_again = failed
+    return made
 
 
-def _compiled(calls: dict[Call, int], threads: int, **known: Any) -> Ahead:
-    made = Ahead(**known)
+def _compiled(calls: dict[Call, int], threads: int) -> Ahead:
+    made = Ahead()
     with FakeTensorMode(), beside_each_other(threads) as made.not_compiled:
         for call in sorted(calls, key=_is_quick):
             try:

@@ -215,8 +215,7 @@ def interpreted(gm: GraphModule) -> Boxed:
 
 def _uncaptured(run: Boxed, gm: GraphModule) -> Boxed:
     """The program as it is; only while its thread warms up, what it writes to inputs is undone."""
-    aliases, inputs = Aliases(gm.graph), [node for node in gm.graph.nodes if node.op == "placeholder"]
-    return undone_in_session(run, [place for place, node in enumerate(inputs) if aliases.is_written(node)])
+    return undone_in_session(run, Aliases(gm.graph).written_inputs())
 
 
 def written_constants(gm: GraphModule) -> list[torch.Tensor]:

@@ -41,9 +41,8 @@ class Piecewise:
         self, gm: GraphModule, pieces: Sequence[Piece], runs: Sequence[Boxed], pool: Pool, device: Device, counter: Any
     ) -> None:
         self._boxed_call = True
-        aliases = Aliases(gm.graph)
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self.written = [index for index, node in enumerate(inputs) if aliases.is_written(node)]
+        self.written = Aliases(gm.graph).written_inputs()
         self._pool, self._device, self._counter = pool, device, counter
         self._calls = 0
         slots = {node: place for place, node in enumerate(inputs)}

@@ -28,6 +28,7 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     `torch.no_grad()`, for example) and with the caches that will be used. What a call writes to its inputs is undone
     (from a copy, for which there has to be room), and the random generators are left as they were. The largest call
     goes first: smaller ones then fit into its memory. The bar is shown on a terminal; `progress` decides otherwise.
+    Where graphex is switched off (`GRAPHEX_DISABLE`), nothing is called.
     """
     arguments = [_arguments(call) for call in _checked(calls)]
     arguments.sort(key=_size, reverse=True)

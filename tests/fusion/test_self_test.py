@@ -69,7 +69,9 @@ def test_a_rule_that_was_not_tried_out_is_named_when_it_cannot_be_traced():
         lambda a, dim: a.sum(dim), lambda a, dim: a.sum(dim), [torch.ones(2, 3), 1], name="any_dim", self_test=False
     )
     compiled = torch.compile(lambda a: a.sum(1), backend="graphex", options={"fusion_rules": [rule]})
-    with pytest.raises(Exception, match=r"rule 'any_dim': the search function cannot be traced .* \d+ for 'dim'"):
+    with pytest.raises(
+        graphex.RuleError, match=r"rule 'any_dim': the search function cannot be traced .* \d+ for 'dim'"
+    ):
         compiled(torch.ones(2, 3))
 
 

@@ -105,14 +105,14 @@ def test_there_are_never_more_partitions_than_torch_finds(steps):
     assert len(ours) <= len(theirs)
 
 
-def test_a_graph_of_twice_the_nodes_takes_twice_the_steps():
+def test_a_graph_of_twice_the_nodes_takes_twice_the_steps_and_few_for_each():
     def function_calls(nodes: int) -> int:
         steps = [(n % 5 != 4, n + 1, max(n - 3, 0) if n % 7 else 0) for n in range(nodes)]
         partitioner, profile = Partitioner(graph_of(steps), Supports(SUPPORTED), True), cProfile.Profile()
         assert len(profile.runcall(partitioner.propose_partitions)) > 100
         return sum(entry.callcount for entry in profile.getstats())
 
-    assert function_calls(3000) < 2.5 * function_calls(1500)
+    assert function_calls(3000) < min(2.5 * function_calls(1500), 100 * 3000)
 
 
 def test_a_single_node_is_a_partition_only_where_it_is_allowed():

@@ -228,7 +228,9 @@ def test_under_a_profiler_the_replay_is_named(world):
 
 
 def test_threads_get_their_own_results_with_one_size_and_with_sizes_of_their_own(world):
-    """With one size every call is a replay without a search. With three, for two graphs, that depends on the order."""
+    """With one size every call is a replay without a search. With three, for two graphs, the order decides which are
+    freed: a call that is no replay is the first since then, and the next one captures.
+    """
     made = world(capture_limit=2)
     made.check(times=3)
 
@@ -239,9 +241,14 @@ def test_threads_get_their_own_results_with_one_size_and_with_sizes_of_their_own
             x = torch.randn(rows, 4, generator=generator)
             same(made.compiled(x), made.model(x))
 
+    def replayed_and_captured() -> int:
+        return sum(count(made.compiled, what) for what in ("replays", "captured", "recaptured"))
+
     in_threads(work, list(enumerate((3, 3, 3, 3))))
     assert count(made.compiled, "straight") == 1 + 4 * 30
+    before = replayed_and_captured()
     in_threads(work, list(enumerate((3, 4, 5, 3))))
+    assert 4 * 30 - 3 <= replayed_and_captured() - before <= 4 * 30
     assert count(made.compiled, "evicted") > 0
 
 
