@@ -242,7 +242,7 @@ GEMVS = (
     Gemv(4, 1024, 4),
     Gemv(4, 2048, 8),
     Gemv(2, 2048, 4),
-    Gemv(4, 1024, 4, 3),
+    Gemv(4, 1024, 8),
     Gemv(8, 512, 4, 4),
 )
 # By the rows of a tile.
@@ -271,6 +271,7 @@ SKINNIES = {
     ),
     64: (
         Skinny(32, 128, 4, 4),
+        Skinny(32, 128, 4, 5),
         Skinny(64, 64, 4, 5),
         Skinny(64, 128, 4, 4),
         Skinny(128, 64, 4, 5),
@@ -286,7 +287,7 @@ _MANY_GATED = (
     Skinny(32, 64, 4, 5),
     Skinny(64, 64, 4, 5),
     Skinny(64, 128, 4, 3),
-    Skinny(64, 64, 8, 4),
+    Skinny(128, 64, 4, 4),
 )
 _FEW_GATED = (
     Skinny(64, 128, 4, 5),

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, torch would touch each that a fake tensor names."""
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
 
 
 def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
