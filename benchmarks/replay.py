@@ -182,9 +182,9 @@ def launching(call: Call, rounds: int = 40) -> str:
     for _ in range(rounds):
         keep_busy()
         synchronize()
-        alone.append(_launch_of(call))
+        alone.append(launch_of(call))
         synchronize()
-        in_a_row += [_launch_of(call) for _ in range(ROW)]
+        in_a_row += [launch_of(call) for _ in range(ROW)]
     synchronize()
     if None in alone:
         return NOT_REPLAYED
@@ -198,7 +198,7 @@ def launching(call: Call, rounds: int = 40) -> str:
     return " | ".join(f"{each * 1e6:.0f}" for each in figures)
 
 
-def _launch_of(call: Call) -> tuple[float, float] | None:
+def launch_of(call: Call) -> tuple[float, float] | None:
     started = time.perf_counter()
     call()
     return (LAUNCHES.began - started, LAUNCHES.ended - started) if LAUNCHES.began > started else None

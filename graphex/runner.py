@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis import Aliases, node_line
+from graphex.analysis import Aliases, known_true, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError, RuleError, StreamError
@@ -31,6 +31,7 @@ from graphex.torch_private.trees import pytree
 
 log = logging.getLogger("graphex")
 
+MAY_NOT = "A pass may not change what the graph takes and returns."
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -56,6 +57,7 @@ class Runner:
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
         self._interface = _interface(gm.graph)
+        self._results = _results(gm.graph)
         self._aliases: Aliases | None = None
         stamp_order(gm.graph, self.aliases)
         self._show("original", stage="as given")
@@ -126,6 +128,7 @@ class Runner:
             check_graph(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")
         if changed or dropped:
             repair(work.gm, watch, graph_pass.name)
+            check_results(work.gm.graph, self._results, f"your pass '{graph_pass.name}'")
             self._check_order(graph_pass, work.gm, f"your pass '{graph_pass.name}'")
         self.gm = work.gm
         return changed, f"dropped the metadata of {len(dropped)} nodes; it was restored" if dropped else ""
@@ -240,20 +243,43 @@ def check_graph(graph: Graph, interface: Interface, who: str) -> None:
         raise PassError(f"{who} left a broken graph: {one_line(error)}.") from error
 
 
+def check_results(graph: Graph, wanted: Sequence[Any], who: str) -> None:
+    """Refuse results of another type or shape: what comes behind the graph was compiled for those before."""
+    for at, (found, before) in enumerate(zip(_results(graph), wanted, strict=True)):
+        if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and _certainly_differ(found, before):
+            raise PassError(f"{who} left output {at} as {_about(found)}; it was {_about(before)}. {MAY_NOT}")
+
+
+def _certainly_differ(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.dtype, left.device, left.dim()) != (right.dtype, right.device, right.dim()):
+        return True
+    return any(known_true(a != b) for a, b in zip(left.shape, right.shape, strict=True))
+
+
+def _about(value: torch.Tensor) -> str:
+    kind = str(value.dtype).removeprefix("torch.")
+    return f"{kind} {list(value.shape)} on {value.device}"
+
+
+def _results(graph: Graph) -> list[Any]:
+    """What is known of the values that come out."""
+    leaves = pytree.tree_leaves([node.args for node in graph.nodes if node.op == "output"])
+    return [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
+
+
 def _check_interface(found: Interface, wanted: Interface, who: str) -> None:
-    may_not = "A pass may not change what the graph takes and returns."
     if found.outputs < 0:
         raise PassError(f"{who} left a graph with {-found.outputs} output nodes. A graph has exactly one.")
     if (len(found.inputs), found.outputs) != (len(wanted.inputs), wanted.outputs):
         raise PassError(
             f"{who} left a graph with {len(found.inputs)} inputs and {found.outputs} outputs instead of "
-            f"{len(wanted.inputs)} and {wanted.outputs}. {may_not}"
+            f"{len(wanted.inputs)} and {wanted.outputs}. {MAY_NOT}"
         )
     if found.form != wanted.form:
         how = "nested in another way, or None where there was a value or the reverse"
-        raise PassError(f"{who} left a graph whose outputs are {how}. {may_not}")
+        raise PassError(f"{who} left a graph whose outputs are {how}. {MAY_NOT}")
     if found.inputs != wanted.inputs and set(found.inputs) == set(wanted.inputs):
-        raise PassError(f"{who} left the inputs in another order ({', '.join(found.inputs)}). {may_not}")
+        raise PassError(f"{who} left the inputs in another order ({', '.join(found.inputs)}). {MAY_NOT}")
 
 
 def _interface(graph: Graph) -> Interface:

@@ -611,6 +611,20 @@ def breaking_a_shape(gm):
     add.args = (wide, add.args[1])
 
 
+def halving_an_output(gm):
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        half = gm.graph.call_function(aten._to_copy.default, (output.args[0][0],), {"dtype": torch.float16})
+    output.args = ((half,),)
+
+
+def cutting_an_output(gm):
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        cut = gm.graph.call_function(aten.slice.Tensor, (output.args[0][0], 0, 0, 1))
+    output.args = ((cut,),)
+
+
 def returning_a_number(gm):
     return 3
 
@@ -625,6 +639,8 @@ BROKEN = {
     nesting_the_outputs: "nested in another way",
     returning_none: "None where there was a value",
     breaking_a_shape: "'add'.*cannot be evaluated",
+    halving_an_output: r"output 0 as float16 \[.*it was float32",
+    cutting_an_output: r"output 0 as float32 \[1, .*it was float32",
     returning_a_number: "returned int",
 }
 broken_passes = pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)
