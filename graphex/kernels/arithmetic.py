@@ -14,8 +14,9 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
 }
 
-# A compiler that contracts a product and a sum leaves out the rounding of the product, which the reference makes.
+# A compiler that contracts a product and a sum leaves out the rounding of the product, which some references make.
 AS_WRITTEN = {"enable_fp_fusion": False}
+CONTRACTED = {"enable_fp_fusion": True}  # not every version of Triton does so unless it is told
 
 # Whether NVIDIA's instructions can be named: not under the interpreter, nor on AMD's GPUs.
 PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)

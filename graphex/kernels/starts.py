@@ -27,7 +27,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
 from graphex.collector import collector_paused
-from graphex.kernels.arithmetic import PTX
+from graphex.kernels.arithmetic import CONTRACTED, PTX
 from graphex.ops.definition import SPECS, Declined, launcher_of
 from graphex.torch_private.symbolic import FakeTensor
 
@@ -56,21 +56,22 @@ _thread = _Thread()
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     if _thread.seen is None:
-        kernel[grid](*arguments, **constants, **_chaining(kernel))
+        kernel[grid](*arguments, **_options(kernel, constants))
     else:
         _thread.seen.kernels.append(kernel.__name__)
         compile_only(kernel, grid, arguments, constants)
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel.warmup(*map(_typed, arguments), grid=grid, **constants, **_chaining(kernel))
+    kernel.warmup(*map(_typed, arguments), grid=grid, **_options(kernel, constants))
 
 
-def _chaining(kernel: Any) -> dict[str, Any]:
-    """Constants and options of a kernel that can be chained (`graphex/kernels/chain.py`)."""
+def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """With those of a kernel that can be chained (`graphex/kernels/chain.py`), and what is meant unless it is said."""
     if "CHAINED" not in kernel.arg_names:
-        return {}
-    return _CHAINED if _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1) else _ALONE
+        return CONTRACTED | constants
+    chains = _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    return CONTRACTED | constants | (_CHAINED if chains else _ALONE)
 
 
 @cache

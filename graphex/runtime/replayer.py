@@ -90,8 +90,10 @@ def _why_no_graph(found: Journal, *, none_ran: bool) -> str:
     if reasons := "; ".join(dict.fromkeys(record.reason for record in found.fallbacks)):
         return f" ({reasons})"
     devices = [set(map(torch.device, graph.devices)) for graph in found.graphs]
-    if not none_ran or not any(devices) or any(device_of(each).captures for each in devices):
+    if not none_ran or not any(devices):
         return ""
+    if any(device_of(each).captures for each in devices):
+        return " (it has no kernel, or options that capture nothing: mode='eager', force_eager, dump_tensor_data)"
     where = " and ".join(sorted(map(str, set().union(*devices))))
     way_out = "move the model and its inputs to a GPU, or call the compiled model itself"
     return f" (its tensors are on {where}, where there are no device graphs); {way_out}"

@@ -343,3 +343,10 @@ def test_verify_checks_the_captured_graph_too():
         torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
     assert [verdict.status for verdict in graphex.journal(compiled).verifications] == ["equal"]
     assert replays(compiled) > 0
+
+
+@pytest.mark.parametrize("options", [{"mode": "eager"}, {"force_eager": True}], ids=str)
+@torch.no_grad()
+def test_a_replayer_of_what_was_told_not_to_capture_says_that_this_is_why(options):
+    with pytest.raises(graphex.InputError, match=rf"runs 0 \(.*{next(iter(options))}"):
+        graphex.replayer(compile_it(lambda x: x + 1, **options), torch.ones(3, device="cuda"))
