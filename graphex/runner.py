@@ -17,21 +17,20 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
-from graphex.analysis import Aliases, known_true, node_line
+from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError, RuleError, StreamError
+from graphex.interface import check_graph, check_results, interface_of
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
 from graphex.records import PassRan, Record
 from graphex.torch_private.graphs import copy_graph
-from graphex.torch_private.trees import pytree
 
 log = logging.getLogger("graphex")
 
-MAY_NOT = "A pass may not change what the graph takes and returns."
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
@@ -56,8 +55,7 @@ class Runner:
         self.phase = phase
         self.steps: list[Step] = []
         self._snapshot: Graph | None = None
-        self._interface = _interface(gm.graph)
-        self._results = _results(gm.graph)
+        self._interface = interface_of(gm.graph)
         self._aliases: Aliases | None = None
         stamp_order(gm.graph, self.aliases)
         self._show("original", stage="as given")
@@ -128,7 +126,7 @@ class Runner:
             check_graph(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")
         if changed or dropped:
             repair(work.gm, watch, graph_pass.name)
-            check_results(work.gm.graph, self._results, f"your pass '{graph_pass.name}'")
+            check_results(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")
             self._check_order(graph_pass, work.gm, f"your pass '{graph_pass.name}'")
         self.gm = work.gm
         return changed, f"dropped the metadata of {len(dropped)} nodes; it was restored" if dropped else ""
@@ -209,92 +207,6 @@ def _raised_at(error: Exception) -> str:
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
     ]
     return f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-
-
-@dataclass(frozen=True)
-class Interface:
-    """What a graph takes and returns: its inputs, how many values come out, and how they are nested."""
-
-    inputs: tuple[str, ...]
-    outputs: int
-    form: Any
-
-
-def check_graph(graph: Graph, interface: Interface, who: str) -> None:
-    """Refuse a graph that is not well formed, or takes or returns something else, naming the node and what to do."""
-    seen: set[Node] = set()
-    everything = set(graph.nodes)
-    for node in graph.nodes:
-        for value in node.all_input_nodes:
-            if value in seen:
-                continue
-            where = f" ({line})" if (line := node_line(node)) else ""
-            if value in everything:
-                problem, advice = "before it is defined", f"Insert it after '{value.name}'"
-            else:
-                problem, advice = "which is not in the graph any more", "Replace its uses before erasing it"
-            verb = "using" if value in everything else "that uses"
-            raise PassError(f"{who} left node '{node.name}' {verb} '{value.name}' {problem}{where}. {advice}.")
-        seen.add(node)
-    _check_interface(_interface(graph), interface, who)
-    try:
-        graph.lint()
-    except Exception as error:
-        raise PassError(f"{who} left a broken graph: {one_line(error)}.") from error
-
-
-def check_results(graph: Graph, wanted: Sequence[Any], who: str) -> None:
-    """Refuse results of another type or shape: what comes behind the graph was compiled for those before."""
-    for at, (found, before) in enumerate(zip(_results(graph), wanted, strict=True)):
-        if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and _certainly_differ(found, before):
-            raise PassError(f"{who} left output {at} as {_about(found)}; it was {_about(before)}. {MAY_NOT}")
-
-
-def _certainly_differ(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if (left.dtype, left.device, left.dim()) != (right.dtype, right.device, right.dim()):
-        return True
-    return any(known_true(a != b) for a, b in zip(left.shape, right.shape, strict=True))
-
-
-def _about(value: torch.Tensor) -> str:
-    kind = str(value.dtype).removeprefix("torch.")
-    return f"{kind} {list(value.shape)} on {value.device}"
-
-
-def _results(graph: Graph) -> list[Any]:
-    """What is known of the values that come out."""
-    leaves = pytree.tree_leaves([node.args for node in graph.nodes if node.op == "output"])
-    return [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
-
-
-def _check_interface(found: Interface, wanted: Interface, who: str) -> None:
-    if found.outputs < 0:
-        raise PassError(f"{who} left a graph with {-found.outputs} output nodes. A graph has exactly one.")
-    if (len(found.inputs), found.outputs) != (len(wanted.inputs), wanted.outputs):
-        raise PassError(
-            f"{who} left a graph with {len(found.inputs)} inputs and {found.outputs} outputs instead of "
-            f"{len(wanted.inputs)} and {wanted.outputs}. {MAY_NOT}"
-        )
-    if found.form != wanted.form:
-        how = "nested in another way, or None where there was a value or the reverse"
-        raise PassError(f"{who} left a graph whose outputs are {how}. {MAY_NOT}")
-    if found.inputs != wanted.inputs and set(found.inputs) == set(wanted.inputs):
-        raise PassError(f"{who} left the inputs in another order ({', '.join(found.inputs)}). {MAY_NOT}")
-
-
-def _interface(graph: Graph) -> Interface:
-    inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    outputs = [node.args for node in graph.nodes if node.op == "output"]
-    if len(outputs) != 1:
-        return Interface(inputs, -len(outputs), None)
-    return Interface(inputs, len(pytree.tree_leaves(outputs[0])), _form(outputs[0]))
-
-
-def _form(value: Any) -> Any:
-    """How values are nested, and which are None; a list and a tuple are one to whoever takes them apart."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_form, value))
-    return {key: _form(item) for key, item in value.items()} if isinstance(value, dict) else value is None
 
 
 def _targets(graph: Graph) -> Counter[str]:
