@@ -1,9 +1,10 @@
 """Calls padded to a few sizes, so that a few captures serve all of them.
 
-    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are whatever was there before;
-                                                     the results of these rows are thrown away
+    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are rows of earlier calls, or at first
+                                                     copies of row 0; the results of these rows are thrown away
 
-Only for graphs that are proven to treat rows separately (`analysis.rows`).
+They are never rows that nobody passed: a model may look up a table at `tokens - 1`, and a zero would be out of its
+range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Layout:
             room = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
             flat = torch.zeros(room, dtype=value.dtype, device=args[place].device)
             found[place] = flat.as_strided(shape, stride)
+            found[place].copy_(args[place].narrow(self.inputs[place], 0, 1))
         return found
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

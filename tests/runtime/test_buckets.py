@@ -228,3 +228,19 @@ def test_linear_layers_of_few_rows_are_padded_too(where):
     assert {"linears", "rms_norm_linears", "linears_residual"} <= made
     assert count(compiled, "padded") == 3
     assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_rows_of_the_padding_are_rows_that_somebody_passed(where):
+    """A token that nobody passes, such as 0 here, may have no row in the table."""
+    table = torch.randn(9, 4, device=where)
+
+    def looked_up(tokens, table):
+        return nn.functional.embedding(tokens - 1, table)
+
+    compiled = compile_it(looked_up, capture_sizes=SIZES)
+    for rows in (5, 3, 5, 3, 7):
+        tokens = torch.randint(1, 10, (rows,), device=where)
+        torch._dynamo.mark_dynamic(tokens, 0)
+        torch.testing.assert_close(compiled(tokens, table), looked_up(tokens, table))
+    assert count(compiled, "padded") == 5
