@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.rows import MixedRowsError, Rows
+from graphex.analysis.shapes import known_equal
 from graphex.runtime import session
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import output_leaves, returns_one
@@ -44,6 +45,7 @@ class Layout:
         aliases = Aliases(gm.graph)
         places = {index: place for index, node in enumerate(nodes) if (place := rows.dims.get(node)) is not None}
         self.inputs = {index: place.dim for index, place in places.items()}
+        self._expanded = {index: _expanded_dims(self._values[index]) for index in places}
         self.numbers = [index for index, value in enumerate(self._values) if symbol_of(value) == self._symbol]
         for index, place in places.items():
             if place.block != 1:
@@ -75,8 +77,14 @@ class Layout:
             room = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
             flat = torch.zeros(room, dtype=value.dtype, device=args[place].device)
             found[place] = flat.as_strided(shape, stride)
-            found[place].copy_(args[place].narrow(self.inputs[place], 0, 1))
+            self.once(place, found[place]).copy_(self.once(place, args[place].narrow(self.inputs[place], 0, 1)))
         return found
+
+    def once(self, place: int, tensor: Tensor) -> Tensor:
+        """An input without the repetitions of an expanded dimension, which share one place in memory."""
+        for dim in self._expanded[place]:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Size and strides that an output has for so many rows."""
@@ -91,6 +99,10 @@ def _only_symbol(tensors: list[Node], nodes: list[Node]) -> Any:
         reason = f"several sizes vary ({names}); mark the others as static" if found else "no size varies"
         raise MixedRowsError(reason, tensors[0] if tensors else nodes[0])
     return found.pop()
+
+
+def _expanded_dims(value: Tensor) -> list[int]:
+    return [dim for dim, stride in enumerate(value.stride()) if known_equal(stride, 0)]
 
 
 def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
@@ -140,8 +152,9 @@ class Padding:
             with torch.inference_mode(False):
                 buffers = self._buffers[wanted] = self._layout.buffers(wanted, args)
         places = self._layout.inputs.items()
-        targets = [buffers[place].narrow(dim, 0, size) for place, dim in places]
-        copier(target.dtype for target in targets)(targets, [args[place] for place, _ in places])
+        targets = [self._layout.once(place, buffers[place].narrow(dim, 0, size)) for place, dim in places]
+        sources = [self._layout.once(place, args[place]) for place, _ in places]
+        copier(target.dtype for target in targets)(targets, sources)
         padded = list(args)
         args.clear()
         for place, buffer in buffers.items():

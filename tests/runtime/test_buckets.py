@@ -244,3 +244,14 @@ def test_rows_of_the_padding_are_rows_that_somebody_passed(where):
         torch._dynamo.mark_dynamic(tokens, 0)
         torch.testing.assert_close(compiled(tokens, table), looked_up(tokens, table))
     assert count(compiled, "padded") == 5
+
+
+@pytest.mark.parametrize("shape", [(None, 1), (1, 3), (1, 1)], ids=["across", "along the rows", "both"])
+@torch.no_grad()
+def test_expanded_inputs_are_padded(shape, where):
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
+    for rows in (5, 3, 5, 3, 7):
+        x = torch.randn([rows if size is None else size for size in shape], device=where).expand(rows, 3)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), x * 2 + 1)
+    assert count(compiled, "padded") == 5
