@@ -52,6 +52,7 @@ class Layout:
                 raise MixedRowsError("an input has several elements for each row", nodes[index])
             if aliases.is_written(nodes[index]) or aliases.reaches_output(nodes[index]):
                 raise MixedRowsError("an input with rows is written or returned, and cannot be padded", nodes[index])
+            self._check_strides(nodes[index])
         for node, value in zip(nodes, self._values, strict=True):
             if not isinstance(value, Tensor) and symbol_of(value) is None and self._symbol in free_symbols(value):
                 raise MixedRowsError("a number is computed from the size before the graph begins", node)
@@ -62,6 +63,8 @@ class Layout:
             for number, leaf in enumerate(self.leaves)
             if isinstance(leaf, Node) and (place := rows.dims.get(leaf)) is not None
         }
+        for number in self.outputs:
+            self._check_strides(self.leaves[number])
         self.shape = lru_cache(maxsize=1024)(self._shape)
 
     def size(self, args: Sequence[Any]) -> int:
@@ -79,6 +82,11 @@ class Layout:
             found[place] = flat.as_strided(shape, stride)
             self.once(place, found[place]).copy_(self.once(place, args[place].narrow(self.inputs[place], 0, 1)))
         return found
+
+    def _check_strides(self, node: Node) -> None:
+        """Refuse what has no layout for a number of rows alone."""
+        if free_symbols(node.meta["val"].stride()) - {self._symbol}:
+            raise MixedRowsError("its strides do not follow from the number of rows", node)
 
     def once(self, place: int, tensor: Tensor) -> Tensor:
         """An input without the repetitions of an expanded dimension, which share one place in memory."""

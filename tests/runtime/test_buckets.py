@@ -255,3 +255,15 @@ def test_expanded_inputs_are_padded(shape, where):
         torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(compiled(x), x * 2 + 1)
     assert count(compiled, "padded") == 5
+
+
+@torch.no_grad()
+def test_strides_that_vary_by_themselves_are_refused(where):
+    """Parts of wider tensors: how far their rows are apart is a number of its own."""
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
+    with pytest.warns(graphex.GraphexWarning, match="its strides do not follow from the number of rows"):
+        for rows in (5, 3, 5, 3):
+            x = torch.randn(rows, 6, device=where)[:, 2:5]
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x), x * 2 + 1)
+    assert count(compiled, "padded") == 0
