@@ -66,6 +66,17 @@ def test_rows_that_are_blocks_of_a_dimension(where):
     assert reasons(compiled) == []
 
 
+@pytest.mark.parametrize(
+    "activation", [nn.functional.gelu, nn.functional.mish, torch.abs, lambda x: x.masked_fill(x > 1, 2)]
+)
+@torch.no_grad()
+def test_what_is_computed_in_place_is_padded_too(activation, where):
+    compiled = padded_for(lambda x: activation(x * 2) + 1, (None, 3), where=where)
+    assert "compute_in_place" in {record.rule for record in graphex.journal(compiled).rewrites}
+    assert count(compiled, "padded") > 0
+    assert reasons(compiled) == []
+
+
 @torch.no_grad()
 def test_padded_results_are_kept_right(where):
     compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=[8], dynamic=True)
