@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis.effects import is_random, node_leaves, operator_of, written_arguments
 from graphex.analysis.row_rules import FACTORIES, POINTWISE, RESHAPES, RULES
+from graphex.analysis.twins import functional_twin
 from graphex.torch_private.symbolic import free_symbols, multiple_of
 
 
@@ -90,7 +91,7 @@ class Rows:
             return self.of(node.meta["val"], node)
         if not rows and op.overloadpacket not in RESHAPES:
             return None
-        if torch.Tag.pointwise in op.tags or op.overloadpacket in POINTWISE:
+        if _is_pointwise(op):
             return self._broadcast(node, rows)
         rule = RULES.get(op.overloadpacket)
         if rule is None:
@@ -145,6 +146,12 @@ def _besides_sizes(node: Node, op: torch._ops.OpOverload) -> Sequence[Any]:
     if op.overloadpacket in RESHAPES:
         return ()
     return node.args[1:] if op.overloadpacket in FACTORIES else node.args
+
+
+def _is_pointwise(op: torch._ops.OpOverload) -> bool:
+    """torch has marked every functional op that is; some in-place ones, such as `gelu_`, it has forgotten."""
+    forms = (op, functional_twin(op))
+    return op.overloadpacket in POINTWISE or any(torch.Tag.pointwise in form.tags for form in forms if form is not None)
 
 
 def _is_number(value: Any) -> bool:

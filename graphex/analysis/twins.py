@@ -50,6 +50,17 @@ def has_unproven_twin(target: Any) -> bool:
     return _twin_by_schema(target) is not None
 
 
+@cache
+def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """`gelu_` -> `gelu`: the overload that makes a new tensor of what this one writes to its first argument."""
+    name = target._schema.name.removeprefix("aten::")
+    if target.namespace != "aten" or not name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
+    return twin if twin is not None and _twin_by_schema(twin) is target else None
+
+
 def _twin_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, f"{name}_", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,30 +20,67 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv,
 from graphex.torch_private.trees import pytree
 
 
+@dataclass(frozen=True)
+class Input:
+    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known."""
+
+    name: str
+    dtype: torch.dtype | None
+    sizes: tuple[int | None, ...]  # None fits every size
+
+    @staticmethod
+    def of(name: str, value: Any) -> Input:
+        if not isinstance(value, torch.Tensor):
+            return Input(name, None, ())
+        return Input(name, value.dtype, tuple(size if isinstance(size, int) else None for size in value.shape))
+
+    def fits(self, given: Any) -> bool:
+        if self.dtype is None:
+            return True
+        if not isinstance(given, torch.Tensor) or given.dtype != self.dtype:
+            return False
+        if given.shape == self.sizes:
+            return True
+        pairs = zip(self.sizes, given.shape, strict=False)
+        return len(self.sizes) == given.dim() and all(
+            mine is None or not isinstance(size, int) or mine == size for mine, size in pairs
+        )
+
+    def __str__(self) -> str:
+        return "no tensor" if self.dtype is None else _written(self.dtype, self.sizes)
+
+
 class CompiledGraph:
     """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
 
-    def __init__(self, run: Boxed, gm: GraphModule, journal: Journal) -> None:
+    def __init__(self, run: Boxed, gm: GraphModule, inputs: list[Input], journal: Journal) -> None:
         self.boxed = run  # takes one list of the flat inputs, which it empties
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
+        self._inputs = inputs
         self.journal = journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._tree is None:
             if kwargs:
                 raise InputError("this graph takes positional arguments only.")
+            _check(self._inputs, args)
             return self.boxed(list(args))
         flat, found = pytree.tree_flatten((args, kwargs))
         if self._tree.in_spec is not None and found != self._tree.in_spec:
             raise InputError(f"the graph was exported for arguments shaped {self._tree.in_spec}, got {found}.")
+        _check(self._inputs, flat)
         result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
     gm = copy_module(gm)  # the caller's module is not touched
+    example_inputs = _one_for_each_input(gm, example_inputs)
+    if example_inputs is not None:
+        _check(_inputs_of(gm), example_inputs)
     _forget_unrelated_values(gm, given=example_inputs is not None)
     values = _example_values(gm, example_inputs)
+    inputs = _inputs_of(gm)
     try:
         propagate_values(gm, lambda node: False, "compile_fx")
     except PassError as error:  # no pass has run yet: it is the graph itself
@@ -51,7 +89,26 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
     run = compile_graph(gm, values, compilation, "inference", ())
-    return CompiledGraph(run, gm, compilation.journal)
+    return CompiledGraph(run, gm, inputs, compilation.journal)
+
+
+def _inputs_of(gm: GraphModule) -> list[Input]:
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return [Input.of(node.name, node.meta.get("val")) for node in nodes]
+
+
+def _check(inputs: Sequence[Input], given: Sequence[Any]) -> None:
+    """Refuse what the graph was not traced for: a slice of all rows there may be one of some rows here."""
+    if len(inputs) != len(given):
+        raise InputError(f"the graph takes {len(inputs)} arguments, got {len(given)}.")
+    for each, tensor in zip(inputs, given, strict=True):
+        if not each.fits(tensor):
+            found = _written(tensor.dtype, tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise InputError(f"the graph was traced with {each} for '{each.name}', got {found}. Trace it for that too.")
+
+
+def _written(dtype: torch.dtype, sizes: Sequence[Any]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join('*' if size is None else str(size) for size in sizes)}]"
 
 
 def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
@@ -66,13 +123,18 @@ def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
             node.meta.pop("val", None)
 
 
+def _one_for_each_input(gm: GraphModule, example_inputs: Sequence[Any] | None) -> Sequence[Any] | None:
+    wanted = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    if example_inputs is not None and len(example_inputs) != wanted:
+        example_inputs = pytree.tree_leaves(tuple(example_inputs))
+    if example_inputs is not None and len(example_inputs) != wanted:
+        raise InputError(f"the graph has {wanted} inputs, {len(example_inputs)} example inputs were given.")
+    return example_inputs
+
+
 def _example_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> list[Any]:
     """Fake values for the inputs: those the graph carries, or fakes of the examples given."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    if example_inputs is not None and len(example_inputs) != len(placeholders):
-        example_inputs = pytree.tree_leaves(tuple(example_inputs))
-    if example_inputs is not None and len(example_inputs) != len(placeholders):
-        raise InputError(f"the graph has {len(placeholders)} inputs, {len(example_inputs)} example inputs were given.")
     missing = [node for node in placeholders if "val" not in node.meta]
     if missing and example_inputs is None:
         raise InputError(f"input '{missing[0].name}' has no value; pass example_inputs.")

@@ -1,9 +1,10 @@
 """Calls padded to a few sizes, so that a few captures serve all of them.
 
-    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are whatever was there before;
-                                                     the results of these rows are thrown away
+    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are rows of earlier calls, or at first
+                                                     copies of row 0; the results of these rows are thrown away
 
-Only for graphs that are proven to treat rows separately (`analysis.rows`).
+They are never rows that nobody passed: a model may look up a table at `tokens - 1`, and a zero would be out of its
+range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.rows import MixedRowsError, Rows
+from graphex.analysis.shapes import known_equal
 from graphex.runtime import session
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import output_leaves, returns_one
@@ -43,12 +45,14 @@ class Layout:
         aliases = Aliases(gm.graph)
         places = {index: place for index, node in enumerate(nodes) if (place := rows.dims.get(node)) is not None}
         self.inputs = {index: place.dim for index, place in places.items()}
+        self._expanded = {index: _expanded_dims(self._values[index]) for index in places}
         self.numbers = [index for index, value in enumerate(self._values) if symbol_of(value) == self._symbol]
         for index, place in places.items():
             if place.block != 1:
                 raise MixedRowsError("an input has several elements for each row", nodes[index])
             if aliases.is_written(nodes[index]) or aliases.reaches_output(nodes[index]):
                 raise MixedRowsError("an input with rows is written or returned, and cannot be padded", nodes[index])
+            self._check_strides(nodes[index])
         for node, value in zip(nodes, self._values, strict=True):
             if not isinstance(value, Tensor) and symbol_of(value) is None and self._symbol in free_symbols(value):
                 raise MixedRowsError("a number is computed from the size before the graph begins", node)
@@ -59,6 +63,8 @@ class Layout:
             for number, leaf in enumerate(self.leaves)
             if isinstance(leaf, Node) and (place := rows.dims.get(leaf)) is not None
         }
+        for number in self.outputs:
+            self._check_strides(self.leaves[number])
         self.shape = lru_cache(maxsize=1024)(self._shape)
 
     def size(self, args: Sequence[Any]) -> int:
@@ -74,7 +80,19 @@ class Layout:
             room = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
             flat = torch.zeros(room, dtype=value.dtype, device=args[place].device)
             found[place] = flat.as_strided(shape, stride)
+            self.once(place, found[place]).copy_(self.once(place, args[place].narrow(self.inputs[place], 0, 1)))
         return found
+
+    def _check_strides(self, node: Node) -> None:
+        """Refuse what has no layout for a number of rows alone."""
+        if free_symbols(node.meta["val"].stride()) - {self._symbol}:
+            raise MixedRowsError("its strides do not follow from the number of rows", node)
+
+    def once(self, place: int, tensor: Tensor) -> Tensor:
+        """An input without the repetitions of an expanded dimension, which share one place in memory."""
+        for dim in self._expanded[place]:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Size and strides that an output has for so many rows."""
@@ -89,6 +107,10 @@ def _only_symbol(tensors: list[Node], nodes: list[Node]) -> Any:
         reason = f"several sizes vary ({names}); mark the others as static" if found else "no size varies"
         raise MixedRowsError(reason, tensors[0] if tensors else nodes[0])
     return found.pop()
+
+
+def _expanded_dims(value: Tensor) -> list[int]:
+    return [dim for dim, stride in enumerate(value.stride()) if known_equal(stride, 0)]
 
 
 def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
@@ -138,8 +160,9 @@ class Padding:
             with torch.inference_mode(False):
                 buffers = self._buffers[wanted] = self._layout.buffers(wanted, args)
         places = self._layout.inputs.items()
-        targets = [buffers[place].narrow(dim, 0, size) for place, dim in places]
-        copier(target.dtype for target in targets)(targets, [args[place] for place, _ in places])
+        targets = [self._layout.once(place, buffers[place].narrow(dim, 0, size)) for place, dim in places]
+        sources = [self._layout.once(place, args[place]) for place, _ in places]
+        copier(target.dtype for target in targets)(targets, sources)
         padded = list(args)
         args.clear()
         for place, buffer in buffers.items():

@@ -98,6 +98,44 @@ def test_bad_input_is_one_sentence(call, message):
         call()
 
 
+def first_rows(x):
+    return x[:2].to(torch.float32) * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ((torch.ones(3, 4),), r"float32\[3, 4\]"),
+        ((torch.ones(2, 4, dtype=torch.float64),), r"float64\[2, 4\]"),
+        ((torch.ones(2),), r"float32\[2\]"),
+        ((None,), "NoneType"),
+        ((), "got 0"),
+        ((torch.ones(2, 4),) * 2, "got 2"),
+    ],
+)
+def test_a_call_that_the_graph_was_not_traced_for_is_refused(given, found):
+    """What did nothing in the trace, such as a slice of all rows, is gone."""
+    compiled = graphex.compile_fx(make_fx(first_rows)(torch.ones(2, 4)), (torch.ones(2, 4),))
+    torch.testing.assert_close(compiled(torch.ones(2, 4)), torch.full((2, 4), 2.0))
+    with pytest.raises(graphex.InputError, match=found):
+        compiled(*given)
+
+
+def test_examples_that_the_graph_was_not_traced_with_are_refused():
+    graph = make_fx(first_rows)(torch.ones(3, 4))
+    with pytest.raises(graphex.InputError, match=r"traced with float32\[3, 4\] for 'x_1', got float32\[2, 4\]"):
+        graphex.compile_fx(graph, (torch.ones(2, 4),))
+
+
+def test_sizes_that_vary_fit_every_call():
+    compiled = graphex.compile_fx(make_fx(first_rows, tracing_mode="symbolic")(torch.ones(3, 4)))
+    for rows in (2, 5):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(compiled(x), first_rows(x))
+    with pytest.raises(graphex.InputError, match=r"float32\[\*, \*\] for 'x_1', got float32\[4\]"):
+        compiled(torch.ones(4))
+
+
 def test_a_graph_that_is_no_aten_graph_is_refused():
     modules = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(graphex.InputError, match="compile_fx takes ATen graphs"):

@@ -66,6 +66,17 @@ def test_rows_that_are_blocks_of_a_dimension(where):
     assert reasons(compiled) == []
 
 
+@pytest.mark.parametrize(
+    "activation", [nn.functional.gelu, nn.functional.mish, torch.abs, lambda x: x.masked_fill(x > 1, 2)]
+)
+@torch.no_grad()
+def test_what_is_computed_in_place_is_padded_too(activation, where):
+    compiled = padded_for(lambda x: activation(x * 2) + 1, (None, 3), where=where)
+    assert "compute_in_place" in {record.rule for record in graphex.journal(compiled).rewrites}
+    assert count(compiled, "padded") > 0
+    assert reasons(compiled) == []
+
+
 @torch.no_grad()
 def test_padded_results_are_kept_right(where):
     compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=[8], dynamic=True)
@@ -228,3 +239,42 @@ def test_linear_layers_of_few_rows_are_padded_too(where):
     assert {"linears", "rms_norm_linears", "linears_residual"} <= made
     assert count(compiled, "padded") == 3
     assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_rows_of_the_padding_are_rows_that_somebody_passed(where):
+    """A token that nobody passes, such as 0 here, may have no row in the table."""
+    table = torch.randn(9, 4, device=where)
+
+    def looked_up(tokens, table):
+        return nn.functional.embedding(tokens - 1, table)
+
+    compiled = compile_it(looked_up, capture_sizes=SIZES)
+    for rows in (5, 3, 5, 3, 7):
+        tokens = torch.randint(1, 10, (rows,), device=where)
+        torch._dynamo.mark_dynamic(tokens, 0)
+        torch.testing.assert_close(compiled(tokens, table), looked_up(tokens, table))
+    assert count(compiled, "padded") == 5
+
+
+@pytest.mark.parametrize("shape", [(None, 1), (1, 3), (1, 1)], ids=["across", "along the rows", "both"])
+@torch.no_grad()
+def test_expanded_inputs_are_padded(shape, where):
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
+    for rows in (5, 3, 5, 3, 7):
+        x = torch.randn([rows if size is None else size for size in shape], device=where).expand(rows, 3)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), x * 2 + 1)
+    assert count(compiled, "padded") == 5
+
+
+@torch.no_grad()
+def test_strides_that_vary_by_themselves_are_refused(where):
+    """Parts of wider tensors: how far their rows are apart is a number of its own."""
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
+    with pytest.warns(graphex.GraphexWarning, match="its strides do not follow from the number of rows"):
+        for rows in (5, 3, 5, 3):
+            x = torch.randn(rows, 6, device=where)[:, 2:5]
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled(x), x * 2 + 1)
+    assert count(compiled, "padded") == 0
