@@ -1,10 +1,10 @@
 """Calls padded to a few sizes, so that a few captures serve all of them.
 
-    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are rows of earlier calls, or at first
-                                                     copies of row 0; the results of these rows are thrown away
+    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are copies of row 0;
+                                                     the results of these rows are thrown away
 
-They are never rows that nobody passed: a model may look up a table at `tokens - 1`, and a zero would be out of its
-range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
+Any other rows would be some that this call does not have: a model may look up a table at `tokens - base`, and be out of
+its range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class Layout:
             room = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
             flat = torch.zeros(room, dtype=value.dtype, device=args[place].device)
             found[place] = flat.as_strided(shape, stride)
-            self.once(place, found[place]).copy_(self.once(place, args[place].narrow(self.inputs[place], 0, 1)))
         return found
 
     def _check_strides(self, node: Node) -> None:
@@ -163,6 +162,10 @@ class Padding:
         targets = [self._layout.once(place, buffers[place].narrow(dim, 0, size)) for place, dim in places]
         sources = [self._layout.once(place, args[place]) for place, _ in places]
         copier(target.dtype for target in targets)(targets, sources)
+        if size < wanted:
+            for place, dim in places:
+                rest = self._layout.once(place, buffers[place].narrow(dim, size, wanted - size))
+                rest.copy_(self._layout.once(place, args[place].narrow(dim, 0, 1)))
         padded = list(args)
         args.clear()
         for place, buffer in buffers.items():

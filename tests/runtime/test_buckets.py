@@ -242,18 +242,19 @@ def test_linear_layers_of_few_rows_are_padded_too(where):
 
 
 @torch.no_grad()
-def test_rows_of_the_padding_are_rows_that_somebody_passed(where):
-    """A token that nobody passes, such as 0 here, may have no row in the table."""
+def test_rows_of_the_padding_are_rows_of_the_call(where):
+    """A token that nobody passes now, such as 0 or one of an earlier call, may have no row in the table."""
     table = torch.randn(9, 4, device=where)
 
-    def looked_up(tokens, table):
-        return nn.functional.embedding(tokens - 1, table)
+    def looked_up(tokens, first, table):
+        return nn.functional.embedding(tokens - first, table)
 
     compiled = compile_it(looked_up, capture_sizes=SIZES)
-    for rows in (5, 3, 5, 3, 7):
-        tokens = torch.randint(1, 10, (rows,), device=where)
+    for rows, first in ((5, 1), (3, 100), (5, 50), (3, 10), (7, 1000)):
+        tokens = torch.randint(first, first + 9, (rows,), device=where)
         torch._dynamo.mark_dynamic(tokens, 0)
-        torch.testing.assert_close(compiled(tokens, table), looked_up(tokens, table))
+        given = tokens, torch.tensor([first], device=where), table
+        torch.testing.assert_close(compiled(*given), looked_up(*given))
     assert count(compiled, "padded") == 5
 
 
