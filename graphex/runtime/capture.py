@@ -162,6 +162,10 @@ class Capturing:
     def written(self) -> list[int]:
         return self._plan.written
 
+    @property
+    def is_whole(self) -> bool:
+        return self._compilation.is_whole
+
     def free(self) -> None:
         """Give up every captured graph; the next call of a key captures again."""
         self._store.free()
