@@ -209,6 +209,7 @@ CACHE = torch.randn(1, 2, 6, 4)
         ("graphex::silu_mul", (torch.randn(1, 4).expand(3, 4), torch.randn(3, 4)), "overlap or repeat"),
         ("graphex::dynamic_quant", (torch.randn(2, 0),), "no columns"),
         ("graphex::rotary", (torch.randn(1, 1, 1, 2, 4), torch.ones(4), torch.ones(4)), "more than four"),
+        ("graphex::rotary", (torch.ones(2**21 + 1, 2), torch.ones(2), torch.ones(2)), "than a grid has blocks"),
     ],
 )
 def test_what_a_kernel_declines_it_declines_with_a_reason(name, args, reason):
