@@ -144,7 +144,7 @@ def _compile(
 
     if _is_off(journal):
         return gm.forward
-    compilation = _begin(config, journal, custom_decompositions)
+    compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
     if torch.cuda.is_available():
         get_ready_meanwhile()
     if journal.film is not None:
@@ -162,13 +162,15 @@ def _is_off(journal: Journal) -> bool:
     return bool(reason)
 
 
-def _begin(config: CompilerConfig, journal: Journal, custom: Decompositions | None = None) -> Compilation:
+def _begin(
+    config: CompilerConfig, journal: Journal, custom: Decompositions | None = None, *, is_whole: bool = True
+) -> Compilation:
     config = note_compilation(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory())
     if files.directory is not None and journal.film is None:
         journal.film = Film()
-    return Compilation(config, journal, dynamo.compile_id(), custom or {}, files)
+    return Compilation(config, journal, dynamo.compile_id(), custom or {}, files, is_whole)
 
 
 def _journal_on(owner: object | None) -> Journal:

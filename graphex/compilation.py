@@ -26,6 +26,7 @@ class Compilation:
     compile_id: str
     decompositions: Mapping[Any, Any] = field(default_factory=dict)  # a user's, beyond the table `canonical`
     files: DebugFiles = field(default_factory=DebugFiles)
+    is_whole: bool = True  # False where Python runs a part of the function, before or after what is compiled here
 
     def name_graph(self, phase: str) -> str:
         """A name for a new graph that no other graph of this journal has."""

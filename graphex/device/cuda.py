@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,17 @@ class CudaDevice(Device):
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device)
+
+
+@contextmanager
+def no_other_capture(patience: float) -> Iterator[bool]:
+    """Let no other thread capture meanwhile. False if one does for so many seconds: it may be waiting for this one."""
+    is_free = _one_at_a_time.acquire(timeout=patience)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            _one_at_a_time.release()
 
 
 def _freed() -> None:

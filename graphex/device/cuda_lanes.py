@@ -24,6 +24,7 @@ class CudaLanes(Lanes):
         self._events: dict[str, Any] = {}
         self._parts: dict[tuple[str | None, int], Any] = {}  # contexts that have some of the cores
         self._limited: tuple[Any, Any] | None = None  # where limited work is given to, and the stream it belongs to
+        self._last: Any = None  # the stream that the last call was on
         self._lock = threading.RLock()
 
     def around(self, body: Boxed) -> Boxed:
@@ -81,6 +82,11 @@ class CudaLanes(Lanes):
                 self._streams[label] = self._runtime.Stream(self._device, priority=priority)
         self._limited = None
         current = self._streams[None] = self._runtime.current_stream(self._device)
+        if not self._runtime.is_current_stream_capturing():  # a capture waits for nothing outside of it
+            # The other streams begin behind this one, and reuse memory that the last call's may still be reading.
+            if self._last not in (None, current):
+                current.wait_stream(self._last)
+            self._last = current
         return current
 
     def _abandon(self, current: Any) -> None:

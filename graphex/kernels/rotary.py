@@ -12,6 +12,7 @@ from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
+    MOST_BLOCKS,
     allocate,
     blocks_of,
     next_power_of_2,
@@ -179,7 +180,8 @@ def plan_for(job: Job, mode: str) -> Plan | Declined:
     assert not isinstance(q_order, str)
     assert not isinstance(k_order, str)
     dims = _dims(lead, angles, job.dim, differing[0] if differing else None)
-    return _tiled(job, dims, angles, dtype, q_order, k_order, mode)
+    plan = _tiled(job, dims, angles, dtype, q_order, k_order, mode)
+    return plan if plan.grid[1] <= MOST_BLOCKS else Declined("more heads share their angles than a grid has blocks")
 
 
 class Tile(NamedTuple):

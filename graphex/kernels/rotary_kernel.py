@@ -146,6 +146,7 @@ def rotary_kernel(
     follow(CHAINED)
     outer = (tl.program_id(0) // token_blocks).to(tl.int64)
     within = tl.arange(0, TOKENS * HEADS)[:, None]
+    head_within = (within % HEADS).to(tl.int64)  # heads may be further apart than 32 bits count
     token = (tl.program_id(0) % token_blocks) * TOKENS + within // HEADS
     token_ok = token < tokens
     place, place_ok = token.to(tl.int64), token_ok
@@ -171,7 +172,7 @@ def rotary_kernel(
                 angle_head,
                 outer * q_out_outer + token * q_out_token,
                 q_out_head,
-                block * (GROUPS * HEADS) + within % HEADS,
+                block * (GROUPS * HEADS) + head_within,
                 q_heads,
                 token_ok,
                 token_ok,
@@ -195,7 +196,7 @@ def rotary_kernel(
                 angle_head,
                 outer * k_out_outer + place * k_out_token,
                 k_out_head,
-                (block - q_blocks) * (GROUPS * HEADS) + within % HEADS,
+                (block - q_blocks) * (GROUPS * HEADS) + head_within,
                 k_heads,
                 token_ok,
                 place_ok,
@@ -208,7 +209,7 @@ def rotary_kernel(
             )
     if v is not None:
         if block >= q_blocks + k_blocks:
-            head0 = (block - q_blocks - k_blocks) * (GROUPS * HEADS) + within % HEADS
+            head0 = (block - q_blocks - k_blocks) * (GROUPS * HEADS) + head_within
             column = tl.arange(0, WIDTH)[None, :]
             from_at = outer * v_outer + token * v_token + column
             to_at = outer * v_out_outer + place * v_out_token + column

@@ -3,9 +3,9 @@
     choose("linears", "rms_norm bfloat16 1x4096 -> 4096+1024+1024", candidates, default)
 
 looks (1) in this process, (2) in the store on disk, (3) among the choices that come with graphex, (4) measures, and
-(5) takes the default for now where it must not measure: while a CUDA graph is captured, without a GPU, with
-GRAPHEX_TUNING=off. GRAPHEX_TUNING=again leaves out (2) and (3). `choices()` says what was chosen, how, and by which
-times; `measured()` how often it was measured.
+(5) takes the default for now where it must not measure: while a CUDA graph is captured, by this thread or for long by
+another, without a GPU, with GRAPHEX_TUNING=off. GRAPHEX_TUNING=again leaves out (2) and (3). `choices()` says what was
+chosen, how, and by which times; `measured()` how often it was measured.
 
 A measurement is a replay of a CUDA graph of several launches, as the winner will run, on a device that is kept busy.
 The first candidate stays unless another is faster by more than times scatter.
@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,9 +28,13 @@ from graphex.errors import GraphexWarning
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
+if TYPE_CHECKING:
+    from graphex.device.cuda import CudaDevice
+
 LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
 WORTHWHILE = 1.02  # how much faster than the first another has to be
+PATIENCE = 10.0  # seconds for another thread's capture to end before measuring
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class Choice:
     name: str
     source: str
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Busy(Exception):  # noqa: N818  (nothing went wrong)
+    """Another thread captures: nothing can be measured now."""
 
 
 Measure = Callable[[Sequence[Candidate]], dict[str, float]]
@@ -93,7 +102,11 @@ class Tuner:
                 return default
             # What cannot be measured is not tried again and again, but the next process may have more room.
             unknown = Choice(kind, signature, default.name, "default")
-            choice = self._known[kind, signature] = self._measured(kind, signature, candidates) or unknown
+            try:
+                choice = self._measured(kind, signature, candidates) or unknown
+            except Busy:
+                return default
+            self._known[kind, signature] = choice
             return by_name[choice.name]
 
     def _look_up(self, kind: str, signature: str) -> Choice | None:
@@ -224,11 +237,20 @@ def _compile_each(candidates: Sequence[Candidate]) -> None:
 
 
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Seconds of one launch of each candidate that runs on the current device."""
-    from graphex.device.cuda import CudaDevice
+    """Seconds of one launch of each candidate that runs on the current device.
 
-    device = CudaDevice(torch.cuda.current_device())
+    Whoever asks may hold locks, of a graph with several streams for one, that a thread needs to end its capture.
+    """
+    from graphex.device.cuda import CudaDevice, no_other_capture
+
     compile_all(candidates)
+    with no_other_capture(PATIENCE) as is_free:
+        if not is_free:
+            raise Busy
+        return _seconds_on(CudaDevice(torch.cuda.current_device()), candidates)
+
+
+def _seconds_on(device: CudaDevice, candidates: Sequence[Candidate]) -> dict[str, float]:
     pool, replays = device.pool(), {}
     try:
         for candidate in candidates:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
+from graphex.analysis.effects import node_leaves
 from graphex.config import CompilerConfig
 from graphex.fusion.calls import arguments
 from graphex.ops import has_kernel
@@ -89,6 +90,8 @@ def _why_not(work: Work, node: Node, layers: Node) -> Refusal | None:
     for part in layers.users:
         if (stranger := next((user for user in part.users if user is not node), None)) is not None:
             return Refusal(f"'{part.name}' is also {used_by(stranger)}", node)
+    if sum(leaf in layers.users for leaf in node_leaves((node.args, node.kwargs))) > 2:
+        return Refusal(f"'{node.name}' reads the gate or what it lets through once more", node)
     if where(layers) != where(node):
         return Refusal(elsewhere(layers, node), node)
     device = layers.meta["val"][0].device

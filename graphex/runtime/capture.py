@@ -61,9 +61,11 @@ class Capturing:
         *,
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
-        is_piece: bool = False,
+        received: Sequence[int] | None = None,
     ) -> None:
-        """`ways` are the outputs that get out in another way than the options say (see `outputs`)."""
+        """`ways` are the outputs that get out in another way than the options say (see `outputs`). `received` are the
+        inputs that a piece before this one has handed on; None for what is no piece.
+        """
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
         config = compilation.config
@@ -71,7 +73,7 @@ class Capturing:
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
-        self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, is_piece)
+        self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, received)
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, aliases, device)
@@ -161,6 +163,10 @@ class Capturing:
     @property
     def written(self) -> list[int]:
         return self._plan.written
+
+    @property
+    def is_whole(self) -> bool:
+        return self._compilation.is_whole
 
     def free(self) -> None:
         """Give up every captured graph; the next call of a key captures again."""
@@ -254,9 +260,9 @@ class Capturing:
 
     def _watch(self, args: list[Any]) -> int | None:
         """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
-        if not self._plan.static:
+        if not self._plan.parameters:
             return None
-        first: Tensor = args[self._plan.static[0]]
+        first: Tensor = args[self._plan.parameters[0]]
         if id(first) not in self._owners:
             self._owners.add(id(first))
             weakref.finalize(first, _free_if_idle, weakref.ref(self), id(first)).atexit = False

@@ -34,6 +34,7 @@ class Plan:
     output_names: list[str]
     ways: list[str]
     static: list[int]
+    parameters: list[int]
     by_address: list[int]
     plain: list[int]
     hosts: list[int]
@@ -51,7 +52,7 @@ class Plan:
         static_inputs: Iterable[int],
         config: CompilerConfig,
         ways: dict[int, str],
-        is_piece: bool = False,
+        received: Iterable[int] | None = None,
     ) -> Plan:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         values = [node.meta.get("val") for node in nodes]
@@ -60,16 +61,19 @@ class Plan:
         written = [index for index in tensors if aliases.is_written(nodes[index])]
         # What is addressed from the start of its storage can be read at its own place only.
         absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
-        static = set(static_inputs).intersection(tensors)
+        # What another piece hands on is at one place, but every call has an object of its own for it.
+        parameters = set(static_inputs).intersection(tensors)
+        static = parameters.union(received or ()).intersection(tensors)
         fixed = {*static, *written, *absolute}.difference(hosts)
         by_address = [index for index in tensors if index in fixed]
-        unchecked = static.difference(written) if config.frozen_parameter else set()
+        unchecked = parameters.difference(written) if config.frozen_parameter else set()
         outputs = output_leaves(gm)
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
             ways=[ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))],
             static=sorted(static.difference(hosts)),
+            parameters=sorted(parameters.difference(hosts)),
             by_address=by_address,
             plain=[index for index in tensors if index not in fixed and index not in hosts],
             hosts=hosts,
@@ -77,7 +81,7 @@ class Plan:
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
             # A piece must not write to what a later one of the same call reads.
-            clone_input="auto" if is_piece and config.clone_input is False else config.clone_input,
+            clone_input="auto" if received is not None and config.clone_input is False else config.clone_input,
             returns_one=returns_one(gm),
         )
 

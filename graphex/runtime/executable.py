@@ -157,6 +157,7 @@ def _in_pieces(
     pool = pool_for(device, compilation.config.use_graph_pool)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     stable = {placeholders[index] for index in static_inputs}
+    handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
         name = f"{graph_name} piece {number}"
@@ -164,9 +165,10 @@ def _in_pieces(
         run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
-            stable.update(piece.outputs[place] for place in piece.handed_on)
+            received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
+            handed_on.update(piece.outputs[place] for place in piece.handed_on)
             ways = dict.fromkeys(piece.handed_on, "handed on")
-            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, is_piece=True)
+            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, received=received)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
 

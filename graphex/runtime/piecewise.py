@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import Aliases
@@ -16,6 +17,7 @@ from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
 from graphex.runtime.pools import Pool
+from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
 
@@ -53,6 +55,7 @@ class Piecewise:
         self._returned = [_getter(gm, leaf, slots) for leaf in output_leaves(gm)]
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         self._returns_one = not isinstance(output.args[0], (list, tuple))
+        self.reads_numbers = any(map(_is_read_back, output_leaves(gm)))
         last = {slots[node]: place for place, piece in enumerate(pieces) for node in piece.inputs}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
         self._steps = [
@@ -97,6 +100,12 @@ class Piecewise:
         self._device.synchronize()
         self._counter["microseconds_outside"] += round((time.perf_counter() - started) * 1e6)
         return results
+
+
+def _is_read_back(leaf: Any) -> bool:
+    """Whether a result is a number that depends on data."""
+    value = leaf.meta.get("val") if isinstance(leaf, Node) else None
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and bool(free_unbacked_symbols(value))
 
 
 def _getter(gm: GraphModule, leaf: Any, slots: dict[Node, int]) -> Callable[[list[Any]], Any]:

@@ -36,6 +36,11 @@ class Replayer:
         self._places = {place: where[id(value)] for place, value in enumerate(ran.args) if id(value) in where}
         self._joined = _shares_an_input(given, where, ran.args)
         wanted, self._spec = pytree.tree_flatten(result)
+        if any(isinstance(leaf, (int, float, complex)) for leaf in wanted) and _may_hold_numbers(ran, wanted):
+            raise InputError(
+                "a number in the result may be read from the device in every call, which a replayer does not do; "
+                "return a tensor instead."
+            )
         self._picks = [_pick(leaf, ran.results, ran.args) for leaf in wanted]
         self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
 
@@ -82,6 +87,11 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
         raise InputError(
             f"a replayer needs a call that runs exactly one captured graph, this one runs {len(ran)}{why}."
         )
+    if not ran[0].is_whole:
+        raise InputError(
+            "a replayer needs a call that is one captured graph and nothing else, this one breaks before or after it "
+            "(fullgraph=True shows where)."
+        )
     return Replayer(ran[0], pytree.tree_leaves((args, kwargs)), result)
 
 
@@ -121,6 +131,16 @@ def _shares_an_input(given: list[Any], where: dict[int, int], inputs: Sequence[A
 
 def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
+
+
+def _may_hold_numbers(ran: Ran, returned: Sequence[Any]) -> bool:
+    """Whether the graph computes something from which numbers are made: it reads some back, or the model does, from a
+    result that it does not return.
+    """
+    tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
+    results = [value for value in ran.results if isinstance(value, Tensor)]
+    kept = all(any(leaf is value or _looks_like(value, leaf) for leaf in tensors) for value in results)
+    return not kept or getattr(ran.program, "reads_numbers", False)
 
 
 def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any]) -> Pick:

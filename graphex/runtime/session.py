@@ -31,17 +31,22 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of a compiled graph: the program, what it was given and what it returned."""
+    """One run of a compiled graph: the program, what it was given and what it returned.
+
+    `is_whole`: the graph is all that the function does, nothing of it ran in Python before or after.
+    """
 
     program: Program
     args: list[Any]
     results: Any
+    is_whole: bool
 
 
 class _Thread(threading.local):
     warming = False
     watched: list[Ran] | None = None
     depth = 0
+    is_whole = True
 
 
 _thread = _Thread()
@@ -80,6 +85,8 @@ def run_in_session(program: Program, args: list[Any]) -> Any:
     given, outermost = list(args), _thread.depth == 0
     written = [given[index] for index in program.written]
     before = [tensor.clone() for tensor in written]
+    # What runs in pieces, or padded, does not know it: the graphs inside of it do.
+    _thread.is_whole = getattr(program, "is_whole", True) and (outermost or _thread.is_whole)
     _thread.depth += 1
     try:
         program.rehearse(list(given))
@@ -90,7 +97,7 @@ def run_in_session(program: Program, args: list[Any]) -> Any:
     if outermost:
         _restore(written, before)
         assert _thread.watched is not None
-        _thread.watched.append(Ran(program, given, results))
+        _thread.watched.append(Ran(program, given, results, _thread.is_whole))
     return results
 
 

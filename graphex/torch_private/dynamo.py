@@ -13,6 +13,7 @@ import torch._dynamo.config
 from torch._dynamo.backends.registry import register_backend
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, flatten_graph_inputs, get_debug_dir
 from torch._guards import CompileContext
@@ -34,6 +35,7 @@ __all__ = [
     "flatten_graph_inputs",
     "input_sources",
     "is_graphex",
+    "is_whole",
     "register_backend",
     "room_to_recompile",
     "surfaced",
@@ -106,6 +108,13 @@ def compiling_code() -> CodeType | None:
         return code
     except AttributeError:
         return None
+
+
+def is_whole(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph is a whole function: Python runs none of it, neither before the graph nor after it."""
+    code = compiling_code()
+    is_rest = code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    return not is_rest and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
 
 
 def backend_of(compiled: object) -> object | None:

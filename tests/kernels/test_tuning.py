@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from triton.runtime.errors import OutOfResources
 
+from graphex.device import cuda
 from graphex.errors import GraphexWarning
 from graphex.kernels import tuned, tuning, tuning_store
 from graphex.kernels.tuned.__main__ import main as export
@@ -46,7 +48,7 @@ class Clock:
         return {c.name: self.seconds[c.name] for c in candidates if c.name in self.seconds}
 
 
-def tuner(folder: Path, clock: Clock, shipped: dict | None = None, **conditions: str) -> Tuner:
+def tuner(folder: Path, clock: tuning.Measure, shipped: dict | None = None, **conditions: str) -> Tuner:
     return Tuner(Store(CONDITIONS | conditions, folder), shipped or {}, clock)
 
 
@@ -137,6 +139,21 @@ def test_what_cannot_be_measured_is_the_default_in_this_process(tmp_path, measur
     assert by.is_settled("linears", "1x8")
     assert by.measured == 0
     assert choose(tuner(tmp_path, Clock(fast=1.0))) == "fast"
+
+
+def test_a_thread_that_captures_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    """It may need a lock that the thread that measures holds: that of a graph with several streams, or this one."""
+    by = tuner(tmp_path, tuning.seconds_on_device)
+    monkeypatch.setattr(tuning, "PATIENCE", 0.01)
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(cuda._one_at_a_time.acquire).result()
+        try:
+            assert choose(by) == "slow"
+            assert not by.is_settled("linears", "1x8")
+        finally:
+            another.submit(cuda._one_at_a_time.release).result()
+    monkeypatch.setattr(by, "_measure", Clock(library=3.0, fast=1.0))
+    assert choose(by) == "fast"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,15 @@ def with_a_third(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor
     return linear(functional.silu(linear(x, gate)) * linear(x, up), down), linear(x, gate[:4])
 
 
-@pytest.mark.parametrize(("fn", "reason"), [(also_used, "is also used by 'add"), (with_a_third, "is 3 layers")])
+def also_added(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    opened = linear(x, gate)
+    return opened + linear(functional.silu(opened) * linear(x, up), gate[:, :1].expand(HIDDEN, HIDDEN).contiguous())
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [(also_used, "is also used by 'add"), (with_a_third, "is 3 layers"), (also_added, "once more")],
+)
 def test_what_is_needed_elsewhere_stays(fn, reason):
     folded = Folded(fn, *inputs(2, WIDTH))
     assert folded.counts[RULE] == (0, 1)

@@ -165,6 +165,60 @@ def test_a_replayer_needs_one_captured_graph(where):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["integer", "float", "size", "truth"])
+def test_a_replayer_returns_no_number_that_a_graph_reads_back(where, kind):
+    def step(x, w):
+        a = (x @ w).relu() * 2 + 1
+        read = {
+            "integer": lambda: a.sum().int().item() + 1,
+            "float": lambda: a.sum().item(),
+            "size": lambda: a[a > 1.5].shape[0],
+            "truth": lambda: (a.sum() > 3).item(),
+        }
+        return (a @ w).sin() * 3 + a, read[kind]()
+
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        with pytest.raises(graphex.InputError, match="a number in the result"):
+            graphex.replayer(compile_it(step), x, w)
+
+
+def reads_at_the_end(x, w):
+    y = (x @ w).relu() * 2 + 1
+    return y, y.argmax().item()
+
+
+def reads_all_at_the_end(x, w):
+    y = (x @ w).relu() * 2 + 1
+    return y, y.tolist()
+
+
+def decides_at_the_end(x, w):
+    y, z = (x @ w).relu() * 2 + 1, (x @ w).sin() * 2
+    return y if z.sum() > 0 else z
+
+
+def reads_at_the_beginning(x, w):
+    scale = x.tolist()[0][0]
+    return (x @ w).relu() * scale + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step", [reads_at_the_end, reads_all_at_the_end, decides_at_the_end, reads_at_the_beginning])
+def test_a_replayer_passes_over_nothing_that_python_does_around_a_graph(where, step):
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    with pytest.raises(graphex.InputError, match="breaks before or after"):
+        graphex.replayer(compile_it(step), x, w)
+
+
+@torch.no_grad()
+def test_a_replayer_returns_numbers_that_are_the_same_in_every_call(where):
+    x = torch.ones(3, device=where)
+    step = graphex.replayer(compile_it(lambda x: (x * 2, x.shape[0] + 1, x.is_cuda), dynamic=True), x)
+    assert step(x * 2)[1:] == (4, where == "cuda")
+
+
+@torch.no_grad()
 def test_a_replayer_of_a_model_on_the_cpu_says_that_there_are_no_graphs_and_what_to_do():
     with pytest.raises(graphex.InputError) as told:
         graphex.replayer(compile_it(lambda x: x + 1), torch.ones(3))

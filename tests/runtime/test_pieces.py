@@ -186,3 +186,23 @@ def test_inputs_that_trade_places_between_pieces(clone_input, where):
         wanted = f(x.clone(), y.clone())
         torch.testing.assert_close(compiled(x, y), wanted)
     assert replays(compiled) > 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_graphs_of_pieces_stay_although_what_is_handed_on_is_another_object_in_every_call(where, host, fetched, frozen):
+    def model(x, w):
+        a = (x @ w).relu() * 2 + 1
+        b = fetched(host(a) * 2)
+        c = (a.sin() * b).cos() * 2 + a
+        d = fetched(host(c) * 2)
+        e = (d.sin() * d).cos() + a
+        return fetched(host(e) * 2 * host(a))
+
+    compiled = compile_it(model, frozen_parameter=frozen)
+    w = torch.randn(4, 4, device=where)
+    for _ in range(6):
+        x = torch.randn(3, 4, device=where)
+        torch.testing.assert_close(compiled(x, w), model(x, w))
+    assert statuses(compiled) == ["captured"] * 3
+    assert replays(compiled) == 15

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,6 +125,28 @@ def test_many_heads_share_their_angles():
     assert check("graphex::rotary_qk", q, k, angle.cos().half(), angle.sin().half())
 
 
+def far_apart(values: Tensor, head: int) -> Tensor:
+    """The same values, with so much between their heads that 32 bits do not count it; only what is used is memory."""
+    step, rest = 2**31 // (values.shape[head] - 1), values.numel()
+    unreserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE has no name before Python 3.13
+    memory = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + rest), flags=unreserved), dtype=torch.float16)
+    strides = [step if dim == head else stride for dim, stride in enumerate(values[:, :1].contiguous().stride())]
+    return memory.as_strided(values.shape, strides).copy_(values)
+
+
+def test_heads_further_apart_than_32_bits_count():
+    q, k, v = (far_apart(torch.randn(1, 3, 2, 8).half(), 1) for _ in range(3))
+    angle = torch.rand(1, 1, 2, 8) * 6
+    cos, sin = angle.cos().half(), angle.sin().half()
+    assert check("graphex::rotary", q, cos, sin)
+    keys, values = (far_apart(torch.zeros(1, 3, 4, 8).half(), 1) for _ in range(2))
+    positions = torch.tensor([3, 1])
+    turned = launcher("graphex::rotary_qkv_write_")(q, k, v, cos, sin, keys, values, positions)
+    assert_close_to_reference(turned, SPECS["graphex::rotary"].reference(q, cos, sin))
+    assert_close_to_reference(keys[:, :, positions], SPECS["graphex::rotary"].reference(k, cos, sin))
+    assert torch.equal(values[:, :, positions], v)
+
+
 @pytest.mark.parametrize(("smallest", "largest"), [(-128.0, 200.0), (-300.0, 0.0), (5.0, -5.0)])
 def test_a_range_beyond_that_of_the_type_is_declined(smallest, largest):
     result = launcher("graphex::dynamic_quant")(torch.randn(2, 8), quant_min=smallest, quant_max=largest)
@@ -185,6 +209,7 @@ CACHE = torch.randn(1, 2, 6, 4)
         ("graphex::silu_mul", (torch.randn(1, 4).expand(3, 4), torch.randn(3, 4)), "overlap or repeat"),
         ("graphex::dynamic_quant", (torch.randn(2, 0),), "no columns"),
         ("graphex::rotary", (torch.randn(1, 1, 1, 2, 4), torch.ones(4), torch.ones(4)), "more than four"),
+        ("graphex::rotary", (torch.ones(2**21 + 1, 2), torch.ones(2), torch.ones(2)), "than a grid has blocks"),
     ],
 )
 def test_what_a_kernel_declines_it_declines_with_a_reason(name, args, reason):
