@@ -25,6 +25,16 @@ def _(x):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("graphex_test::float64_after_all", mutates_args=())
+def float64_after_all(x: Tensor) -> Tensor:
+    return x.double()
+
+
+@float64_after_all.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 def verified(fn, *passes, **options):
     return torch.compile(
         fn, backend="graphex", options={"verify": True, "post_grad_custom_pre_pass": list(passes), **options}
@@ -215,8 +225,9 @@ def test_integers_are_compared_exactly():
     assert "integers" in verdict(fast).reason
 
 
-def test_another_type_of_result_is_found():
-    widen = inserted_after(aten.sin.default, torch.ops.prims.convert_element_type.default, torch.float64, name="widen")
+def test_another_type_of_result_than_its_fake_promised_is_found():
+    """One that is honest about it is refused without running it."""
+    widen = inserted_after(aten.sin.default, torch.ops.graphex_test.float64_after_all.default, name="widen")
     fast = verified(lambda x: x.sin(), widen)
     assert expect_mismatch(fast, X).dtype == torch.float32
     assert verdict(fast).pass_name == "widen"
