@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,8 +22,8 @@ class Replay(ABC):
         """Run the captured work on the current stream."""
 
     @abstractmethod
-    def free(self) -> None:
-        """Give the graph's memory back. It may still be running."""
+    def free(self, reads: Sequence[Any] = ()) -> None:
+        """Give the graph's memory back, and only then let go of what it reads. It may still be running."""
 
 
 class Cores(NamedTuple):

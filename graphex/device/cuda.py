@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ _HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host l
 _CORES_AT_A_TIME = 8  # what every GPU that can be divided can be divided by
 _one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
 _capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
-_waiting_to_be_freed: list[torch.cuda.CUDAGraph] = []
+_waiting_to_be_freed: list[tuple[torch.cuda.CUDAGraph, Sequence[Any]]] = []  # with what they read
 
 
 class CudaReplay(Replay):
@@ -41,11 +41,11 @@ class CudaReplay(Replay):
     def replay(self) -> None:
         raise AssertionError("set when the graph is captured")
 
-    def free(self) -> None:
+    def free(self, reads: Sequence[Any] = ()) -> None:
         graph, self._graph = self._graph, None
         self.replay = _freed  # type: ignore[method-assign]
         if graph is not None:
-            _waiting_to_be_freed.append(graph)
+            _waiting_to_be_freed.append((graph, reads))
             _free_what_waits(self._device)
 
 
@@ -198,6 +198,6 @@ def _free_what_waits(device: torch.device) -> None:
     try:
         torch.cuda.synchronize(device)
         while _waiting_to_be_freed:
-            _waiting_to_be_freed.pop().reset()
+            _waiting_to_be_freed.pop()[0].reset()
     finally:
         _one_at_a_time.release()

@@ -6,7 +6,7 @@ It has been run on the simulated device (`graphex.ascend`), not on NPU hardware.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from graphex.errors import CaptureError
 
 _one_at_a_time = threading.RLock()
 _capture_streams: dict[int, Any] = {}  # one for each device: memory is reused within a stream only
-_waiting_to_be_freed: list[Any] = []
+_waiting_to_be_freed: list[tuple[Any, Sequence[Any]]] = []  # with what they read
 
 
 class NpuReplay(Replay):
@@ -31,10 +31,10 @@ class NpuReplay(Replay):
             raise RuntimeError("this graph has been freed")
         self._graph.replay()
 
-    def free(self) -> None:
+    def free(self, reads: Sequence[Any] = ()) -> None:
         graph, self._graph = self._graph, None
         if graph is not None:
-            _waiting_to_be_freed.append(graph)
+            _waiting_to_be_freed.append((graph, reads))
             _free_what_waits()
 
 
@@ -146,6 +146,6 @@ def _free_what_waits() -> None:
     try:
         npu.synchronize()
         while _waiting_to_be_freed:
-            _waiting_to_be_freed.pop().reset()
+            _waiting_to_be_freed.pop()[0].reset()
     finally:
         _one_at_a_time.release()

@@ -175,7 +175,7 @@ class Entry:
 
     def free(self) -> None:
         self.pool.graphs -= 1
-        self.replay.free()
+        self.replay.free([*self.buffers, *self.held])
         self.buffers, self.held, self._lent = [], [], []
         self.shortcut = None
 

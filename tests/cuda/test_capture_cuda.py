@@ -6,7 +6,10 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
+from graphex.device.cuda import CudaDevice
 from tests.runtime.support import compile_it, count, in_threads, reasons, replays, statuses
 
 pytestmark = pytest.mark.cuda
@@ -259,6 +263,31 @@ def test_threads_may_call_the_same_and_different_models():
 
     in_threads(work, range(4))
     assert all(replays(fast) > 50 for fast in compiled)
+
+
+def test_what_a_freed_graph_reads_is_there_until_the_graph_is_gone():
+    """While another thread captures, no graph can be given back, and its last replay may still be running."""
+    device = CudaDevice(0)
+    reads = [torch.ones(8, device=CUDA)]
+    pool = device.pool()
+    replay, _ = device.capture(lambda: reads[0] + 1, pool, "thread_local")
+    memory = weakref.ref(reads[0])
+    captures, freed = Event(), Event()
+
+    def slowly() -> Tensor:
+        captures.set()
+        assert freed.wait(60)
+        return torch.ones(8, device=CUDA) * 2
+
+    with ThreadPoolExecutor(1) as other:
+        capturing = other.submit(device.capture, slowly, pool, "thread_local")
+        assert captures.wait(60)
+        replay.free(reads.copy())
+        reads.clear()
+        assert memory() is not None
+        freed.set()
+        capturing.result()[0].free()
+    assert memory() is None
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Tape(TorchDispatchMode, Replay):
         own = self.own()
         return {memory for memory, leaf in own.items() if _owners(leaf) - _owners_of_nobody() > mine[memory]}
 
-    def free(self) -> None:
+    def free(self, reads: Sequence[Any] = ()) -> None:
         assert not self.freed, "a graph was freed twice"
         self.freed = True
         self.calls.clear()
