@@ -110,6 +110,7 @@ def test_sixteen_sizes_reserve_hardly_more_than_the_largest():
         del calls
         return reserved() - before
 
+    grown([2])  # what earlier tests left behind, such as workspaces of libraries, is given back by a capture
     largest, together = grown([32]), grown(range(2, 33, 2))
     assert largest > 0
     assert together <= 1.1 * largest
