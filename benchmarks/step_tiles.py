@@ -64,11 +64,13 @@ class Search:
     def settle(self, place: Place, names: list[str]) -> dict[str, float]:
         """Let the fastest stay; the seconds of the step with each."""
         before = self.chosen[place]
-        found = self._seconds({name: self.graph(place, name) for name in names})
-        best = _fastest(found)
-        if found[before] > found[best] * WORTHWHILE:
-            self.chosen[place] = best
-        self.take(place, self.chosen[place])
+        try:
+            found = self._seconds({name: self.graph(place, name) for name in names})
+            best = _fastest(found)
+            if found[before] > found[best] * WORTHWHILE:
+                self.chosen[place] = best
+        finally:  # nothing that was only tried is left in the store
+            self.take(place, self.chosen[place])
         return found
 
     def take(self, place: Place, name: str) -> None:
