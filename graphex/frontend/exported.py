@@ -65,12 +65,33 @@ class CompiledGraph:
                 raise InputError("this graph takes positional arguments only.")
             _check(self._inputs, args)
             return self.boxed(list(args))
-        flat, found = pytree.tree_flatten((args, kwargs))
-        if self._tree.in_spec is not None and found != self._tree.in_spec:
-            raise InputError(f"the graph was exported for arguments shaped {self._tree.in_spec}, got {found}.")
+        spec = self._tree.in_spec
+        if spec is None or _takes_keywords(spec):
+            given: Any = (args, kwargs)
+        elif kwargs:
+            raise InputError("this graph takes positional arguments only.")
+        else:
+            given = args
+        flat, found = pytree.tree_flatten(given if spec is None else _in_order(given, spec))
+        if spec is not None and found != spec:
+            raise InputError(f"the graph was exported for arguments shaped {spec}, got {found}.")
         _check(self._inputs, flat)
         result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
+
+
+def _takes_keywords(spec: Any) -> bool:
+    """Whether a graph takes `((*args,), {**kwargs})`, as exported ones do; make_fx has positional arguments only."""
+    return spec.type is tuple and [child.type for child in spec.children()] == [tuple, dict]
+
+
+def _in_order(given: Any, spec: Any) -> Any:
+    """The keys of dictionaries as the graph was traced with them: their order means nothing in a call."""
+    if spec.type is dict and type(given) is dict and given.keys() == set(spec.context):
+        return {key: _in_order(given[key], child) for key, child in zip(spec.context, spec.children(), strict=True)}
+    if spec.type in (list, tuple) and type(given) is spec.type and len(given) == spec.num_children:
+        return spec.type(map(_in_order, given, spec.children()))
+    return given
 
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:

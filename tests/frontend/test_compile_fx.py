@@ -136,6 +136,33 @@ def test_sizes_that_vary_fit_every_call():
         compiled(torch.ones(4))
 
 
+def test_nested_arguments_of_a_traced_graph():
+    def f(pair: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
+        return (pair["a"][0] - pair["b"][0]) * scale
+
+    a, b, scale = torch.randn(3, 2)
+    pair = {"a": [a], "b": [b]}
+    compiled = graphex.compile_fx(make_fx(f)(pair, scale), (pair, scale))
+    torch.testing.assert_close(compiled(pair, scale), (a - b) * scale)
+    torch.testing.assert_close(compiled({"b": [b], "a": [a]}, scale), (a - b) * scale)
+    with pytest.raises(graphex.InputError, match="positional"):
+        compiled(pair, scale=scale)
+    with pytest.raises(graphex.InputError, match="arguments shaped"):
+        compiled({"a": [a]}, scale)
+
+
+def test_keywords_and_keys_come_in_any_order():
+    class Difference(nn.Module):
+        def forward(self, pair: dict[str, Tensor], *, left: Tensor, right: Tensor) -> Tensor:
+            return (pair["a"] - pair["b"]) * (left - 2 * right)
+
+    a, b, left, right = torch.randn(4, 3)
+    program = torch.export.export(Difference(), ({"a": a, "b": b},), {"left": left, "right": right})
+    compiled = graphex.compile_fx(program.module())
+    found = compiled({"b": b, "a": a}, right=right, left=left)
+    torch.testing.assert_close(found, Difference()({"a": a, "b": b}, left=left, right=right))
+
+
 def test_a_graph_that_is_no_aten_graph_is_refused():
     modules = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(graphex.InputError, match="compile_fx takes ATen graphs"):
