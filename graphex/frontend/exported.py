@@ -22,19 +22,25 @@ from graphex.torch_private.trees import pytree
 
 @dataclass(frozen=True)
 class Input:
-    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known."""
+    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known.
+
+    A number has been put into the graph, and so has what followed from it.
+    """
 
     name: str
     dtype: torch.dtype | None
     sizes: tuple[int | None, ...]  # None fits every size
+    number: bool | int | float | complex | None = None
 
     @staticmethod
     def of(name: str, value: Any) -> Input:
         if not isinstance(value, torch.Tensor):
-            return Input(name, None, ())
+            return Input(name, None, (), value if isinstance(value, (int, float, complex)) else None)
         return Input(name, value.dtype, tuple(size if isinstance(size, int) else None for size in value.shape))
 
     def fits(self, given: Any) -> bool:
+        if self.number is not None:
+            return type(given) is type(self.number) and given == self.number
         if self.dtype is None:
             return True
         if not isinstance(given, torch.Tensor) or given.dtype != self.dtype:
@@ -47,6 +53,8 @@ class Input:
         )
 
     def __str__(self) -> str:
+        if self.number is not None:
+            return repr(self.number)
         return "no tensor" if self.dtype is None else _written(self.dtype, self.sizes)
 
 
@@ -124,8 +132,15 @@ def _check(inputs: Sequence[Input], given: Sequence[Any]) -> None:
         raise InputError(f"the graph takes {len(inputs)} arguments, got {len(given)}.")
     for each, tensor in zip(inputs, given, strict=True):
         if not each.fits(tensor):
-            found = _written(tensor.dtype, tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise InputError(f"the graph was traced with {each} for '{each.name}', got {found}. Trace it for that too.")
+            raise InputError(
+                f"the graph was traced with {each} for '{each.name}', got {_about(tensor)}. Trace it for that too."
+            )
+
+
+def _about(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        return _written(given.dtype, given.shape)
+    return repr(given) if isinstance(given, (int, float, complex)) else type(given).__name__
 
 
 def _written(dtype: torch.dtype, sizes: Sequence[Any]) -> str:

@@ -121,6 +121,20 @@ def test_a_call_that_the_graph_was_not_traced_for_is_refused(given, found):
         compiled(*given)
 
 
+def test_another_number_than_the_graph_was_traced_with_is_refused():
+    """It is in the graph as a constant, or sizes follow from it."""
+    x = torch.randn(1, 4)
+    aten = torch.ops.aten
+    baked_in = make_fx(lambda x, n: x * n)(x, 2)
+    read = torch.fx.symbolic_trace(lambda x, n: aten.expand.default(x, [n, 4]) + 0)
+    for graph in (baked_in, read):
+        compiled = graphex.compile_fx(graph, (x, 2))
+        torch.testing.assert_close(compiled(x, 2), graph(x, 2))
+        for other in (3, 2.0, None):
+            with pytest.raises(graphex.InputError, match=r"traced with 2 for 'n.*', got"):
+                compiled(x, other)
+
+
 def test_examples_that_the_graph_was_not_traced_with_are_refused():
     graph = make_fx(first_rows)(torch.ones(3, 4))
     with pytest.raises(graphex.InputError, match=r"traced with float32\[3, 4\] for 'x_1', got float32\[2, 4\]"):
