@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, detect_fake_mode
+from graphex.torch_private.symbolic import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    broken_condition,
+    detect_fake_mode,
+    expression_of,
+    kind_of,
+    substituted,
+)
 from graphex.torch_private.trees import pytree
 
 
@@ -58,13 +68,58 @@ class Input:
         return "no tensor" if self.dtype is None else _written(self.dtype, self.sizes)
 
 
+class TracedSizes:
+    """The symbols in the sizes of a graph's inputs, and what tracing has found out about them or taken for granted."""
+
+    def __init__(self, inputs: Sequence[Input], values: Sequence[Any]) -> None:
+        fakes = [value for value in values if isinstance(value, FakeTensor)]
+        self._env = fakes[0].fake_mode.shape_env if fakes else None
+        self._sizes = [
+            (place, dim, expression_of(size))
+            for place, value in enumerate(values)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else [value])
+            if isinstance(size, torch.SymInt) and not size.node.is_nested_int()
+        ]
+        self._where = [
+            f"size {dim} of '{inputs[place].name}'" if isinstance(values[place], torch.Tensor) else inputs[place].name
+            for place, dim, _ in self._sizes
+        ]
+        self._broken = lru_cache(maxsize=1024)(self._find_broken)
+
+    def check(self, given: Sequence[Any]) -> None:
+        sizes = tuple(
+            given[place].shape[dim] if isinstance(given[place], torch.Tensor) else given[place]
+            for place, dim, _ in self._sizes
+        )
+        if all(type(size) is int for size in sizes) and (broken := self._broken(sizes)) is not None:
+            raise InputError(f"the graph was traced for {broken}. Trace it for that too.")
+
+    def _find_broken(self, sizes: tuple[int, ...]) -> str | None:
+        """What does not hold for sizes of a call, and what they are."""
+        known: dict[Any, int] = {}
+        where: dict[Any, str] = {}
+        for (_, _, expression), size, place in zip(self._sizes, sizes, self._where, strict=True):
+            if kind_of(expression) == "symbol" and expression not in known:
+                known[expression], where[expression] = size, place
+            elif kind_of(wanted := substituted(expression, known)) == "number" and wanted != size:
+                return f"{place} = {expression}, here {wanted}, got {size}"
+        condition = None if self._env is None else broken_condition(self._env, known)
+        if condition is None:
+            return None
+        got = [f"{symbol} = {known[symbol]} ({where[symbol]})" for symbol in known if symbol in condition.free_symbols]
+        return f"{condition}, got {', '.join(got)}"
+
+
 class CompiledGraph:
     """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
 
-    def __init__(self, run: Boxed, gm: GraphModule, inputs: list[Input], journal: Journal) -> None:
+    def __init__(
+        self, run: Boxed, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
+    ) -> None:
         self.boxed = run  # takes one list of the flat inputs, which it empties
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
+        self._sizes = TracedSizes(inputs, values)
         self.journal = journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +127,7 @@ class CompiledGraph:
             if kwargs:
                 raise InputError("this graph takes positional arguments only.")
             _check(self._inputs, args)
+            self._sizes.check(args)
             return self.boxed(list(args))
         spec = self._tree.in_spec
         if spec is None or _takes_keywords(spec):
@@ -84,6 +140,8 @@ class CompiledGraph:
         if spec is not None and found != spec:
             raise InputError(f"the graph was exported for arguments shaped {spec}, got {found}.")
         _check(self._inputs, flat)
+        if spec is not None and not _takes_keywords(spec):  # an exported graph checks its sizes itself
+            self._sizes.check(flat)
         result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
@@ -118,7 +176,7 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
     run = compile_graph(gm, values, compilation, "inference", ())
-    return CompiledGraph(run, gm, inputs, compilation.journal)
+    return CompiledGraph(run, gm, inputs, values, compilation.journal)
 
 
 def _inputs_of(gm: GraphModule) -> list[Input]:

@@ -150,6 +150,32 @@ def test_sizes_that_vary_fit_every_call():
         compiled(torch.ones(4))
 
 
+@pytest.mark.parametrize(
+    ("function", "traced", "fits", "given", "found"),
+    [
+        (lambda x, y: y[: x.shape[0]] + 0, [3, 3], [5, 5], [2, 5], r"size 0 of 'y_1' = s\d+, here 2, got 5"),
+        (lambda x: x * 2 if x.shape[0] > 2 else x * 3, [4], [3], [2], r"s\d+ >= 3, got s\d+ = 2 \(size 0 of 'x_1'\)"),
+        (lambda x: x * 2 if x.shape[0] == 4 else x * 3, [4], [4], [5], r"size 0 of 'x_1' = 4, here 4, got 5"),
+        (lambda x, y: torch.cat([x, y]) if x.shape[0] > y.shape[0] else x, [4, 3], [9, 2], [3, 5], r"s\d+ = 5"),
+        (lambda x: x.squeeze(0) + 1, [3], [2], [1], r"s\d+ >= 2, got s\d+ = 1"),
+    ],
+)
+def test_sizes_that_the_trace_does_not_hold_for_are_refused(function, traced, fits, given, found):
+    """Two sizes that were one symbol there, a branch that was taken: the graph says nothing of that."""
+    compiled = graphex.compile_fx(make_fx(function, tracing_mode="symbolic")(*map(torch.randn, traced)))
+    args = [torch.randn(size) for size in fits]
+    torch.testing.assert_close(compiled(*args), function(*args))
+    with pytest.raises(graphex.InputError, match=found):
+        compiled(*map(torch.randn, given))
+
+
+def test_a_number_that_was_a_size_in_the_trace_has_to_be_one_in_the_call():
+    compiled = graphex.compile_fx(make_fx(lambda x, n: x[:n] + 0, tracing_mode="symbolic")(torch.ones(3), 3))
+    torch.testing.assert_close(compiled(torch.ones(4), 4), torch.ones(4))
+    with pytest.raises(graphex.InputError, match=r"n_1 = s\d+, here 5, got 2"):
+        compiled(torch.ones(5), 2)
+
+
 def test_nested_arguments_of_a_traced_graph():
     def f(pair: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
         return (pair["a"][0] - pair["b"][0]) * scale
