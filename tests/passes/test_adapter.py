@@ -673,6 +673,12 @@ def test_after_a_roll_back_our_passes_still_run(broken):
     assert aten.clone.default not in seen.targets
 
 
+@pytest.mark.parametrize("kind", [HousePass, MulBase, AddReluSupport])
+def test_a_class_instead_of_an_instance_is_refused(kind):
+    with pytest.raises(graphex.OptionError, match=rf"give an instance of it, {kind.__name__}\(\)"):
+        compiled(pre=kind)(X, Y)
+
+
 def test_a_symbolic_size_as_an_argument_is_refused():
     def view_again(gm):
         for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
