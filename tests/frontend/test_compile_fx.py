@@ -89,6 +89,7 @@ def test_an_exported_program(dynamic):
     ("call", "message"),
     [
         (lambda: graphex.compile_fx(nn.Linear(2, 2), []), "GraphModule"),
+        (lambda: graphex.compile_fx(torch.export.export(nn.ReLU(), (torch.ones(2),))), r"write program\.module\(\)"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1)), "example_inputs"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), [1, 2]), "1 inputs, 2 example"),
     ],
