@@ -104,7 +104,8 @@ def compile_aten_graph(
     from graphex.frontend.exported import compile_aten
 
     if not isinstance(gm, GraphModule):
-        raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}.")
+        advice = "; write program.module()" if isinstance(gm, torch.export.ExportedProgram) else ""
+        raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}{advice}.")
     return gm if _is_off(journal) else compile_aten(gm, example_inputs, _begin(config, journal))
 
 

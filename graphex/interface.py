@@ -59,6 +59,17 @@ def check_graph(graph: Graph, interface: Interface, who: str) -> None:
         raise PassError(f"{who} left a broken graph: {one_line(error)}.") from error
 
 
+def check_numbers(graph: Graph, who: str) -> None:
+    """Refuse symbolic sizes as arguments: they are known while compiling, and nothing computes them in a call."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise PassError(
+                    f"{who} left node '{node.name}' with the symbolic value {value} as an argument. Pass the node that "
+                    "computes it, such as one of aten.sym_size.int."
+                )
+
+
 def check_results(graph: Graph, interface: Interface, who: str) -> None:
     """Refuse results of another type or shape: what comes behind the graph was compiled for those before."""
     for at, (found, before) in enumerate(zip(interface_of(graph).values, interface.values, strict=True)):

@@ -23,7 +23,7 @@ from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError, RuleError, StreamError
-from graphex.interface import check_graph, check_results, interface_of
+from graphex.interface import check_graph, check_numbers, check_results, interface_of
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
 from graphex.records import PassRan, Record
@@ -124,6 +124,7 @@ class Runner:
         dropped = watch.dropped(work.gm)
         if changed:
             check_graph(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")
+            check_numbers(work.gm.graph, f"your pass '{graph_pass.name}'")
         if changed or dropped:
             repair(work.gm, watch, graph_pass.name)
             check_results(work.gm.graph, self._interface, f"your pass '{graph_pass.name}'")

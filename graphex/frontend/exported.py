@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,25 +17,40 @@ from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, detect_fake_mode
+from graphex.torch_private.symbolic import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    broken_condition,
+    detect_fake_mode,
+    expression_of,
+    kind_of,
+    substituted,
+)
 from graphex.torch_private.trees import pytree
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known."""
+    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known.
+
+    A number has been put into the graph, and so has what followed from it.
+    """
 
     name: str
     dtype: torch.dtype | None
     sizes: tuple[int | None, ...]  # None fits every size
+    number: bool | int | float | complex | None = None
 
     @staticmethod
     def of(name: str, value: Any) -> Input:
         if not isinstance(value, torch.Tensor):
-            return Input(name, None, ())
+            return Input(name, None, (), value if isinstance(value, (int, float, complex)) else None)
         return Input(name, value.dtype, tuple(size if isinstance(size, int) else None for size in value.shape))
 
     def fits(self, given: Any) -> bool:
+        if self.number is not None:
+            return type(given) is type(self.number) and given == self.number
         if self.dtype is None:
             return True
         if not isinstance(given, torch.Tensor) or given.dtype != self.dtype:
@@ -47,16 +63,63 @@ class Input:
         )
 
     def __str__(self) -> str:
+        if self.number is not None:
+            return repr(self.number)
         return "no tensor" if self.dtype is None else _written(self.dtype, self.sizes)
+
+
+class TracedSizes:
+    """The symbols in the sizes of a graph's inputs, and what tracing has found out about them or taken for granted."""
+
+    def __init__(self, inputs: Sequence[Input], values: Sequence[Any]) -> None:
+        fakes = [value for value in values if isinstance(value, FakeTensor)]
+        self._env = fakes[0].fake_mode.shape_env if fakes else None
+        self._sizes = [
+            (place, dim, expression_of(size))
+            for place, value in enumerate(values)
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else [value])
+            if isinstance(size, torch.SymInt) and not size.node.is_nested_int()
+        ]
+        self._where = [
+            f"size {dim} of '{inputs[place].name}'" if isinstance(values[place], torch.Tensor) else inputs[place].name
+            for place, dim, _ in self._sizes
+        ]
+        self._broken = lru_cache(maxsize=1024)(self._find_broken)
+
+    def check(self, given: Sequence[Any]) -> None:
+        sizes = tuple(
+            given[place].shape[dim] if isinstance(given[place], torch.Tensor) else given[place]
+            for place, dim, _ in self._sizes
+        )
+        if all(type(size) is int for size in sizes) and (broken := self._broken(sizes)) is not None:
+            raise InputError(f"the graph was traced for {broken}. Trace it for that too.")
+
+    def _find_broken(self, sizes: tuple[int, ...]) -> str | None:
+        """What does not hold for sizes of a call, and what they are."""
+        known: dict[Any, int] = {}
+        where: dict[Any, str] = {}
+        for (_, _, expression), size, place in zip(self._sizes, sizes, self._where, strict=True):
+            if kind_of(expression) == "symbol" and expression not in known:
+                known[expression], where[expression] = size, place
+            elif kind_of(wanted := substituted(expression, known)) == "number" and wanted != size:
+                return f"{place} = {expression}, here {wanted}, got {size}"
+        condition = None if self._env is None else broken_condition(self._env, known)
+        if condition is None:
+            return None
+        got = [f"{symbol} = {known[symbol]} ({where[symbol]})" for symbol in known if symbol in condition.free_symbols]
+        return f"{condition}, got {', '.join(got)}"
 
 
 class CompiledGraph:
     """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
 
-    def __init__(self, run: Boxed, gm: GraphModule, inputs: list[Input], journal: Journal) -> None:
+    def __init__(
+        self, run: Boxed, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
+    ) -> None:
         self.boxed = run  # takes one list of the flat inputs, which it empties
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
+        self._sizes = TracedSizes(inputs, values)
         self.journal = journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,13 +127,37 @@ class CompiledGraph:
             if kwargs:
                 raise InputError("this graph takes positional arguments only.")
             _check(self._inputs, args)
+            self._sizes.check(args)
             return self.boxed(list(args))
-        flat, found = pytree.tree_flatten((args, kwargs))
-        if self._tree.in_spec is not None and found != self._tree.in_spec:
-            raise InputError(f"the graph was exported for arguments shaped {self._tree.in_spec}, got {found}.")
+        spec = self._tree.in_spec
+        if spec is None or _takes_keywords(spec):
+            given: Any = (args, kwargs)
+        elif kwargs:
+            raise InputError("this graph takes positional arguments only.")
+        else:
+            given = args
+        flat, found = pytree.tree_flatten(given if spec is None else _in_order(given, spec))
+        if spec is not None and found != spec:
+            raise InputError(f"the graph was exported for arguments shaped {spec}, got {found}.")
         _check(self._inputs, flat)
+        if spec is not None and not _takes_keywords(spec):  # an exported graph checks its sizes itself
+            self._sizes.check(flat)
         result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
+
+
+def _takes_keywords(spec: Any) -> bool:
+    """Whether a graph takes `((*args,), {**kwargs})`, as exported ones do; make_fx has positional arguments only."""
+    return spec.type is tuple and [child.type for child in spec.children()] == [tuple, dict]
+
+
+def _in_order(given: Any, spec: Any) -> Any:
+    """The keys of dictionaries as the graph was traced with them: their order means nothing in a call."""
+    if spec.type is dict and type(given) is dict and given.keys() == set(spec.context):
+        return {key: _in_order(given[key], child) for key, child in zip(spec.context, spec.children(), strict=True)}
+    if spec.type in (list, tuple) and type(given) is spec.type and len(given) == spec.num_children:
+        return spec.type(map(_in_order, given, spec.children()))
+    return given
 
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
@@ -89,7 +176,7 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
     run = compile_graph(gm, values, compilation, "inference", ())
-    return CompiledGraph(run, gm, inputs, compilation.journal)
+    return CompiledGraph(run, gm, inputs, values, compilation.journal)
 
 
 def _inputs_of(gm: GraphModule) -> list[Input]:
@@ -103,8 +190,15 @@ def _check(inputs: Sequence[Input], given: Sequence[Any]) -> None:
         raise InputError(f"the graph takes {len(inputs)} arguments, got {len(given)}.")
     for each, tensor in zip(inputs, given, strict=True):
         if not each.fits(tensor):
-            found = _written(tensor.dtype, tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise InputError(f"the graph was traced with {each} for '{each.name}', got {found}. Trace it for that too.")
+            raise InputError(
+                f"the graph was traced with {each} for '{each.name}', got {_about(tensor)}. Trace it for that too."
+            )
+
+
+def _about(given: Any) -> str:
+    if isinstance(given, torch.Tensor):
+        return _written(given.dtype, given.shape)
+    return repr(given) if isinstance(given, (int, float, complex)) else type(given).__name__
 
 
 def _written(dtype: torch.dtype, sizes: Sequence[Any]) -> str:

@@ -31,6 +31,8 @@ from graphex.passes.base import GraphPass, Work
 
 F = TypeVar("F")
 
+_OF_INSTANCES = ("call", "is_node_supported")  # what a PassBase and an OperatorSupportBase is run by
+
 
 def graph_pass(
     *, name: str | None = None, stage: str | None = None, preserves_results: bool = True
@@ -120,6 +122,10 @@ def as_graph_pass(custom: Any) -> GraphPass:
         return UsersGraphPass(custom)
     if isinstance(custom, type) and issubclass(custom, Transformer):
         return CustomGraphPass(custom, lambda work: custom(work.gm).transform())
+    if isinstance(custom, type) and (
+        issubclass(custom, GraphPass) or any(hasattr(custom, name) for name in _OF_INSTANCES)
+    ):
+        raise OptionError(f"{custom.__name__} is a class; give an instance of it, {custom.__name__}().")
     if isinstance(custom, tuple):
         return as_graph_pass(_rewrite_of(custom))
     if hasattr(custom, "is_node_supported"):

@@ -90,7 +90,7 @@ class Layout:
     def once(self, place: int, tensor: Tensor) -> Tensor:
         """An input without the repetitions of an expanded dimension, which share one place in memory."""
         for dim in self._expanded[place]:
-            tensor = tensor.narrow(dim, 0, 1)
+            tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
         return tensor
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -26,6 +26,7 @@ __all__ = [
     "FakeTensorMode",
     "NewGuardError",
     "ShapeEnv",
+    "broken_condition",
     "detect_fake_mode",
     "evaluated",
     "expression_of",
@@ -38,6 +39,7 @@ __all__ = [
     "multiple_of",
     "no_new_guards",
     "statically_known_true",
+    "substituted",
     "symbol_of",
     "unset_fake_temporarily",
 ]
@@ -90,6 +92,22 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
     finally:
         log.removeFilter(is_no_refusal)
         vars(env).pop("_check_frozen", None)
+
+
+def substituted(expression: Any, sizes: dict[Any, int]) -> Any:
+    """An expression with numbers in place of symbols."""
+    return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+
+
+def broken_condition(env: ShapeEnv, sizes: dict[Any, int]) -> Any:
+    """A condition that tracing has put on symbols, or took for granted, and that does not hold for these sizes."""
+    for symbol, size in sizes.items():
+        bounds = env.bound_sympy(symbol)
+        if size < bounds.lower:
+            return sympy.Ge(symbol, bounds.lower, evaluate=False)
+        if size > bounds.upper:
+            return sympy.Le(symbol, bounds.upper, evaluate=False)
+    return next((guard.expr for guard in env.guards if substituted(guard.expr, sizes) == sympy.false), None)
 
 
 def expression_of(value: torch.SymInt) -> Any:

@@ -89,6 +89,7 @@ def test_an_exported_program(dynamic):
     ("call", "message"),
     [
         (lambda: graphex.compile_fx(nn.Linear(2, 2), []), "GraphModule"),
+        (lambda: graphex.compile_fx(torch.export.export(nn.ReLU(), (torch.ones(2),))), r"write program\.module\(\)"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1)), "example_inputs"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), [1, 2]), "1 inputs, 2 example"),
     ],
@@ -121,6 +122,20 @@ def test_a_call_that_the_graph_was_not_traced_for_is_refused(given, found):
         compiled(*given)
 
 
+def test_another_number_than_the_graph_was_traced_with_is_refused():
+    """It is in the graph as a constant, or sizes follow from it."""
+    x = torch.randn(1, 4)
+    aten = torch.ops.aten
+    baked_in = make_fx(lambda x, n: x * n)(x, 2)
+    read = torch.fx.symbolic_trace(lambda x, n: aten.expand.default(x, [n, 4]) + 0)
+    for graph in (baked_in, read):
+        compiled = graphex.compile_fx(graph, (x, 2))
+        torch.testing.assert_close(compiled(x, 2), graph(x, 2))
+        for other in (3, 2.0, None):
+            with pytest.raises(graphex.InputError, match=r"traced with 2 for 'n.*', got"):
+                compiled(x, other)
+
+
 def test_examples_that_the_graph_was_not_traced_with_are_refused():
     graph = make_fx(first_rows)(torch.ones(3, 4))
     with pytest.raises(graphex.InputError, match=r"traced with float32\[3, 4\] for 'x_1', got float32\[2, 4\]"):
@@ -134,6 +149,59 @@ def test_sizes_that_vary_fit_every_call():
         torch.testing.assert_close(compiled(x), first_rows(x))
     with pytest.raises(graphex.InputError, match=r"float32\[\*, \*\] for 'x_1', got float32\[4\]"):
         compiled(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("function", "traced", "fits", "given", "found"),
+    [
+        (lambda x, y: y[: x.shape[0]] + 0, [3, 3], [5, 5], [2, 5], r"size 0 of 'y_1' = s\d+, here 2, got 5"),
+        (lambda x: x * 2 if x.shape[0] > 2 else x * 3, [4], [3], [2], r"s\d+ >= 3, got s\d+ = 2 \(size 0 of 'x_1'\)"),
+        (lambda x: x * 2 if x.shape[0] == 4 else x * 3, [4], [4], [5], r"size 0 of 'x_1' = 4, here 4, got 5"),
+        (lambda x, y: torch.cat([x, y]) if x.shape[0] > y.shape[0] else x, [4, 3], [9, 2], [3, 5], r"s\d+ = 5"),
+        (lambda x: x.squeeze(0) + 1, [3], [2], [1], r"s\d+ >= 2, got s\d+ = 1"),
+    ],
+)
+def test_sizes_that_the_trace_does_not_hold_for_are_refused(function, traced, fits, given, found):
+    """Two sizes that were one symbol there, a branch that was taken: the graph says nothing of that."""
+    compiled = graphex.compile_fx(make_fx(function, tracing_mode="symbolic")(*map(torch.randn, traced)))
+    args = [torch.randn(size) for size in fits]
+    torch.testing.assert_close(compiled(*args), function(*args))
+    with pytest.raises(graphex.InputError, match=found):
+        compiled(*map(torch.randn, given))
+
+
+def test_a_number_that_was_a_size_in_the_trace_has_to_be_one_in_the_call():
+    compiled = graphex.compile_fx(make_fx(lambda x, n: x[:n] + 0, tracing_mode="symbolic")(torch.ones(3), 3))
+    torch.testing.assert_close(compiled(torch.ones(4), 4), torch.ones(4))
+    with pytest.raises(graphex.InputError, match=r"n_1 = s\d+, here 5, got 2"):
+        compiled(torch.ones(5), 2)
+
+
+def test_nested_arguments_of_a_traced_graph():
+    def f(pair: dict[str, list[Tensor]], scale: Tensor) -> Tensor:
+        return (pair["a"][0] - pair["b"][0]) * scale
+
+    a, b, scale = torch.randn(3, 2)
+    pair = {"a": [a], "b": [b]}
+    compiled = graphex.compile_fx(make_fx(f)(pair, scale), (pair, scale))
+    torch.testing.assert_close(compiled(pair, scale), (a - b) * scale)
+    torch.testing.assert_close(compiled({"b": [b], "a": [a]}, scale), (a - b) * scale)
+    with pytest.raises(graphex.InputError, match="positional"):
+        compiled(pair, scale=scale)
+    with pytest.raises(graphex.InputError, match="arguments shaped"):
+        compiled({"a": [a]}, scale)
+
+
+def test_keywords_and_keys_come_in_any_order():
+    class Difference(nn.Module):
+        def forward(self, pair: dict[str, Tensor], *, left: Tensor, right: Tensor) -> Tensor:
+            return (pair["a"] - pair["b"]) * (left - 2 * right)
+
+    a, b, left, right = torch.randn(4, 3)
+    program = torch.export.export(Difference(), ({"a": a, "b": b},), {"left": left, "right": right})
+    compiled = graphex.compile_fx(program.module())
+    found = compiled({"b": b, "a": a}, right=right, left=left)
+    torch.testing.assert_close(found, Difference()({"a": a, "b": b}, left=left, right=right))
 
 
 def test_a_graph_that_is_no_aten_graph_is_refused():

@@ -673,6 +673,26 @@ def test_after_a_roll_back_our_passes_still_run(broken):
     assert aten.clone.default not in seen.targets
 
 
+@pytest.mark.parametrize("kind", [HousePass, MulBase, AddReluSupport])
+def test_a_class_instead_of_an_instance_is_refused(kind):
+    with pytest.raises(graphex.OptionError, match=rf"give an instance of it, {kind.__name__}\(\)"):
+        compiled(pre=kind)(X, Y)
+
+
+def test_a_symbolic_size_as_an_argument_is_refused():
+    def view_again(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
+            with gm.graph.inserting_before(node):
+                flat = gm.graph.call_function(aten.view.default, (node.args[0], [-1]))
+                node.args = (gm.graph.call_function(aten.view.default, (flat, list(node.meta["val"].shape))),)
+
+    fast = torch.compile(
+        model, backend="graphex", dynamic=True, options={"post_grad_custom_pre_pass": view_again, "strict": True}
+    )
+    with pytest.raises(graphex.PassError, match=r"'view_again' left node '.*' with the symbolic value .*sym_size"):
+        fast(X, Y)
+
+
 def test_the_users_exception_is_the_cause():
     with pytest.raises(graphex.PassError) as caught:
         compiled(pre=raising)(X, Y)

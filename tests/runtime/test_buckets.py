@@ -270,6 +270,17 @@ def test_expanded_inputs_are_padded(shape, where):
 
 
 @torch.no_grad()
+def test_expanded_inputs_without_elements_are_padded(where):
+    """Padded along the last dimension, where there is nothing in the first."""
+    compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
+    for columns in (5, 3, 5, 3, 7):
+        x = torch.randn(1, columns, device=where).expand(0, columns)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(compiled(x), x * 2 + 1)
+    assert count(compiled, "padded") == 5
+
+
+@torch.no_grad()
 def test_strides_that_vary_by_themselves_are_refused(where):
     """Parts of wider tensors: how far their rows are apart is a number of its own."""
     compiled = compile_it(lambda x: x * 2 + 1, capture_sizes=SIZES)
