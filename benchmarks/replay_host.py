@@ -67,7 +67,7 @@ def main() -> int:
             if layers in TARGETS and medians["graphex"] > TARGETS[layers]:
                 missed.append(f"missed: {layers} layers, batch {batch}: at most {TARGETS[layers]} us")
     print("\n" + "\n".join(missed or ["missed: none"]))
-    return 0
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

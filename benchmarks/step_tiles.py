@@ -1,4 +1,4 @@
-"""Which tiles make a whole decode step fastest, which is not always what makes a kernel fastest alone. Needs a GPU.
+"""Which tiles make a whole decode step fastest, whatever each kernel takes alone. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/step_tiles.py [--models llama] [--batch 1 16 64] [--keep]
 

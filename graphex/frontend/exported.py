@@ -29,6 +29,8 @@ from graphex.torch_private.symbolic import (
 )
 from graphex.torch_private.trees import pytree
 
+POSITIONAL = "this graph takes positional arguments only."
+
 
 @dataclass(frozen=True)
 class Input:
@@ -125,34 +127,37 @@ class CompiledGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._tree is None:
             if kwargs:
-                raise InputError("this graph takes positional arguments only.")
+                raise InputError(POSITIONAL)
             _check(self._inputs, args)
             self._sizes.check(args)
             return self.boxed(list(args))
-        spec = self._tree.in_spec
-        if spec is None or _takes_keywords(spec):
-            given: Any = (args, kwargs)
-        elif kwargs:
-            raise InputError("this graph takes positional arguments only.")
-        else:
-            given = args
-        flat, found = pytree.tree_flatten(given if spec is None else _in_order(given, spec))
-        if spec is not None and found != spec:
-            raise InputError(f"the graph was exported for arguments shaped {spec}, got {found}.")
-        _check(self._inputs, flat)
-        if spec is not None and not _takes_keywords(spec):  # an exported graph checks its sizes itself
-            self._sizes.check(flat)
+        flat = self._flat(args, kwargs, self._tree.in_spec)
         result = self.boxed(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
-
-def _takes_keywords(spec: Any) -> bool:
-    """Whether a graph takes `((*args,), {**kwargs})`, as exported ones do; make_fx has positional arguments only."""
-    return spec.type is tuple and [child.type for child in spec.children()] == [tuple, dict]
+    def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> list[Any]:
+        """Arguments as make_fx has traced them, which are positional, or else as `((*args,), {**kwargs})`, as exported
+        graphs take them.
+        """
+        if spec is not None and not kwargs:
+            flat, found = pytree.tree_flatten(_in_order(args, spec))
+            if found == spec:
+                _check(self._inputs, flat)
+                self._sizes.check(flat)
+                return flat
+        if kwargs and spec is not None and [child.type for child in spec.children()] != [tuple, dict]:
+            raise InputError(POSITIONAL)
+        flat, found = pytree.tree_flatten(_in_order((args, kwargs), spec))
+        if spec is not None and found != spec:
+            raise InputError(f"the graph was traced for arguments shaped {spec}, got {found}.")
+        _check(self._inputs, flat)  # an exported graph checks its symbolic sizes itself
+        return flat
 
 
 def _in_order(given: Any, spec: Any) -> Any:
     """The keys of dictionaries as the graph was traced with them: their order means nothing in a call."""
+    if spec is None:
+        return given
     if spec.type is dict and type(given) is dict and given.keys() == set(spec.context):
         return {key: _in_order(given[key], child) for key, child in zip(spec.context, spec.children(), strict=True)}
     if spec.type in (list, tuple) and type(given) is spec.type and len(given) == spec.num_children:

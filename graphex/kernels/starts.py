@@ -67,7 +67,9 @@ def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...],
 
 
 def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """With those of a kernel that can be chained (`graphex/kernels/chain.py`), and what is meant unless it is said."""
+    """What a kernel is compiled with: its constants, whether it is chained (`graphex/kernels/chain.py`), and products
+    contracted with sums unless the constants say otherwise.
+    """
     if "CHAINED" not in kernel.arg_names:
         return CONTRACTED | constants
     chains = _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1)

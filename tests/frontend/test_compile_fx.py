@@ -192,6 +192,19 @@ def test_nested_arguments_of_a_traced_graph():
         compiled({"a": [a]}, scale)
 
 
+def test_a_tuple_and_a_dictionary_are_two_arguments_of_a_traced_graph():
+    """Together they look like the `((*args,), {**kwargs})` of an exported one."""
+
+    def model(pair, more):
+        return pair[0] + pair[1] * more["scale"]
+
+    given = (torch.randn(3), torch.randn(3)), {"scale": torch.randn(3)}
+    compiled = graphex.compile_fx(make_fx(model)(*given), given)
+    assert torch.equal(compiled(*given), model(*given))
+    with pytest.raises(graphex.InputError, match="traced for arguments shaped"):
+        compiled(*given[0])
+
+
 def test_keywords_and_keys_come_in_any_order():
     class Difference(nn.Module):
         def forward(self, pair: dict[str, Tensor], *, left: Tensor, right: Tensor) -> Tensor:

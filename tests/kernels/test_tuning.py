@@ -145,13 +145,14 @@ def test_a_thread_that_captures_is_not_waited_for_without_end(tmp_path, monkeypa
     """It may need a lock that the thread that measures holds: that of a graph with several streams, or this one."""
     by = tuner(tmp_path, tuning.seconds_on_device)
     monkeypatch.setattr(tuning, "PATIENCE", 0.01)
+    capturing = cuda.no_other_capture(1.0)
     with ThreadPoolExecutor(1) as another:
-        assert another.submit(cuda._one_at_a_time.acquire).result()
+        assert another.submit(capturing.__enter__).result()
         try:
             assert choose(by) == "slow"
             assert not by.is_settled("linears", "1x8")
         finally:
-            another.submit(cuda._one_at_a_time.release).result()
+            another.submit(capturing.__exit__, None, None, None).result()
     monkeypatch.setattr(by, "_measure", Clock(library=3.0, fast=1.0))
     assert choose(by) == "fast"
 
