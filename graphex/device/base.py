@@ -77,6 +77,10 @@ class Device:
         """What tells the current stream from others."""
         return None
 
+    def can_capture_on(self, stream: Any) -> bool:
+        """Whether work that is given to a stream can ever be captured, as far as is known."""
+        return True
+
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for what has been given to another one, named by `stream()` there."""
 

@@ -143,9 +143,14 @@ class Entry:
         lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
         self._lent = [(tensor, tensor.data_ptr()) for tensor in (*lent, *self.outputs.in_place())]
 
+    @property
+    def lends(self) -> bool:
+        """Whether the user's tensors share memory with the graph."""
+        return bool(self._lent)
+
     def is_robbed(self) -> bool:
         """Whether memory that the graph shares with the user's tensors was replaced, by making one of them larger."""
-        return bool(self._lent) and any(tensor.data_ptr() != address for tensor, address in self._lent)
+        return any(tensor.data_ptr() != address for tensor, address in self._lent)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""

@@ -26,7 +26,7 @@ class Pool:
         self._device = device
         self._handle = handle
         self._is_given = handle is not None
-        self._stream = device.stream()
+        self.stream = device.stream()  # that the last replay was on
         self.graphs = 0
 
     @property
@@ -42,9 +42,9 @@ class Pool:
 
     def take_turn_on(self, stream: Any) -> None:
         """The same, for whoever knows that this is the current stream."""
-        if stream != self._stream:
-            self._device.follow(self._stream)
-            self._stream = stream
+        if stream != self.stream:
+            self._device.follow(self.stream)
+            self.stream = stream
 
 
 def pool_for(device: Device, handle: Any) -> Pool:
