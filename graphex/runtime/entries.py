@@ -216,7 +216,7 @@ def make_entry(
         outputs = OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
-        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
+        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked, plan.written)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         entry = Entry(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
     except BaseException:
