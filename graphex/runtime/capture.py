@@ -159,7 +159,7 @@ class Capturing:
         values = self._key.values if self._key.varies else None
         fits = what_fits(self._questions, key, stream, entry.checked, values)
         is_plain = self._numbers is None and not self._returns_one
-        run = straight_run(entry, stream, self._counter, self._pick_written) if is_plain else None
+        run = straight_run(entry, self._pool, stream, self._counter, self._pick_written) if is_plain else None
         return Shortcut(fits, stream, run)
 
     def rehearse(self, args: list[Any]) -> None:

@@ -24,6 +24,7 @@ from graphex.torch_private.tracing import modes_enabled, profiler_enabled
 
 if TYPE_CHECKING:
     from graphex.runtime.entries import Entry
+    from graphex.runtime.pools import Pool
 
 Fits = Callable[[Sequence[Any]], bool]
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -80,11 +81,14 @@ def what_fits(questions: Questions, key: Key, stream: Any, places: Addresses, va
     return lambda args: values(args) == before and fits(args)
 
 
-def straight_run(entry: Entry, stream: Any, counter: Counter[str], written: Picker | None) -> Run | None:
-    """The replay of a graph with nothing to look at but the call's inputs, in as few steps as there are."""
+def straight_run(entry: Entry, pool: Pool, stream: Any, counter: Counter[str], written: Picker | None) -> Run | None:
+    """The replay of a graph with nothing to look at but the call's inputs, in as few steps as there are.
+
+    `pool` has the turns of all graphs that are filled from the same buffers. The entry's own may be another one.
+    """
     if entry.lends or entry.outputs.may_be_held:
         return None
-    pool, replay, outputs = entry.pool, entry.replay.replay, entry.outputs
+    replay, outputs = entry.replay.replay, entry.outputs
     fill, take, needed = entry.fill if entry.copied else None, outputs.take, outputs.needed
 
     def run(args: Sequence[Any]) -> tuple[Any, ...]:
