@@ -136,6 +136,21 @@ def test_what_is_no_tensor_with_memory_is_not_where_it_was(in_cpp):
     assert in_cpp((), (), *places({1: 0}), [torch.randn(2)]) is False  # there are fewer arguments
 
 
+@pytest.mark.parametrize(
+    "around", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.functionalize]
+)
+def test_a_tensor_that_stands_for_another_is_not_where_that_is(in_cpp, around):
+    x = torch.randn(3, 4)
+    found: list[bool] = []
+
+    def looked_at(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend(in_cpp((), (), *places({0: x.data_ptr()}, size=size), [tensor]) for size in (0, 4))
+        return tensor * 2
+
+    around(looked_at)(x)
+    assert found == [False, False]
+
+
 def test_torch_is_asked_where_nobody_knows_how_it_keeps_addresses(in_cpp, monkeypatch):
     monkeypatch.setattr(native, "tensor_layout", lambda: None)
     native.load()
