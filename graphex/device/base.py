@@ -77,6 +77,10 @@ class Device:
         """What tells the current stream from others."""
         return None
 
+    def stream_lasts(self) -> bool:
+        """Whether the current stream is torch's own, which nobody can destroy."""
+        return True
+
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for what has been given to another one, named by `stream()` there."""
 

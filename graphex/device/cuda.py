@@ -153,6 +153,11 @@ class CudaDevice(Device):
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
+    def stream_lasts(self) -> bool:
+        """torch numbers the streams it has made itself; one of somebody else (`ExternalStream`) has its handle."""
+        stream = torch.cuda.current_stream(self._device)
+        return not stream.cuda_stream or stream.stream_id != stream.cuda_stream
+
     def follow(self, stream: Any) -> None:
         before = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
         torch.cuda.current_stream(self._device).wait_stream(before)

@@ -26,7 +26,7 @@ class Pool:
         self._device = device
         self._handle = handle
         self._is_given = handle is not None
-        self._stream = device.stream()
+        self._stream, self._lasts = device.stream(), device.stream_lasts()
         self.graphs = 0
 
     @property
@@ -42,9 +42,13 @@ class Pool:
 
     def take_turn_on(self, stream: Any) -> None:
         """The same, for whoever knows that this is the current stream."""
-        if stream != self._stream:
+        if stream == self._stream:
+            return
+        if self._lasts:
             self._device.follow(self._stream)
-            self._stream = stream
+        else:
+            self._device.synchronize()  # the stream may be gone, and its work still be running
+        self._stream, self._lasts = stream, self._device.stream_lasts()
 
 
 def pool_for(device: Device, handle: Any) -> Pool:
