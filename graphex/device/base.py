@@ -81,6 +81,10 @@ class Device:
         """Whether the current stream is torch's own, which nobody can destroy."""
         return True
 
+    def can_capture_on(self, stream: Any) -> bool:
+        """Whether work that is given to a stream can ever be captured, as far as is known."""
+        return True
+
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for what has been given to another one, named by `stream()` there."""
 

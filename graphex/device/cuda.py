@@ -26,6 +26,7 @@ from graphex.torch_private.cuda import (
 )
 
 _HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
+_DEFAULT_STREAM = 0  # CUDA refuses to capture on it
 _CORES_AT_A_TIME = 8  # what every GPU that can be divided can be divided by
 _one_at_a_time = threading.RLock()  # the allocator and the random generators know one capture at a time
 _capture_streams: dict[int, torch.cuda.Stream] = {}  # one for each device: memory is reused within a stream only
@@ -157,6 +158,9 @@ class CudaDevice(Device):
         """torch numbers the streams it has made itself; one of somebody else (`ExternalStream`) has its handle."""
         stream = torch.cuda.current_stream(self._device)
         return not stream.cuda_stream or stream.stream_id != stream.cuda_stream
+
+    def can_capture_on(self, stream: Any) -> bool:
+        return bool(stream != _DEFAULT_STREAM)
 
     def follow(self, stream: Any) -> None:
         before = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)

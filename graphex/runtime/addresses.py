@@ -28,7 +28,10 @@ _NOTHING: frozenset[int] = frozenset()
 class Addresses:
     """The addresses of some of the inputs, and which objects others were, in one call."""
 
-    def __init__(self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = ()) -> None:
+    def __init__(
+        self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = (), written: Sequence[int] = ()
+    ) -> None:
+        """Of those that are `written`, torch is always asked: memory that is copied before it is written moves then."""
         self.indices = sorted(indices)
         self._runs = runs(self.indices)
         self._known = self._of(args)
@@ -37,7 +40,8 @@ class Addresses:
         # An object may get the place of one that is gone, and is not that one.
         self._watched = [weakref.ref(each, partial(_forget, identities)) for each in self._pick_frozen(args)]
         addresses = array("q", self._known).tobytes()
-        self.packed: native.Places = _packed(self.indices), addresses, _packed(frozen), identities
+        sizes = [0 if index in written else args[index].element_size() for index in self.indices]
+        self.packed: native.Places = _packed(self.indices), addresses, _packed(sizes), _packed(frozen), identities
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are elsewhere in this call."""
@@ -62,8 +66,8 @@ class Addresses:
         return array("q", map(id, self._pick_frozen(args))).tobytes()
 
 
-def _packed(indices: Sequence[int]) -> bytes:
-    return array("i", indices).tobytes()
+def _packed(numbers: Sequence[int]) -> bytes:
+    return array("i", numbers).tobytes()
 
 
 def _forget(identities: bytearray, gone: object) -> None:

@@ -35,7 +35,7 @@ from graphex.runtime.inputs import Arena
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool, pool_for
-from graphex.runtime.shortcuts import Questions, Shortcut
+from graphex.runtime.shortcuts import Questions, Shortcut, straight_run, what_fits
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.tracing import modes_enabled, profiler_enabled, without_modes
@@ -77,7 +77,7 @@ class Capturing:
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, aliases, device)
-        self._varies, self._questions = self._key.varies, Questions(device)
+        self._questions = Questions(device, self._key.switches)
         self._numbers = host_outputs(gm)
         self._pool = pool or pool_for(device, config.use_graph_pool)
         self._lock = self._pool.lock
@@ -118,31 +118,31 @@ class Capturing:
 
     def replayed(self, args: tuple[Any, ...]) -> Any:
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
-        if session.active or self._force or self._gave_up:
+        if session.active:
             return None
-        with self._lock:
-            if self._pool.is_running:
+        pool = self._pool
+        with pool.lock:
+            if pool.is_running:
                 return None
-            self._pool.is_running = True
+            pool.is_running = True
             try:
                 entry = self._store.newest
-                if (
-                    entry is None
-                    or (shortcut := entry.shortcut) is None
-                    or (self._varies and self._key.values(args) != shortcut.values)
-                    or not shortcut.fits(args)
-                    or entry.is_robbed()
-                ):
+                if entry is None or (shortcut := entry.shortcut) is None or not shortcut.fits(args):
+                    return self._replayed_after_a_search(args)
+                if shortcut.run is not None:
+                    results = shortcut.run(args)
+                elif not entry.is_robbed():
+                    results = self._replay_unseen(entry, args, shortcut.stream)
+                else:
                     return self._replayed_after_a_search(args)
                 self._moves = 0
-                results = self._replay_unseen(entry, args, shortcut.stream)
                 self._counter["straight"] += 1
                 return results
             finally:
-                self._pool.is_running = False
+                pool.is_running = False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
-        if profiler_enabled() or self._device.is_capturing():
+        if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing():
             return None
         key = self._key(args)
         entry, moved = self._find(key, args)
@@ -150,10 +150,17 @@ class Capturing:
             return None
         self._moves = 0
         stream = self._device.stream()
-        entry.shortcut = Shortcut(self._questions, key, stream, entry.checked)
+        entry.shortcut = self._shortcut(entry, key, stream)
         results = self._replay_now(entry, args, stream)
         self._counter["straight"] += 1
         return results
+
+    def _shortcut(self, entry: Entry, key: Key, stream: Any) -> Shortcut:
+        values = self._key.values if self._key.varies else None
+        fits = what_fits(self._questions, key, stream, entry.checked, values)
+        is_plain = self._numbers is None and not self._returns_one
+        run = straight_run(entry, self._pool, stream, self._counter, self._pick_written) if is_plain else None
+        return Shortcut(fits, stream, run)
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""

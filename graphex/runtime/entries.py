@@ -158,9 +158,14 @@ class Entry:
         lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
         self._lent = [(tensor, tensor.data_ptr()) for tensor in (*lent, *self.outputs.in_place())]
 
+    @property
+    def lends(self) -> bool:
+        """Whether the user's tensors share memory with the graph."""
+        return bool(self._lent)
+
     def is_robbed(self) -> bool:
         """Whether memory that the graph shares with the user's tensors was replaced, by making one of them larger."""
-        return bool(self._lent) and any(tensor.data_ptr() != address for tensor, address in self._lent)
+        return any(tensor.data_ptr() != address for tensor, address in self._lent)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
@@ -227,7 +232,7 @@ def make_entry(
         outputs = PuttingBack(flat, plan.ways, inputs, put_back) if put_back else OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
-        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
+        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked, plan.written)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         entry = Entry(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
     except BaseException:

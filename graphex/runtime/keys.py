@@ -4,7 +4,7 @@
 
 A size is read where it is cheapest: from the number that Dynamo passes beside the tensor, else from the tensor. What a
 kernel would take from the host when it is launched (numbers, tensors of one element on the CPU) is part of the key,
-and so are the switches that choose kernels.
+and so are the switches that choose kernels, but for those of libraries that the graph does not call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
+from graphex.analysis.libraries import may_use_cudnn
 from graphex.device import Device
 from graphex.runtime.host_values import sizes_that_matter
-from graphex.torch_private.numerics import numerics
+from graphex.torch_private.numerics import SWITCHES, WITHOUT_CUDNN, states
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
 Key = tuple[Any, ...]
@@ -45,6 +46,7 @@ class KeyReader:
                 elif index not in self._whole:
                     self._whole.append(index)
         self._settings = device.settings
+        self.switches = SWITCHES if may_use_cudnn(gm.graph) else WITHOUT_CUDNN
         self._numbers = sorted(numbers)
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())
@@ -55,7 +57,7 @@ class KeyReader:
         self.varies = bool(self._numbers or self._dims or self._whole or self.hosts or self._absolute)
 
     def __call__(self, args: Sequence[Any]) -> Key:
-        switches = numerics(), self._settings()
+        switches = states(self.switches), self._settings()
         return (*self.values(args), switches) if self.varies else (switches,)
 
     def values(self, args: Sequence[Any]) -> Key:

@@ -29,7 +29,8 @@ class Replayer:
 
     def __init__(self, ran: Ran, given: list[Any], result: Any) -> None:
         """`given` are the leaves of the call's arguments, `result` is what the model made of the graph's results."""
-        self._program, self._inputs, self._given = ran.program, ran.args, len(given)
+        self._program, self._inputs, self._given = ran.program, tuple(ran.args), len(given)
+        self._replayed = getattr(ran.program, "replayed", lambda args: None)  # what runs in pieces has none
         self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
         self._twins = _twins(given)
         where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
@@ -45,13 +46,15 @@ class Replayer:
         self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = list(self._inputs) if not args and not kwargs else self._replaced(args, kwargs)
-        results = self._program.call(list(inputs))
+        inputs = self._replaced(args, kwargs) if args or kwargs else self._inputs
+        results = self._replayed(inputs)
+        if results is None:
+            results = self._program.call(list(inputs))
         if self._alone:
             return results[0]
         return pytree.tree_unflatten([pick(results, inputs) for pick in self._picks], self._spec)
 
-    def _replaced(self, args: Any, kwargs: Any) -> list[Any]:
+    def _replaced(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         leaves = pytree.tree_leaves((args, kwargs))
         if len(leaves) != self._given:
             raise InputError(f"this replayer was made for {self._given} values, {len(leaves)} were given.")
@@ -71,7 +74,7 @@ class Replayer:
         inputs = list(self._inputs)
         for place, leaf in self._places.items():
             inputs[place] = leaves[leaf]
-        return inputs
+        return tuple(inputs)
 
 
 def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replayer:

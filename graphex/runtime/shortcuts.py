@@ -1,7 +1,7 @@
 """What has to be as it was for a call to be a replay of one captured graph, and nothing else.
 
-    questions    profiler_enabled, modes_enabled, is_capturing, the switches that choose kernels ..., stream
-    answers      False,            False,         False,        what they were when it was found,     the same one
+    questions    stream,       profiler_enabled, modes_enabled, the switches that choose kernels ..., is_capturing
+    answers      the same one, False,            False,         what they were when it was found,     False
 
 Where the answers, the addresses and the sizes are those of the call before, there is nothing to look up: no key is made
 and no store is searched. One call of C++ finds that out, where that is loaded, and hardly any Python runs.
@@ -9,54 +9,100 @@ and no store is searched. One call of C++ finds that out, where that is loaded, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import call
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphex.device import Device
 from graphex.runtime import native
-from graphex.runtime.addresses import Addresses
+from graphex.runtime.addresses import Addresses, Picker
 from graphex.runtime.keys import Key
-from graphex.torch_private.numerics import SWITCHES
+from graphex.torch_private.memory import count_writes
+from graphex.torch_private.numerics import Switch, states
 from graphex.torch_private.tracing import modes_enabled, profiler_enabled
+
+if TYPE_CHECKING:
+    from graphex.runtime.entries import Entry
+    from graphex.runtime.pools import Pool
+
+Fits = Callable[[Sequence[Any]], bool]
+Run = Callable[[Sequence[Any]], tuple[Any, ...]]
+Values = Callable[[Sequence[Any]], Key]
 
 
 class Questions:
     """What is asked in every call of a graph, of torch and of its device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, switches: tuple[Switch, ...]) -> None:
+        self._device, self._switches = device, switches
         self._has_settings = type(device).settings is not Device.settings
+
+    def on(self, stream: Any) -> tuple[native.Question, ...]:
+        """What is asked of a call that was made on this stream before: is it again, and is all else as it was?"""
+        device = self._device
         settings = (device.settings,) if self._has_settings else ()
-        self.asked: tuple[native.Question, ...] = (
-            profiler_enabled,
-            modes_enabled,
-            device.is_capturing,
-            *SWITCHES,
-            *settings,
-            device.stream,
-        )
+        captures = (device.is_capturing,) if device.can_capture_on(stream) else ()
+        return (device.stream, profiler_enabled, modes_enabled, *self._switches, *settings, *captures)
 
     def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
         """What is answered in a call of this key, on this stream, that nobody watches or captures."""
         switches, settings = key[-1]
-        return (False, False, False, *switches, *((settings,) if self._has_settings else ()), stream)
+        captures = (False,) if self._device.can_capture_on(stream) else ()
+        return (stream, False, False, *switches, *((settings,) if self._has_settings else ()), *captures)
 
 
 class Shortcut:
-    """`fits` says whether a call's inputs are where they were and the answers the same; `values` are its sizes."""
+    """`fits` says whether a call's inputs are where they were and the answers the same; then `run` replays it.
 
-    __slots__ = ("fits", "stream", "values")
+    Without a `run` there is more to do for a replay than that knows of.
+    """
 
-    def __init__(self, questions: Questions, key: Key, stream: Any, places: Addresses) -> None:
-        """The answers are those that the key was made of: the switches may have been changed since, by any thread."""
-        self.values, self.stream = key[:-1], stream
-        answers = questions.answers(key, stream)
-        self.fits: Callable[[Sequence[Any]], bool] = (
-            partial(_fits_in_python, questions.asked, answers, places)
-            if native.fits is None
-            else partial(native.fits, questions.asked, answers, *places.packed)
-        )
+    __slots__ = ("fits", "run", "stream")
+
+    def __init__(self, fits: Fits, stream: Any, run: Run | None) -> None:
+        self.fits, self.stream, self.run = fits, stream, run
+
+
+def what_fits(questions: Questions, key: Key, stream: Any, places: Addresses, values: Values | None = None) -> Fits:
+    """Whether a call is like one of this key with its inputs at these places; `values` reads what else varies.
+
+    The answers are those that the key was made of: the switches may have been changed since, by any thread.
+    """
+    asked, answers = questions.on(stream), questions.answers(key, stream)
+    fits: Fits = (
+        partial(_fits_in_python, asked, answers, places)
+        if native.fits is None
+        else partial(native.fits, asked, answers, *places.packed)
+    )
+    if values is None:
+        return fits
+    before = key[:-1]
+    return lambda args: values(args) == before and fits(args)
+
+
+def straight_run(entry: Entry, pool: Pool, stream: Any, counter: Counter[str], written: Picker | None) -> Run | None:
+    """The replay of a graph with nothing to look at but the call's inputs, in as few steps as there are.
+
+    `pool` has the turns of all graphs that are filled from the same buffers. The entry's own may be another one.
+    """
+    if entry.lends or entry.outputs.may_be_held:
+        return None
+    replay, outputs = entry.replay.replay, entry.outputs
+    fill, take, needed = entry.fill if entry.copied else None, outputs.take, outputs.needed
+
+    def run(args: Sequence[Any]) -> tuple[Any, ...]:
+        if pool.stream != stream:
+            pool.take_turn_on(stream)
+        if fill is not None:
+            fill(args)
+        replay()
+        counter["replays"] += 1
+        if written is not None:
+            count_writes(written(args))
+        return take(needed(args))
+
+    return run
 
 
 def _fits_in_python(
@@ -65,6 +111,6 @@ def _fits_in_python(
     if native.fits is not None:
         return False  # it was loaded meanwhile, and the next shortcut has it
     try:
-        return not places.moved(args) and tuple(map(call, questions)) == answers
+        return not places.moved(args) and states(questions) == answers
     except Exception:  # whoever asks again gets to see it
         return False

@@ -193,20 +193,51 @@ def test_a_torch_function_mode_does_not_see_the_copies_of_a_replay(cloned, where
     assert not {"clone", "copy_", "_foreach_copy_"}.intersection(heard)
 
 
+COMPUTED = {
+    "a product": lambda x: (x @ x).relu() + 1,
+    "a fused op": lambda x: torch.nn.functional.rms_norm(x, (4,), eps=1e-6) + 1,
+    "a convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
+    "a custom op": lambda x: torch.ops.graphex_tests.handed_on(x) + 1,
+}
+
+
+@torch.library.custom_op("graphex_tests::handed_on", mutates_args=())
+def handed_on(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+handed_on.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize(
+    ("computed", "switch", "captures"),
+    [
+        ("a product", "attention", 2),
+        ("a product", "cudnn", 1),
+        ("a fused op", "cudnn", 1),
+        ("a convolution", "cudnn", 2),
+        ("a custom op", "cudnn", 2),  # whatever it may call
+    ],
+)
 @torch.no_grad()
-def test_a_switch_that_is_set_between_two_replays_is_noticed(where):
-    compiled = compile_it(lambda x: (x @ x).relu() + 1)
+def test_a_switch_that_is_set_between_two_replays_is_noticed_if_it_may_matter(computed, switch, captures, where):
+    function = COMPUTED[computed]
+    compiled = compile_it(function)
     x = torch.randn(4, 4, device=where)
     for _ in range(3):
         compiled(x)
-    before = torch._C._get_cudnn_benchmark()
-    torch._C._set_cudnn_benchmark(not before)  # Dynamo does not look at this one; torch's own tests freeze the flags
+    get, put = {  # torch's own tests freeze the flags of torch.backends
+        "attention": (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+        "cudnn": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    }[switch]
+    before = get()
+    put(not before)
     try:
         for _ in range(3):
-            same(compiled(x), (x @ x).relu() + 1)
+            same(compiled(x), function(x))
     finally:
-        torch._C._set_cudnn_benchmark(before)
-    assert statuses(compiled) == ["captured", "captured"]
+        put(before)
+    assert statuses(compiled) == ["captured"] * captures
 
 
 @torch.no_grad()

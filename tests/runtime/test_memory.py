@@ -193,9 +193,10 @@ def test_the_error_mode_reaches_the_device(tape):
     assert [each.error_mode for each in tape.tapes] == ["relaxed"]
 
 
+@pytest.mark.parametrize("shares_pool", [True, False])
 @torch.no_grad()
-def test_a_replay_on_another_stream_waits_for_the_last_one(tape):
-    compiled = compile_it(lambda x: x * 2 + 1)
+def test_a_replay_on_another_stream_waits_for_the_last_one(shares_pool, tape):
+    compiled = compile_it(lambda x: x * 2 + 1, reuse_graph_pool_in_same_fx=shares_pool)
     for stream in (0, 0, 0, 5, 5, 0):
         tape.stream_number = stream
         compiled(torch.ones(3))

@@ -16,28 +16,61 @@ from graphex.runtime import native
 from graphex.runtime.addresses import Addresses
 from tests.runtime.support import check_with_weights_replaced, compile_it, replays, statuses
 
-NOWHERE: native.Places = (b"", b"", b"", bytearray())
+NOWHERE: native.Places = (b"", b"", b"", b"", bytearray())
 
 
-def places(addresses: dict[int, int], objects: dict[int, int] | None = None) -> native.Places:
+def places(addresses: dict[int, int], objects: dict[int, int] | None = None, size: int = 0) -> native.Places:
+    """`size` is that of an element, 0 to have torch asked."""
     objects = objects or {}
     return (
         array("i", addresses).tobytes(),
         array("q", addresses.values()).tobytes(),
+        array("i", [size] * len(addresses)).tobytes(),
         array("i", objects).tobytes(),
         bytearray(array("q", objects.values())),
     )
 
 
+class Labelled(torch.Tensor):
+    """A tensor of the user's own kind."""
+
+
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "other memory": lambda tensor: setattr(tensor, "data", torch.randn(6)),
+    "a part of its memory": lambda tensor: setattr(tensor, "data", tensor.data[1:]),
+    "a longer one": lambda tensor: tensor.data.resize_(1000),
+    "another storage": lambda tensor: tensor.set_(torch.randn(6)),
+    "no memory": lambda tensor: tensor.untyped_storage().resize_(0),
+}
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_it_says_whether_tensors_are_where_they_were(in_cpp, kind):
-    tensors = [torch.randn(4), nn.Parameter(torch.randn(3, 3)), torch.randn(6)[2:], torch.empty(0)]
-    args = kind([tensors[0], 7, tensors[1], tensors[2], None, tensors[3]])
-    known = places({index: args[index].data_ptr() for index in (0, 2, 3, 5)})
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("place", range(4))
+@torch.no_grad()
+def test_it_says_whether_tensors_are_where_they_were(in_cpp, kind, size, move, place):
+    tensors = [
+        torch.randn(6),
+        nn.Parameter(torch.randn(2, 3)),
+        torch.randn(9)[2:],
+        torch.randn(6).as_subclass(Labelled),
+    ]
+    args = kind([tensors[0], 7, tensors[1], tensors[2], None, tensors[3], torch.empty(0)])
+    known = places({index: args[index].data_ptr() for index in (0, 2, 3, 5, 6)}, size=size)
     assert in_cpp((), (), *known, args) is True
-    tensors[1].data = torch.randn(3, 3)
+    MOVES[move](tensors[place])
     assert in_cpp((), (), *known, args) is False
     assert in_cpp((), (), *NOWHERE, kind([])) is True
+
+
+def test_what_is_copied_before_it_is_written_is_noticed_where_it_is_written():
+    """Whoever has a lazy clone of a tensor must not see what is written to that afterwards."""
+    tensor = torch.randn(6)
+    checked = Addresses([0], [tensor], written=[0])
+    clone = tensor._lazy_clone()
+    assert checked.moved([tensor]) == {0}
+    assert clone.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -98,8 +131,20 @@ def test_it_holds_on_to_nothing(in_cpp):
 def test_what_is_no_tensor_with_memory_is_not_where_it_was(in_cpp):
     sparse = torch.eye(3).to_sparse()
     for other in (None, 3, "x", sparse, torch.nn.Module()):
-        assert in_cpp((), (), *places({0: 0}), [other]) is False
+        for size in (0, 4):
+            assert in_cpp((), (), *places({0: 0}, size=size), [other]) is False
     assert in_cpp((), (), *places({1: 0}), [torch.randn(2)]) is False  # there are fewer arguments
+
+
+def test_torch_is_asked_where_nobody_knows_how_it_keeps_addresses(in_cpp, monkeypatch):
+    monkeypatch.setattr(native, "tensor_layout", lambda: None)
+    native.load()
+    assert native.fits is not None
+    tensor = nn.Parameter(torch.randn(6))
+    known = places({0: tensor.data_ptr()}, size=4)
+    assert native.fits((), (), *known, [tensor]) is True
+    tensor.data = torch.randn(6)
+    assert native.fits((), (), *known, [tensor]) is False
 
 
 @pytest.mark.parametrize(
@@ -110,10 +155,11 @@ def test_what_is_no_tensor_with_memory_is_not_where_it_was(in_cpp):
         ((), (), *NOWHERE, {}),
         ((), (1,), *NOWHERE, ()),
         ([], [], *NOWHERE, ()),
-        ((), (), b"1234", b"1234", b"", bytearray(), ()),
-        ((), (), b"", b"", b"1234", bytearray(4), ()),
-        ((), (), b"", b"", b"", b"", ()),
-        ((), (), "", "", b"", bytearray(), ()),
+        ((), (), b"1234", b"1234", b"1234", b"", bytearray(), ()),
+        ((), (), b"1234", b"12345678", b"", b"", bytearray(), ()),
+        ((), (), b"", b"", b"", b"1234", bytearray(4), ()),
+        ((), (), b"", b"", b"", b"", b"", ()),
+        ((), (), "", "", b"", b"", bytearray(), ()),
     ],
 )
 def test_other_arguments_are_refused(in_cpp, given):

@@ -19,8 +19,8 @@ import graphex
 from graphex.runtime import capture, native
 from graphex.runtime.addresses import Addresses
 from graphex.runtime.keys import Key, KeyReader
-from graphex.runtime.shortcuts import Questions, Shortcut
-from graphex.torch_private.numerics import numerics
+from graphex.runtime.shortcuts import Questions, what_fits
+from graphex.torch_private.numerics import SWITCHES, states
 from tests.runtime.support import compile_it, count, in_threads, same, statuses
 from tests.runtime.tape import TapeDevice
 
@@ -90,8 +90,8 @@ class World:
     def deterministic(self) -> None:
         torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
 
-    def benchmark(self) -> None:
-        torch._C._set_cudnn_benchmark(not torch._C._get_cudnn_benchmark())  # Dynamo does not look at this one
+    def attention(self) -> None:
+        torch._C._set_sdp_use_flash(not torch._C._get_flash_sdp_enabled())  # Dynamo does not look at this one
 
     def inference(self) -> None:
         self.toggle("inference", torch.inference_mode)
@@ -128,10 +128,10 @@ CHANGES = [name for name, found in vars(World).items() if callable(found) and na
 @pytest.fixture
 def world(tape) -> Iterator[Callable[..., World]]:
     """Makes one; the switches of the process are put back."""
-    benchmark = torch._C._get_cudnn_benchmark()
+    attention = torch._C._get_flash_sdp_enabled()
     with torch._dynamo.config.patch(recompile_limit=64), torch.no_grad():
         yield lambda **options: World(tape, **options)
-    torch._C._set_cudnn_benchmark(benchmark)
+    torch._C._set_sdp_use_flash(attention)
     torch.use_deterministic_algorithms(False)
 
 
@@ -393,19 +393,19 @@ def switched_attention(name: str) -> Iterator[None]:
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a_call_fits_only_where_everything_is_as_it_was(where):
     device, x = Limited(), torch.randn(3)
-    key = ((numerics(), device.settings()),)
-    shortcut = Shortcut(Questions(device), key, device.stream(), Addresses([0], [x]))
-    assert shortcut.fits((x,))
-    assert not shortcut.fits((torch.randn(3),))
+    key = ((states(SWITCHES), device.settings()),)
+    fits = what_fits(Questions(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
+    assert fits((x,))
+    assert not fits((torch.randn(3),))
     with ELSEWHERE[where](device):
-        assert not shortcut.fits((x,))
-    assert shortcut.fits((x,))
+        assert not fits((x,))
+    assert fits((x,))
 
 
 def test_a_switch_that_another_thread_turns_meanwhile_is_noticed():
     device, x = TapeDevice(), torch.randn(3)
-    key = ((numerics(), device.settings()),)
+    key = ((states(SWITCHES), device.settings()),)
     with switched("cudnn_benchmark"):
-        shortcut = Shortcut(Questions(device), key, device.stream(), Addresses([0], [x]))
-        assert not shortcut.fits((x,))
-    assert shortcut.fits((x,))
+        fits = what_fits(Questions(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
+        assert not fits((x,))
+    assert fits((x,))

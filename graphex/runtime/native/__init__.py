@@ -21,12 +21,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from graphex.folders import cache_directory
+from graphex.torch_private.layout import tensor_layout
 from graphex.torch_private.memory import tensor_begin
 
 Question = Callable[[], object]
-Places = tuple[bytes, bytes, bytes, bytearray]
-Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
+Places = tuple[bytes, bytes, bytes, bytes, bytearray]
+Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
 
 fits: Fits | None = None
 """`fits(questions, answers, *places, args)`: whether everything is as it was. See the source, and `addresses`."""
@@ -42,7 +45,8 @@ def load() -> None:
     if tensor_begin is None:
         raise OSError("this torch does not say how to read the address of a tensor")
     module = _module(_SOURCE)
-    module.use(tensor_begin)
+    layout = tensor_layout()
+    module.use(tensor_begin, layout or (), (torch.Tensor, torch.nn.Parameter) if layout else ())
     fits = module.fits
 
 

@@ -1,6 +1,8 @@
 // Whether a call is a replay of a captured graph: everything that has to be as it was, asked in one go.
 //
-// torch hands out the address of a function that reads where a tensor begins (its own generated code uses it too).
+// torch hands out the address of a function that reads where a tensor begins (its own generated code uses it too). It
+// reads more than that, of hundreds of tensors, so the numbers it would find are looked at first, where torch has said
+// in which place of a tensor's memory they are; whatever is not as expected there is asked of torch.
 
 #include <Python.h>
 
@@ -9,10 +11,44 @@
 
 static void* (*begin_of)(PyObject*) = nullptr;
 
-static PyObject* use(PyObject*, PyObject* function) {
-    begin_of = reinterpret_cast<void* (*)(PyObject*)>(PyLong_AsVoidPtr(function));
+// Bytes from the start of a Python object to its tensor, of a tensor to its storage and to its offset in that, and of a
+// storage to its memory. It holds for objects of these two types, and is unknown without them.
+struct Layout {
+    Py_ssize_t tensor, storage, offset, memory;
+    PyTypeObject *tensors, *parameters;
+};
+static Layout layout = {};
+
+// use(function, layout, types): an int; four ints and two types, or two empty tuples.
+static PyObject* use(PyObject*, PyObject* args) {
+    PyObject *function, *places, *types;
+    Layout found = {};
+    if (!PyArg_ParseTuple(args, "OO!O!", &function, &PyTuple_Type, &places, &PyTuple_Type, &types)) return nullptr;
+    void* const begin = PyLong_AsVoidPtr(function);
     if (PyErr_Occurred()) return nullptr;
+    if (PyTuple_GET_SIZE(places) &&
+        (!PyArg_ParseTuple(places, "nnnn", &found.tensor, &found.storage, &found.offset, &found.memory) ||
+         !PyArg_ParseTuple(types, "O!O!", &PyType_Type, &found.tensors, &PyType_Type, &found.parameters)))
+        return nullptr;
+    Py_XINCREF(found.tensors);  // for good: there is one layout in a process
+    Py_XINCREF(found.parameters);
+    begin_of = reinterpret_cast<void* (*)(PyObject*)>(begin);
+    layout = found;
     Py_RETURN_NONE;
+}
+
+template <typename T>
+static T at(const void* start, Py_ssize_t offset) {
+    return *reinterpret_cast<const T*>(static_cast<const char*>(start) + offset);
+}
+
+// Whether a tensor with elements of this size is seen to begin there. If not, it may begin there all the same.
+static bool is_seen_at(PyObject* object, int64_t address, int32_t size) {
+    if (size == 0 || (Py_TYPE(object) != layout.tensors && Py_TYPE(object) != layout.parameters)) return false;
+    const void* tensor = at<const void*>(object, layout.tensor);
+    const void* storage = tensor == nullptr ? nullptr : at<const void*>(tensor, layout.storage);
+    if (storage == nullptr) return false;
+    return at<int64_t>(storage, layout.memory) + at<int64_t>(tensor, layout.offset) * size == address;
 }
 
 // Some of the arguments, by their index, and a number for each.
@@ -36,12 +72,13 @@ static bool are_same(PyObject** args, Py_ssize_t there, const Places& objects) {
     return true;
 }
 
-// Whether these arguments are tensors that begin there.
-static bool begin_at(PyObject** args, Py_ssize_t there, const Places& addresses) {
+// Whether these arguments are tensors that begin there, with elements of these sizes (0: torch has to be asked).
+static bool begin_at(PyObject** args, Py_ssize_t there, const Places& addresses, const int32_t* sizes) {
     try {
         for (Py_ssize_t i = 0; i < addresses.count; i++) {
             const int32_t index = addresses.indices[i];
             if (index >= there) return false;
+            if (is_seen_at(args[index], addresses.numbers[i], sizes[i])) continue;
             if (reinterpret_cast<int64_t>(begin_of(args[index])) != addresses.numbers[i]) return false;
         }
     } catch (const std::exception&) {  // no tensor, or one without memory
@@ -63,29 +100,32 @@ static int are_answered(PyObject* questions, PyObject* answers) {
 }
 
 static bool are_right(PyObject* const* given, Py_ssize_t count) {
-    return count == 7 && begin_of != nullptr && PyTuple_CheckExact(given[0]) && PyTuple_CheckExact(given[1]) &&
+    return count == 8 && begin_of != nullptr && PyTuple_CheckExact(given[0]) && PyTuple_CheckExact(given[1]) &&
            PyTuple_GET_SIZE(given[0]) == PyTuple_GET_SIZE(given[1]) && PyBytes_CheckExact(given[2]) &&
            PyBytes_CheckExact(given[3]) && PyBytes_GET_SIZE(given[3]) == 2 * PyBytes_GET_SIZE(given[2]) &&
-           PyBytes_CheckExact(given[4]) && PyByteArray_CheckExact(given[5]) &&
-           PyByteArray_GET_SIZE(given[5]) == 2 * PyBytes_GET_SIZE(given[4]) &&
-           (PyTuple_CheckExact(given[6]) || PyList_CheckExact(given[6]));
+           PyBytes_CheckExact(given[4]) && PyBytes_GET_SIZE(given[4]) == PyBytes_GET_SIZE(given[2]) &&
+           PyBytes_CheckExact(given[5]) && PyByteArray_CheckExact(given[6]) &&
+           PyByteArray_GET_SIZE(given[6]) == 2 * PyBytes_GET_SIZE(given[5]) &&
+           (PyTuple_CheckExact(given[7]) || PyList_CheckExact(given[7]));
 }
 
-// fits(questions, answers, indices, addresses, frozen, identities, args): two tuples of one length; the bytes of int32
-// and int64 arrays of one length, twice, where the identities are a bytearray; a list or tuple.
+// fits(questions, answers, indices, addresses, sizes, frozen, identities, args): two tuples of one length; the bytes of
+// int32, int64 and int32 arrays of one length; those of int32 and int64 ones, the latter a bytearray; a list or tuple.
 //
 // True if `frozen` are the same objects, `indices` are tensors at their addresses, and the answers are what they were.
 // What a question raises means that the call does not fit: whoever asks it again gets to see it. Questions come last,
 // for they may run any code, and nothing is read from the other arguments after that.
 static PyObject* fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!are_right(given, count)) {
-        PyErr_SetString(PyExc_TypeError, "fits(questions, answers, indices, addresses, frozen, identities, args)");
+        PyErr_SetString(PyExc_TypeError,
+                        "fits(questions, answers, indices, addresses, sizes, frozen, identities, args)");
         return nullptr;
     }
-    PyObject** args = PySequence_Fast_ITEMS(given[6]);
-    const Py_ssize_t there = PySequence_Fast_GET_SIZE(given[6]);
-    if (!are_same(args, there, Places(given[4], PyByteArray_AS_STRING(given[5])))) Py_RETURN_FALSE;
-    if (!begin_at(args, there, Places(given[2], PyBytes_AS_STRING(given[3])))) Py_RETURN_FALSE;
+    PyObject** args = PySequence_Fast_ITEMS(given[7]);
+    const Py_ssize_t there = PySequence_Fast_GET_SIZE(given[7]);
+    const auto* sizes = reinterpret_cast<const int32_t*>(PyBytes_AS_STRING(given[4]));
+    if (!are_same(args, there, Places(given[5], PyByteArray_AS_STRING(given[6])))) Py_RETURN_FALSE;
+    if (!begin_at(args, there, Places(given[2], PyBytes_AS_STRING(given[3])), sizes)) Py_RETURN_FALSE;
     const int answered = are_answered(given[0], given[1]);
     if (answered < 0) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // somebody wants to stop the program
@@ -95,7 +135,7 @@ static PyObject* fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 static PyMethodDef methods[] = {
-    {"use", use, METH_O, nullptr},
+    {"use", use, METH_VARARGS, nullptr},
     {"fits", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fits)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
