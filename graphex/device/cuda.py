@@ -156,8 +156,8 @@ class CudaDevice(Device):
 
     def stream_lasts(self) -> bool:
         """torch numbers the streams it has made itself; one of somebody else (`ExternalStream`) has its handle."""
-        stream = torch.cuda.current_stream(self._device)
-        return not stream.cuda_stream or stream.stream_id != stream.cuda_stream
+        handle = self.stream()
+        return not handle or handle != torch.cuda.current_stream(self._device).stream_id
 
     def can_capture_on(self, stream: Any) -> bool:
         return bool(stream != _DEFAULT_STREAM)
