@@ -639,8 +639,8 @@ BROKEN = {
     nesting_the_outputs: "nested in another way",
     returning_none: "None where there was a value",
     breaking_a_shape: "'add'.*cannot be evaluated",
-    halving_an_output: r"output 0 as float16 \[.*it was float32",
-    cutting_an_output: r"output 0 as float32 \[1, .*it was float32",
+    halving_an_output: r"output 0 as float16\[.*it was float32",
+    cutting_an_output: r"output 0 as float32\[1, .*it was float32",
     returning_a_number: "returned int",
 }
 broken_passes = pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)
