@@ -119,6 +119,10 @@ def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
 
 def _one_for_each_input(gm: GraphModule, example_inputs: Sequence[Any] | None) -> Sequence[Any] | None:
     wanted = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    if example_inputs is not None and not isinstance(example_inputs, (list, tuple)):
+        raise InputError(
+            f"example_inputs must be a list or a tuple of the graph's inputs, got {type(example_inputs).__name__}."
+        )
     if example_inputs is not None and len(example_inputs) != wanted:
         example_inputs = pytree.tree_leaves(tuple(example_inputs))
     if example_inputs is not None and len(example_inputs) != wanted:

@@ -92,6 +92,7 @@ def test_an_exported_program(dynamic):
         (lambda: graphex.compile_fx(torch.export.export(nn.ReLU(), (torch.ones(2),))), r"write program\.module\(\)"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1)), "example_inputs"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), [1, 2]), "1 inputs, 2 example"),
+        (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), 3), "example_inputs must be a list"),
     ],
 )
 def test_bad_input_is_one_sentence(call, message):
