@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import known_true, node_line
+from graphex.analysis.notation import text_of
 from graphex.compilation import one_line
 from graphex.errors import PassError
 from graphex.torch_private.trees import pytree
@@ -84,8 +85,7 @@ def _certainly_differ(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _about(value: torch.Tensor) -> str:
-    kind = str(value.dtype).removeprefix("torch.")
-    return f"{kind} {list(value.shape)} on {value.device}"
+    return f"{text_of(value)} on {value.device}"
 
 
 def _check_interface(found: Interface, wanted: Interface, who: str) -> None:

@@ -180,12 +180,15 @@ class Passes(Kind[tuple[CustomPass, ...]]):
     methods = ("apply", "is_node_supported")  # of a GraphPass, of an OperatorSupportBase
 
     def check(self, name: str, value: Any) -> tuple[CustomPass, ...]:
-        if value is None:
+        if value is None or (isinstance(value, tuple) and not value):
             return ()
+        from graphex.passes.adapter import as_graph_pass
+
         passes = list(value) if isinstance(value, list) else [value]
         for each in passes:
             if not (callable(each) or isinstance(each, tuple) or any(hasattr(each, name) for name in self.methods)):
                 raise self.refuse(name, each)
+            as_graph_pass(each)  # refuses what it cannot be
         return tuple(passes)
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
+from graphex.analysis.source import raised_in
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError, RuleError, StreamError
 from graphex.interface import check_graph, check_numbers, check_results, interface_of
@@ -30,8 +29,6 @@ from graphex.records import PassRan, Record
 from graphex.torch_private.graphs import copy_graph
 
 log = logging.getLogger("graphex")
-
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -203,11 +200,8 @@ class Runner:
 
 
 def _raised_at(error: Exception) -> str:
-    """Where in the user's own code it happened: the last frame that is neither torch's nor ours."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
-    ]
-    return f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    frame = raised_in(error)
+    return f" ({PurePath(frame.file).name}:{frame.line})" if frame is not None else ""
 
 
 def _targets(graph: Graph) -> Counter[str]:

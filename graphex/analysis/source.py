@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import traceback
 from functools import lru_cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
+import torch
 from torch.fx import Node
 
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")  # <string>: code that was made
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?.*\n?(?P<code>[^\n]*)')
 
 
@@ -19,6 +22,9 @@ class Frame(NamedTuple):
     line: int
     function: str
     code: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line}" + (f": {self.code}" if self.code else "")
 
 
 def frames_of(node: Node) -> tuple[Frame, ...]:
@@ -37,10 +43,16 @@ def _parsed(trace: str) -> tuple[Frame, ...]:
 def node_line(node: Node) -> str:
     """``model.py:14: return q, y * 2`` for a node that came from there; empty if torch recorded nothing."""
     frames = frames_of(node)
+    return str(frames[-1]) if frames else ""
+
+
+def raised_in(error: BaseException) -> Frame | None:
+    """Where in the user's own code it happened: the last frame that is neither torch's nor ours."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_THEIRS)]
     if not frames:
-        return ""
+        return None
     last = frames[-1]
-    return f"{PurePath(last.file).name}:{last.line}" + (f": {last.code}" if last.code else "")
+    return Frame(last.filename, last.lineno or 0, last.name, last.line or "")
 
 
 def placement(node: Node) -> object:

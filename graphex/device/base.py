@@ -77,6 +77,10 @@ class Device:
         """What tells the current stream from others."""
         return None
 
+    def stream_lasts(self) -> bool:
+        """Whether the current stream is torch's own, which nobody can destroy."""
+        return True
+
     def can_capture_on(self, stream: Any) -> bool:
         """Whether work that is given to a stream can ever be captured, as far as is known."""
         return True

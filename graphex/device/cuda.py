@@ -154,6 +154,11 @@ class CudaDevice(Device):
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
+    def stream_lasts(self) -> bool:
+        """torch numbers the streams it has made itself; one of somebody else (`ExternalStream`) has its handle."""
+        handle = self.stream()
+        return not handle or handle != torch.cuda.current_stream(self._device).stream_id
+
     def can_capture_on(self, stream: Any) -> bool:
         return bool(stream != _DEFAULT_STREAM)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graphex.analysis import known_true
+from graphex.analysis.notation import dtype_text
 from graphex.fusion.calls import value_of
-from graphex.fusion.words import short
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
 
@@ -44,8 +44,8 @@ def dtypes(names: Collection[str], allowed: Collection[torch.dtype]) -> Callable
         found = [tensor(match, name).dtype for name in names]
         if found[0] in allowed and len(set(found)) == 1:
             return None
-        said = " and ".join(f"'{name}' is {short(dtype)}" for name, dtype in zip(names, found, strict=True))
-        taken = " or ".join(map(short, allowed))
+        said = " and ".join(f"'{name}' is {dtype_text(dtype)}" for name, dtype in zip(names, found, strict=True))
+        taken = " or ".join(map(dtype_text, allowed))
         edit = f"give {' and '.join(map(repr, names))} one of these types"
         return Refusal(f"{said}; the fused op takes {taken}", _node(match, names), edit)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from graphex.analysis import known_equal, known_true
+from graphex.analysis.notation import dtype_text
 from graphex.fusion.checks import Answer, all_of, tensor
 from graphex.fusion.lifting import calling, names_of, rule, taking
-from graphex.fusion.words import short
 from graphex.ops.embedding import COPIED, MOST_INDICES
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import Match
@@ -30,7 +30,7 @@ def _replace(weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_fr
 
 def _is_copied(match: Match) -> Answer:
     found = tensor(match, "weight").dtype
-    return None if found in COPIED else Refusal(f"the table is {short(found)}", match.kwargs["weight"])
+    return None if found in COPIED else Refusal(f"the table is {dtype_text(found)}", match.kwargs["weight"])
 
 
 def _adjacent(match: Match) -> Answer:

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.analysis.notation import dtype_text
 from graphex.fusion import unlike_rms_norm
 from graphex.fusion.checks import example, tensor
 from graphex.fusion.lifting import floating, rule
 from graphex.fusion.mean_square import SPELLINGS, MeanSquare
 from graphex.fusion.rules import Rule
-from graphex.fusion.words import short
 from graphex.ops.norms import wide_dtype
 from graphex.passes.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
@@ -109,8 +109,8 @@ def _narrow(match: Match) -> bool | Refusal:
     """Where the product is made in the wide type, a wider weight would make it wider still."""
     x, weight = tensor(match, "x"), tensor(match, "weight")
     if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
-        said = f"the weight is {short(weight.dtype)}, which is wider than the norm"
-        return Refusal(said, match.kwargs["weight"], f"cast the weight to {short(wide_dtype(x))}")
+        said = f"the weight is {dtype_text(weight.dtype)}, which is wider than the norm"
+        return Refusal(said, match.kwargs["weight"], f"cast the weight to {dtype_text(wide_dtype(x))}")
     return floating("x", "weight")(match)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import graphex.ops  # noqa: F401  defines the ops that the rules name
+from graphex.analysis.notation import dtype_text
 from graphex.fusion.checks import tensor
 from graphex.fusion.patterns import Check
 from graphex.fusion.rules import Rule, WhyNot, examples_of
@@ -59,7 +60,7 @@ def floating(*names: str) -> Callable[[Match], bool | Refusal]:
     def is_floating_point(match: Match) -> bool | Refusal:
         for name in names:
             if (found := tensor(match, name).dtype) not in FLOATING:
-                return Refusal(f"'{name}' is {str(found).removeprefix('torch.')}", match.kwargs[name])
+                return Refusal(f"'{name}' is {dtype_text(found)}", match.kwargs[name])
         return True
 
     return is_floating_point

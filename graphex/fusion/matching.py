@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.launches import is_kernel
+from graphex.analysis.notation import text_of
 from graphex.analysis.turns import turn_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, value_of
@@ -293,7 +294,7 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
         before, after = value_of(old), value_of(new)
         same_type = (before.dtype, before.device) == (after.dtype, after.device)
         if not same_type or not known_equal(tuple(before.shape), tuple(after.shape)):
-            return Refusal(f"result {index} of the replacement is {_kind(after)} instead of {_kind(before)}", old)
+            return Refusal(f"result {index} of the replacement is {text_of(after)} instead of {text_of(before)}", old)
     return None
 
 
@@ -344,10 +345,6 @@ def _place(nodes: list[Node], outputs: list[Node], inputs: Iterable[Any]) -> tup
         if node is last:
             return last, later
         node = node.next
-
-
-def _kind(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _first_line(problem: Exception) -> str:

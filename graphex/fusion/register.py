@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from graphex.analysis import node_line, placement
-from graphex.errors import RuleError
+from graphex.errors import InputError, RuleError
 from graphex.fusion.patterns import Check
 from graphex.fusion.registry import Handle, process_rules
 from graphex.fusion.rules import Rule
@@ -79,8 +80,21 @@ def replacement(
     """The rule that `register_replacement` would register, for the option `fusion_rules` of one configuration."""
     if not callable(search_fn) or not callable(replace_fn):
         raise RuleError("search_fn and replace_fn must be functions.")
-    if extra_check is not None and not callable(extra_check):
+    try:
+        parameters = list(inspect.signature(search_fn).parameters)
+    except ValueError as error:
+        raise RuleError(
+            f"search_fn must be a function in Python, whose arguments have names, got {search_fn!r}. Call it in one."
+        ) from error
+    if extra_check is not None and not _takes_one(extra_check):
         raise RuleError(f"extra_check must be a function of a Match, got {extra_check!r}.")
+    if not callable(trace_fn):
+        raise RuleError(f"trace_fn must be a function, such as fwd_only or joint_fwd_bwd, got {trace_fn!r}.")
+    if search_fn_pattern is not None and not isinstance(search_fn_pattern, PatternExpr):
+        raise RuleError(f"search_fn_pattern must be a pattern in torch's classes, got {search_fn_pattern!r}.")
+    if name is not None and not isinstance(name, str):
+        raise RuleError(f"the name of a rule is a word, got {name!r}.")
+    _check_workaround(parameters, scalar_workaround)
     if not isinstance(example_inputs, (list, tuple)):
         raise RuleError(f"example_inputs must be a list or a tuple, got {type(example_inputs).__name__}.")
     rule = Rule(
@@ -98,6 +112,30 @@ def replacement(
     return rule
 
 
+def _takes_one(check: object) -> bool:
+    if not callable(check):
+        return False
+    try:
+        inspect.signature(check).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # nothing is known of it
+        return True
+    return True
+
+
+def _check_workaround(known: Sequence[str], given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not all(isinstance(value, (int, float)) for value in given.values()):
+        raise RuleError(f"scalar_workaround must be a dictionary of numbers by argument, got {given!r}.")
+    for name in given:
+        if name not in known:
+            raise RuleError(
+                f"scalar_workaround names '{name}', which is no argument of the search function ({', '.join(known)})."
+            )
+
+
 @dataclass(frozen=True)
 class NodeInfo:
     """Where a node runs and where it comes from."""
@@ -110,6 +148,8 @@ class NodeInfo:
 
 def node_info(node: Node) -> NodeInfo:
     """What a check may want to know about a node: its stream (None: the current one), the module it is in, its line."""
+    if not isinstance(node, Node):
+        raise InputError(f"node_info takes a node of a graph, got {type(node).__name__}.")
     stack = node.meta.get("nn_module_stack") or {}
     scope = str(list(stack.values())[-1][0]) if stack else ""
     return NodeInfo(placement(node), scope, node_line(node), origins(node))

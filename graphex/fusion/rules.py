@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphex.analysis.source import raised_in
+from graphex.compilation import one_line
 from graphex.errors import RuleError
 from graphex.fusion.making import converted, pattern_of
 from graphex.fusion.patterns import Check, Pattern
 from graphex.fusion.registry import AnyRule
 from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
 from graphex.torch_private.patterns import PatternExpr, fwd_only, joint_fwd_bwd
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from graphex.torch_private.symbolic import NEEDS_A_VALUE, FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
@@ -138,11 +140,20 @@ class Rule(AnyRule):
             return self.trace_fn(fn, list(args))
 
     def untraceable(self, what: str, problem: Exception) -> RuleError:
-        """The error that says which function of the rule fails, and with which marks."""
+        """The error that says which function of the rule fails, where, and with which marks."""
+        frame = raised_in(problem)
+        if isinstance(problem, NEEDS_A_VALUE) and frame is not None:
+            name = getattr(self.search if what == "search" else self.replace, "__name__", frame.function)
+            return RuleError(
+                f"rule '{self.name}': the {what} function '{name}' needs the value of a tensor ({frame}), and "
+                "a rule is about graphs, which have none. Write it with ops alone, or a rule for each case."
+            )
         numbers = ", ".join(f"{value} for '{name}'" for name, value in self.scalars.items())
         hint = f" (numbers are variables: it was given {numbers})" if numbers else ""
+        where = f" ({frame})" if frame is not None else ""
         return RuleError(
-            f"rule '{self.name}': the {what} function cannot be traced with the example inputs{hint}: {problem}"
+            f"rule '{self.name}': the {what} function cannot be traced with the example inputs{hint}: "
+            f"{one_line(problem).rstrip('.')}{where}."
         )
 
     def _marked(self, index: int, name: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graphex.analysis.notation import dtype_text
 from graphex.fusion.calls import CAST, PERMUTE, RESHAPE, SOFT, op_of
 
 
@@ -39,12 +40,8 @@ def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
     """What would put an op with these arguments where something else was found; empty where nothing is known."""
     name, words = _PUT_IN.get(expected, ("", ""))
     if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
-        return words.format(short(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
+        return words.format(dtype_text(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
     return _LEFT_OUT.get(op_of(found), "") if isinstance(found, Node) else ""
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def show(value: Any) -> str:

@@ -32,28 +32,50 @@ from graphex.passes.base import GraphPass, Work
 F = TypeVar("F")
 
 _OF_INSTANCES = ("call", "is_node_supported")  # what a PassBase and an OperatorSupportBase is run by
+_STAGES = (
+    "a pass can ask for stage 'joint', the graph of a whole training step, or for none (then it runs before or after "
+    "ours, by the option it is given in)"
+)
 
 
 def graph_pass(
-    *, name: str | None = None, stage: str | None = None, preserves_results: bool = True
+    *given: object, name: str | None = None, stage: str | None = None, preserves_results: bool = True
 ) -> Callable[[F], F]:
     """Declare how a custom pass wants to be run.
 
     >>> @graph_pass(stage="joint", preserves_results=False)
     ... def double_gradients(gm): ...
     """
-    if stage not in (None, "joint"):
-        raise OptionError(f"a pass can ask for stage 'joint' (or none), not {stage!r}.")
+    if given:
+        raise OptionError("graph_pass takes name, stage and preserves_results by name: @graph_pass(stage='joint').")
+    if stage is not None:
+        _check_stage(stage)
+    if name is not None and (not isinstance(name, str) or not name):
+        raise OptionError(f"the name of a pass is a word, not {name!r}.")
+    if not isinstance(preserves_results, bool):
+        raise OptionError(f"preserves_results is True or False, not {preserves_results!r}.")
+    said = {"name": name, "stage": stage, "preserves_results": preserves_results}
 
     def declare(custom: F) -> F:
-        if name is not None:
-            custom.name = name  # type: ignore[attr-defined]
-        if stage is not None:
-            custom.stage = stage  # type: ignore[attr-defined]
-        custom.preserves_results = preserves_results  # type: ignore[attr-defined]
+        try:
+            for attribute, value in said.items():
+                if value is not None:
+                    setattr(custom, attribute, value)
+        except AttributeError as error:
+            raise OptionError(
+                f"nothing can be declared of {type(custom).__name__} objects; graph_pass takes a function, a class or "
+                "an instance that is a pass (for a pair of functions, a graphex.Rewrite)."
+            ) from error
+        if inspect.isfunction(custom):
+            as_graph_pass(custom)
         return custom
 
     return declare
+
+
+def _check_stage(stage: object, who: str = "this one") -> None:
+    if stage not in ("", "joint"):
+        raise OptionError(f"{_STAGES}; {who} asks for {stage!r}.")
 
 
 class Rewrite:
@@ -70,6 +92,13 @@ class Rewrite:
         *,
         name: str | None = None,
     ) -> None:
+        if not all(callable(each) for each in (pattern, replacement)):
+            raise OptionError(
+                f"a rewrite takes two functions or modules, pattern and replacement, got {type(pattern).__name__} and "
+                f"{type(replacement).__name__}."
+            )
+        if not isinstance(filters or (), Sequence) or not all(map(callable, filters or ())):
+            raise OptionError(f"the filters of a rewrite are a list of functions, got {filters!r}.")
         self.pattern, self.replacement, self.filters = pattern, replacement, list(filters or ())
         self.name = name or getattr(pattern, "__name__", type(pattern).__name__)
         self.replaced: list[Any] = []
@@ -88,7 +117,8 @@ class CustomGraphPass(GraphPass):
     def __init__(self, custom: Any, run: Callable[[Work], GraphModule | None]) -> None:
         self.custom = custom
         self.name = name_of(custom)
-        self.stage = str(getattr(custom, "stage", "") or "")
+        self.stage = getattr(custom, "stage", "") or ""
+        _check_stage(self.stage, f"'{self.name}'")
         self.preserves_results = bool(getattr(custom, "preserves_results", True))
         self._run = run
 
@@ -119,6 +149,7 @@ class UsersGraphPass(CustomGraphPass):
 def as_graph_pass(custom: Any) -> GraphPass:
     """The `GraphPass` for anything the table above lists; OptionError for anything else."""
     if isinstance(custom, GraphPass):
+        _check_parameters(custom, custom.apply, 1, "apply of a GraphPass takes the Work")
         return UsersGraphPass(custom)
     if isinstance(custom, type) and issubclass(custom, Transformer):
         return CustomGraphPass(custom, lambda work: custom(work.gm).transform())
@@ -132,7 +163,9 @@ def as_graph_pass(custom: Any) -> GraphPass:
         return CustomGraphPass(custom, lambda work: _partition(work.gm, custom))
     if not callable(custom):
         raise OptionError(f"{custom!r} is not a pass; docs/passes.md lists the forms a pass can take.")
-    if _positional_count(custom) == 1:
+    count = 1 if _positional_count(custom) == 1 else 3
+    _check_parameters(custom, custom, count, "a pass takes (gm), or (gm, example_inputs, config)")
+    if count == 1:
         return CustomGraphPass(custom, lambda work: _module_of(custom, custom(work.gm)))
     return CustomGraphPass(custom, lambda work: _ignored(custom(work.gm, list(work.example_inputs), work.config)))
 
@@ -183,6 +216,17 @@ def _positional_count(custom: Any) -> int:
         return 3
     required = [p for p in positional if p.default is p.empty]
     return len(required) if required else len(positional)
+
+
+def _check_parameters(custom: Any, called: Callable[..., Any], count: int, wanted: str) -> None:
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return  # nothing is known of it
+    try:
+        signature.bind(*[None] * count)
+    except TypeError as error:
+        raise OptionError(f"your pass '{name_of(custom)}' has the parameters {signature}; {wanted}.") from error
 
 
 def name_of(custom: Any) -> str:

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from graphex.analysis import is_effectful, known_equal, node_line, placement
 from graphex.analysis.launches import is_work
+from graphex.analysis.notation import dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.analysis.turns import turn_of
 from graphex.fusion.calls import arguments
@@ -200,7 +201,7 @@ class Planner:
         if not known_equal(tuple(result.shape[:-1]), tuple(x.meta["val"].shape[:-1])):
             return Refusal("the result is reshaped before the residual is added", add)
         if other.dtype != result.dtype or other.device != result.device or value.dtype != result.dtype:
-            return Refusal(f"the residual is {str(other.dtype).removeprefix('torch.')} on {other.device}", add)
+            return Refusal(f"the residual is {dtype_text(other.dtype)} on {other.device}", add)
         if not known_contiguous(value):
             return Refusal("the sum is laid out differently from the op's result", add)
         if where(add) != where(linear.node):

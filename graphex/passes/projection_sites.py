@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true
+from graphex.analysis.notation import dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, arguments, call_of, op_of
 from graphex.passes.base import Refusal
@@ -128,7 +129,7 @@ def unfit_input(linear: Linear) -> Refusal | None:
     """Why no layer that reads this input is taken."""
     x = linear.x.meta["val"]
     if x.dtype not in TYPES:
-        return Refusal(f"its input is {_short(x.dtype)}, and the kernels are for float16 and bfloat16", linear.node)
+        return Refusal(f"its input is {dtype_text(x.dtype)}, and the kernels are for float16 and bfloat16", linear.node)
     rows: Any = 1
     for size in x.shape[:-1]:
         rows = rows * size
@@ -161,8 +162,4 @@ def unfit_weight(linear: Linear) -> Refusal | None:
 
 
 def _kind(value: Tensor) -> str:
-    return f"{_short(value.dtype)} on {value.device}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{dtype_text(value.dtype)} on {value.device}"

@@ -29,7 +29,7 @@ from graphex.records import Captured, FellBack
 from graphex.runtime import session
 from graphex.runtime.addresses import picker
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.entries import Entry, Plan, make_entry
+from graphex.runtime.entries import Entry, Given, Plan, make_entry
 from graphex.runtime.host_values import host_outputs
 from graphex.runtime.inputs import Arena
 from graphex.runtime.keys import Key, KeyReader
@@ -61,10 +61,10 @@ class Capturing:
         *,
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
-        received: Sequence[int] | None = None,
+        given: Given | None = None,
     ) -> None:
-        """`ways` are the outputs that get out in another way than the options say (see `outputs`). `received` are the
-        inputs that a piece before this one has handed on; None for what is no piece.
+        """`ways` are the outputs that get out in another way than the options say (see `outputs`). `given` is what a
+        piece gets from others of its graph; None for what is no piece.
         """
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
@@ -73,7 +73,7 @@ class Capturing:
         self._error_mode = config.capture_error_mode
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
-        self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, received)
+        self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, given)
         self._pick_written = picker(self._plan.written) if self._plan.written else None
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, aliases, device)
@@ -219,7 +219,10 @@ class Capturing:
         # Other parameters are another model with the same code, and there may be as many of these as there is room for.
         patience = MOVES_IN_A_ROW if moved.isdisjoint(self._plan.static) else max(MOVES_IN_A_ROW, self._limit)
         if self._moves > patience:
-            self._say_once(f"{self._plan.named(moved)} moved in {patience} calls in a row; pass the same tensors")
+            advice = "pass the same tensors"
+            if not moved.isdisjoint(self._plan.received):
+                advice = "the piece of the graph that makes it runs without capture"
+            self._say_once(f"{self._plan.named(moved)} moved in {patience} calls in a row; {advice}")
             return None
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 

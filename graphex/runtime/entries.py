@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,21 @@ from graphex.runtime.addresses import Addresses, picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.copies import Copies
 from graphex.runtime.inputs import Arena, InputBuffer, bytes_of
-from graphex.runtime.outputs import OutputPlan
+from graphex.runtime.outputs import OutputPlan, PuttingBack
 from graphex.runtime.pools import Pool
 from graphex.runtime.shortcuts import Shortcut
 
 _NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of a piece that others of its graph have made: `received` are where a device graph puts them in every
+    call, `moving` are elsewhere in every call and written to (see `crossing`).
+    """
+
+    received: Iterable[int]
+    moving: Mapping[int, bool]
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class Plan:
     looked_at: list[int]
     unchecked: list[int]
     clone_input: bool | str
+    put_back: list[int]
+    received: list[int]
     returns_one: bool
 
     @staticmethod
@@ -52,18 +64,19 @@ class Plan:
         static_inputs: Iterable[int],
         config: CompilerConfig,
         ways: dict[int, str],
-        received: Iterable[int] | None = None,
+        given: Given | None = None,
     ) -> Plan:
         nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         values = [node.meta.get("val") for node in nodes]
         tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         hosts = [index for index in tensors if not device.holds(values[index])]
-        written = [index for index in tensors if aliases.is_written(nodes[index])]
+        moving = {} if given is None else given.moving
+        written = [index for index in tensors if index not in moving and aliases.is_written(nodes[index])]
         # What is addressed from the start of its storage can be read at its own place only.
         absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
         # What another piece hands on is at one place, but every call has an object of its own for it.
         parameters = set(static_inputs).intersection(tensors)
-        static = parameters.union(received or ()).intersection(tensors)
+        static = parameters.union(given.received if given else ()).intersection(tensors)
         fixed = {*static, *written, *absolute}.difference(hosts)
         by_address = [index for index in tensors if index in fixed]
         unchecked = parameters.difference(written) if config.frozen_parameter else set()
@@ -81,7 +94,9 @@ class Plan:
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
             # A piece must not write to what a later one of the same call reads.
-            clone_input="auto" if received is not None and config.clone_input is False else config.clone_input,
+            clone_input="auto" if given is not None and config.clone_input is False else config.clone_input,
+            put_back=[index for index, is_seen in moving.items() if is_seen],
+            received=list(given.received) if given is not None else [],
             returns_one=returns_one(gm),
         )
 
@@ -213,7 +228,8 @@ def make_entry(
     try:
         flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
         inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
-        outputs = OutputPlan(flat, plan.ways, inputs)
+        put_back = [index for index in plan.put_back if index in copied]
+        outputs = PuttingBack(flat, plan.ways, inputs, put_back) if put_back else OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked, plan.written)

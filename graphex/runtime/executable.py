@@ -23,7 +23,7 @@ from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.runtime.core_limits import set_core_limits
-from graphex.runtime.entries import output_leaves
+from graphex.runtime.entries import Given, output_leaves
 from graphex.runtime.outside import with_outside
 from graphex.runtime.pieces import Division, divide
 from graphex.runtime.piecewise import Piecewise
@@ -166,9 +166,14 @@ def _in_pieces(
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
             received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
-            handed_on.update(piece.outputs[place] for place in piece.handed_on)
-            ways = dict.fromkeys(piece.handed_on, "handed on")
-            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, received=received)
+            crossing = piece.crossing
+            handed_on.update(piece.outputs[place] for place in crossing.handed_on)
+            ways = dict.fromkeys(crossing.handed_on, "handed on")
+            given = Given(received, crossing.moving)
+            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)
+        elif (obstacle := piece.crossing.obstacle) is not None:
+            where = {"node": obstacle.node.name, "line": node_line(obstacle.node)}
+            compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
 

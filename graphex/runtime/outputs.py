@@ -6,7 +6,8 @@
     "in place"   the results are the graph's own memory, which any replay of its pool may write to again
     "lent"       the same, for somebody who copies them before that
 
-A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way.
+A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way. Where the
+graph has written to a copy of an input, what it wrote is put back first.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class OutputPlan:
                 marks = marks_of(value)
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
         self._copies = Copies(self._sources)
-        self.needed = picker([step.index for step in self._plan if isinstance(step, PartOfInput)])
+        self._parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
+        self.needed = picker(self._parts)
         self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
         is_alone = self._as_copied and len(self._plan) == 1 and ways[0] != "handed on"
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
@@ -165,6 +167,22 @@ class OutputPlan:
         empty = empty_for(tensor, tensor.size(), tensor.stride())
         self._empties.append(empty if way != "handed on" else empty().detach)
         return len(self._sources) - 1
+
+
+class PuttingBack(OutputPlan):
+    """The same for a graph that has written to copies of the inputs `put_back`: the call's own get what was written."""
+
+    def __init__(
+        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], put_back: Sequence[int]
+    ) -> None:
+        super().__init__(outputs, ways, inputs)
+        self._written = [inputs[index] for index in put_back]
+        self.needed = picker([*put_back, *self._parts])
+
+    def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        for given, written in zip(inputs, self._written, strict=False):
+            given.copy_(written)
+        return super().take(inputs[len(self._written) :])
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases
 from graphex.analysis.dependencies import what_runs_before
-from graphex.analysis.effects import PURE_NAMESPACES, node_leaves, operator_of
+from graphex.analysis.effects import node_leaves
 from graphex.analysis.launches import is_kernel, is_number
 from graphex.device import Device
 from graphex.runtime.capturable import why_not_captured
+from graphex.runtime.crossing import Crossing, Crossings
 
 WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
 
@@ -35,7 +36,7 @@ class Piece:
     captured: bool
     inputs: list[Node]
     outputs: list[Node]
-    handed_on: list[int]
+    crossing: Crossing = field(default_factory=Crossing)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def divide(gm: GraphModule, device: Device) -> Division:
     obstacles = {node: why for node in gm.graph.nodes if (why := why_not_captured(node, device))}
     if not obstacles:
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        return Division([Piece(gm, True, inputs, [], [])], {})
+        return Division([Piece(gm, True, inputs, [])], {})
     free |= {node for node in gm.graph.nodes if is_number(node) and node not in obstacles}
     aliases = Aliases(gm.graph)
     before = what_runs_before(gm.graph, aliases)
@@ -124,23 +125,26 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
     found: list[Piece] = []
     for level in reversed(order):
         last = returned if level == order[-1] else []
-        piece = _piece(gm, members[level], last, needed, free, bool(level % 2), aliases)
+        piece = _piece(gm, members[level], last, needed, free, bool(level % 2))
         needed.update(piece.inputs)
         found.append(piece)
-    return found[::-1]
+    crossings = Crossings(aliases)
+    return [
+        _with_crossing(piece, set(members[level]), crossings) for level, piece in zip(order, found[::-1], strict=True)
+    ]
+
+
+def _with_crossing(piece: Piece, inside: set[Node], crossings: Crossings) -> Piece:
+    if not piece.captured:
+        return piece
+    crossing = crossings.of(piece.inputs, piece.outputs, inside)
+    return replace(piece, captured=crossing.obstacle is None, crossing=crossing)
 
 
 def _piece(
-    gm: GraphModule,
-    nodes: list[Node],
-    numbers: list[Node],
-    needed: set[Node],
-    free: set[Node],
-    captured: bool,
-    aliases: Aliases,
+    gm: GraphModule, nodes: list[Node], numbers: list[Node], needed: set[Node], free: set[Node], captured: bool
 ) -> Piece:
     graph = Graph()
-    inside = set(nodes)
     body = _with_numbers([*nodes, *numbers], free)
     inputs = _read_from_outside(body)
     copies: dict[Node, Node] = {}
@@ -151,8 +155,7 @@ def _piece(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if node in needed] + numbers
     graph.output(tuple(copies[node] for node in outputs))
-    handed_on = [place for place, node in enumerate(outputs) if captured and not _may_be_kept(node, inside, aliases)]
-    return Piece(GraphModule(gm, graph), captured, inputs, outputs, handed_on)
+    return Piece(GraphModule(gm, graph), captured, inputs, outputs)
 
 
 def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:
@@ -177,11 +180,3 @@ def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:
 def _read_from_outside(body: list[Node]) -> list[Node]:
     inside = set(body)
     return list(dict.fromkeys(value for node in body for value in node.all_input_nodes if value not in inside))
-
-
-def _may_be_kept(node: Node, inside: set[Node], aliases: Aliases) -> bool:
-    """Whether somebody could hold the value when the graph is replayed the next time."""
-    if not aliases.storages(node) or aliases.reaches_output(node):
-        return True
-    readers = [reader for reader in aliases.readers_after(node, node) if reader not in inside]
-    return any((op := operator_of(reader)) is None or op.namespace not in PURE_NAMESPACES for reader in readers)

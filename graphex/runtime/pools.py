@@ -27,6 +27,7 @@ class Pool:
         self._handle = handle
         self._is_given = handle is not None
         self.stream = device.stream()  # that the last replay was on
+        self._lasts = device.stream_lasts()
         self.graphs = 0
 
     @property
@@ -42,9 +43,13 @@ class Pool:
 
     def take_turn_on(self, stream: Any) -> None:
         """The same, for whoever knows that this is the current stream."""
-        if stream != self.stream:
+        if stream == self.stream:
+            return
+        if self._lasts:
             self._device.follow(self.stream)
-            self.stream = stream
+        else:
+            self._device.synchronize()  # the stream may be gone, and its work still be running
+        self.stream, self._lasts = stream, self._device.stream_lasts()
 
 
 def pool_for(device: Device, handle: Any) -> Pool:

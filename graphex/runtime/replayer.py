@@ -83,6 +83,8 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
     Neither Dynamo's guards nor AOTAutograd's wrapper run: sizes, types and devices must be those of `args`. Addresses
     are still looked at, and arguments that are no tensors must be the same. What making it writes to inputs is undone.
     """
+    if not callable(compiled):
+        raise InputError(f"replayer takes what torch.compile returned, and a call's arguments, got {compiled!r}.")
     with warming_up() as ran:
         result = compiled(*args, **kwargs)
     if len(ran) != 1:

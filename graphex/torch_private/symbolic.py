@@ -11,8 +11,14 @@ from typing import Any, NoReturn
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
     ShapeEnv,
     free_symbols,
     free_unbacked_symbols,
@@ -22,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 __all__ = [
     "FAKED_BY",
+    "NEEDS_A_VALUE",
     "FakeTensor",
     "FakeTensorMode",
     "NewGuardError",
@@ -43,6 +50,9 @@ __all__ = [
     "symbol_of",
     "unset_fake_temporarily",
 ]
+
+NEEDS_A_VALUE = (DataDependentOutputException, GuardOnDataDependentSymNode)
+"""What tracing raises where a program asks for an element of a tensor."""
 
 
 FAKED_BY: dict[Any, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -227,6 +228,38 @@ def test_a_number_on_the_cpu_is_captured_by_value():
 
 
 # -- streams and threads -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_stream_that_was_destroyed_is_not_followed():
+    compiled = compile_it(lambda x: (x @ x).relu() * 2 + 1)
+    x, handle = torch.randn(64, 64, device=CUDA), ctypes.c_void_p()
+    runtime = torch.cuda.cudart()
+    for _ in range(4):
+        wanted = compiled(x)
+        assert int(runtime.cudaStreamCreate(ctypes.addressof(handle))) == 0
+        assert handle.value is not None
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            found = compiled(x)
+        assert int(runtime.cudaStreamDestroy(handle.value)) == 0
+        torch.testing.assert_close(compiled(x), wanted)
+        torch.testing.assert_close(found, wanted)
+    assert replays(compiled) == 11
+
+
+@torch.no_grad()
+def test_torch_made_its_own_streams_and_nobody_can_destroy_them():
+    device, handle = CudaDevice(0), ctypes.c_void_p()
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)):
+        with torch.cuda.stream(stream):
+            assert device.stream_lasts()
+    runtime = torch.cuda.cudart()
+    runtime.cudaStreamCreate(ctypes.addressof(handle))
+    assert handle.value is not None
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+        assert not device.stream_lasts()
+    runtime.cudaStreamDestroy(handle.value)
 
 
 @torch.no_grad()

@@ -92,6 +92,7 @@ def test_an_exported_program(dynamic):
         (lambda: graphex.compile_fx(torch.export.export(nn.ReLU(), (torch.ones(2),))), r"write program\.module\(\)"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1)), "example_inputs"),
         (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), [1, 2]), "1 inputs, 2 example"),
+        (lambda: graphex.compile_fx(torch.fx.symbolic_trace(lambda x: x + 1), 3), "example_inputs must be a list"),
     ],
 )
 def test_bad_input_is_one_sentence(call, message):
@@ -221,3 +222,89 @@ def test_a_graph_that_is_no_aten_graph_is_refused():
     modules = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(graphex.InputError, match="compile_fx takes ATen graphs"):
         graphex.compile_fx(modules, (torch.ones(2, 4),))
+
+
+def flattened(x):
+    return x.view(-1)[1:] * 2
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_another_layout_than_the_graph_was_traced_with_is_refused(mode):
+    x = torch.randn(3, 4)
+    compiled = graphex.compile_fx(make_fx(flattened, tracing_mode=mode)(x), (x,) if mode == "real" else None)
+    torch.testing.assert_close(compiled(x), flattened(x))
+    for other in (torch.randn(4, 3).t(), torch.randn(3, 8)[:, :4]):
+        with pytest.raises(graphex.InputError, match=r"stride.*'x_1'.*contiguous\(\)"):
+            compiled(other)
+        torch.testing.assert_close(compiled(other.contiguous()), flattened(other.contiguous()))
+
+
+def test_memory_that_is_read_by_its_strides_is_never_read_in_another_order():
+    def diagonal(x):
+        return torch.as_strided(x, (3,), (x.shape[1] + 1,)) * 2
+
+    x = torch.randn(3, 3)
+    compiled = graphex.compile_fx(make_fx(diagonal)(x), (x,))
+    torch.testing.assert_close(compiled(x), diagonal(x))
+    with pytest.raises(graphex.InputError, match=r"strides \[3, 1\] for 'x_1', got \[6, 1\]"):
+        compiled(torch.randn(3, 6)[:, :3])
+
+
+def test_strides_that_follow_from_sizes_follow_from_those_of_the_call():
+    def f(x):
+        return x.flatten(1) * 2
+
+    compiled = graphex.compile_fx(make_fx(f, tracing_mode="symbolic")(torch.randn(3, 4, 5)))
+    for shape in ((3, 4, 5), (7, 2, 3), (2, 6, 6)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(compiled(x), f(x))
+    with pytest.raises(graphex.InputError, match=r"stride 0 of 'x_1' = .*, here 20, got 5"):
+        compiled(torch.randn(4, 3, 5).transpose(0, 1))
+
+
+def test_an_exported_program_of_varying_sizes_is_laid_out_as_it_was_traced():
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(x.shape[0], -1) * 2
+
+    shapes = {"x": {dim: torch.export.Dim(f"size_{dim}", min=2) for dim in range(3)}}
+    program = torch.export.export(Flat(), (torch.randn(3, 4, 5),), dynamic_shapes=shapes).run_decompositions({})
+    compiled = graphex.compile_fx(program.module())
+    x = torch.randn(6, 7, 5)
+    torch.testing.assert_close(compiled(x), Flat()(x))
+    with pytest.raises(graphex.InputError, match="stride 0 of 'x'"):
+        compiled(torch.randn(7, 6, 5).transpose(0, 1))
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_strides_of_dimensions_with_one_element_or_none_do_not_matter(mode):
+    def f(x, y):
+        return x * 2, y + 1
+
+    x, y = torch.randn(1, 4), torch.empty(0, 4)
+    compiled = graphex.compile_fx(make_fx(f, tracing_mode=mode)(x, y), (x, y) if mode == "real" else None)
+    wide = torch.as_strided(x, (1, 4), (99, 1))
+    found = compiled(wide, torch.as_strided(y, (0, 4), (1, 7)))
+    torch.testing.assert_close(found[0], x * 2)
+
+
+def test_a_layout_of_ones_own_is_kept():
+    x = torch.randn(4, 3).t()
+    compiled = graphex.compile_fx(make_fx(lambda x: x.t().view(-1) + 1)(x), (x,))
+    torch.testing.assert_close(compiled(x), x.t().reshape(-1) + 1)
+    with pytest.raises(graphex.InputError, match=r"strides \[1, 3\] for 'x_1', got \[4, 1\]"):
+        compiled(x.contiguous())
+
+
+def test_a_tensor_on_another_device_is_refused():
+    x = torch.randn(3, 4)
+    compiled = graphex.compile_fx(make_fx(lambda x, y: x + y)(x, x), (x, x))
+    with pytest.raises(graphex.InputError, match=r"a tensor on cpu for 'y_1', got one on meta\. Move it there"):
+        compiled(x, x.to("meta"))
+
+
+def test_a_sparse_tensor_in_the_place_of_a_dense_one_is_refused():
+    x = torch.randn(3, 4)
+    compiled = graphex.compile_fx(make_fx(lambda x: x * 2)(x), (x,))
+    with pytest.raises(graphex.InputError, match=r"the layout torch.strided for 'x_1', got torch.sparse_coo"):
+        compiled(x.to_sparse())

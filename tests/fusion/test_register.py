@@ -524,12 +524,57 @@ def test_the_wrong_number_of_examples_is_an_error(examples, said):
         graphex.replacement(add_norm, fused_add_norm, fresh)
 
 
-def test_a_search_function_that_cannot_be_traced_is_an_error():
+def test_a_search_function_that_cannot_be_traced_is_an_error_with_its_line():
     def search(x):
-        return x.relu() if x.sum() > 0 else x
+        return x.no_such_method()
 
-    with pytest.raises(graphex.RuleError, match="cannot be traced"):
+    with pytest.raises(graphex.RuleError, match=r"cannot be traced.*\(test_register\.py:\d+: return x.no_such_method"):
         graphex.replacement(search, search, (torch.empty(2),))
+
+
+def decides(x):
+    if x.sum() > 0:
+        return x.relu()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("functions", "which"),
+    [((decides, lambda x: x.relu()), "search"), ((lambda x: x.relu(), decides), "replace")],
+    ids=["search", "replace"],
+)
+def test_a_function_that_decides_by_a_value_is_an_error_that_names_it_and_the_line(functions, which):
+    said = rf"the {which} function 'decides' needs the value of a tensor \(test_register\.py:\d+: if x\.sum\(\) > 0:\)"
+    with pytest.raises(graphex.RuleError, match=said) as caught:
+        graphex.register_replacement(*functions, [torch.empty(2)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"name": 3}, "the name of a rule"),
+        ({"trace_fn": "forward"}, "trace_fn must be a function"),
+        ({"extra_check": lambda: True}, "extra_check must be a function of a Match"),
+        ({"search_fn_pattern": 3}, "search_fn_pattern must be a pattern"),
+        ({"scalar_workaround": [1]}, "scalar_workaround must be a dictionary"),
+        ({"scalar_workaround": {"y": 1.0}}, r"'y', which is no argument of the search function \(x\)"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_arguments_of_another_kind_are_refused(wrong, said):
+    with pytest.raises(graphex.RuleError, match=said):
+        graphex.replacement(lambda x: x.sin(), lambda x: x.sin(), [torch.empty(2)], **wrong)
+
+
+def test_a_search_function_without_names_of_its_arguments_is_refused():
+    with pytest.raises(graphex.RuleError, match="must be a function in Python"):
+        graphex.replacement(torch.relu, torch.relu, [torch.empty(2)])
+
+
+def test_node_info_is_about_a_node():
+    with pytest.raises(graphex.InputError, match="a node of a graph, got int"):
+        graphex.node_info(3)
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["collecting", "not collecting"])

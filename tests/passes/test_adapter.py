@@ -552,8 +552,89 @@ def test_a_joint_pass_is_not_run_for_inference():
 
 
 def test_an_unknown_stage_is_refused():
-    with pytest.raises(graphex.OptionError, match="joint"):
+    with pytest.raises(graphex.OptionError, match=r"stage 'joint'.*or for none.*'backward'"):
         graphex.graph_pass(stage="backward")
+
+
+def test_an_unknown_stage_on_a_pass_itself_is_refused():
+    class Late(graphex.GraphPass):
+        name, stage = "late", "fuse"
+
+        def apply(self, work):
+            pass
+
+    with pytest.raises(graphex.OptionError, match=r"stage 'joint'.*'late' asks for 'fuse'"):
+        graphex.CompilerConfig(post_grad_custom_pre_pass=Late())
+
+
+@pytest.mark.parametrize("given", ["joint", lambda gm: None], ids=["a stage", "a pass"])
+def test_what_is_declared_of_a_pass_is_declared_by_name(given):
+    with pytest.raises(graphex.OptionError, match=r"by name: @graph_pass\(stage='joint'\)"):
+        graphex.graph_pass(given)
+
+
+@pytest.mark.parametrize("wrong", [{"name": 3}, {"name": ""}, {"preserves_results": "no"}], ids=str)
+def test_declarations_of_another_kind_are_refused(wrong):
+    with pytest.raises(graphex.OptionError, match="|".join(("the name of a pass", "preserves_results is True or"))):
+        graphex.graph_pass(**wrong)
+
+
+def test_nothing_is_declared_of_what_is_no_pass():
+    with pytest.raises(graphex.OptionError, match="takes a function, a class or an instance"):
+        graphex.graph_pass(stage="joint")((torch.sin, torch.cos))
+
+
+class CalledWithNothing:
+    def __call__(self):
+        pass
+
+
+class AppliesNothing(graphex.GraphPass):
+    name = "applies_nothing"
+
+    def apply(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("custom", "said"),
+    [
+        (lambda: None, r"parameters \(\)"),
+        (lambda gm, example_inputs: None, r"parameters \(gm, example_inputs\)"),
+        (lambda gm, example_inputs, config, more: None, "more"),
+        (lambda gm, *, depth: None, r"\*, depth"),
+        (lambda **everything: None, "everything"),
+        (CalledWithNothing(), "'CalledWithNothing'"),
+        (AppliesNothing(), "apply of a GraphPass takes the Work"),
+    ],
+)
+def test_a_pass_with_other_parameters_is_refused_where_it_is_given(custom, said):
+    with pytest.raises(graphex.OptionError, match=said) as caught:
+        graphex.CompilerConfig(post_grad_custom_post_pass=[lambda gm: None, custom])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pass_with_other_parameters_is_refused_where_it_is_declared():
+    with pytest.raises(graphex.OptionError, match=r"'look' has the parameters \(gm, example_inputs\)"):
+
+        @graphex.graph_pass(stage="joint")
+        def look(gm, example_inputs):
+            pass
+
+
+@pytest.mark.parametrize(
+    "custom",
+    [lambda gm, depth=1: None, lambda gm, *, depth=1: None, lambda *given: None, lambda gm, inputs, more=1: None],
+)
+def test_parameters_that_need_not_be_given_are_allowed(custom):
+    assert graphex.CompilerConfig(post_grad_custom_pre_pass=custom)
+
+
+def test_a_rewrite_of_what_is_no_function_is_refused():
+    with pytest.raises(graphex.OptionError, match="pattern and replacement, got int and builtin"):
+        graphex.Rewrite(3, torch.sin)
+    with pytest.raises(graphex.OptionError, match="filters of a rewrite are a list of functions, got 3"):
+        graphex.CompilerConfig(post_grad_custom_pre_pass=(torch.sin, torch.cos, 3))
 
 
 # -- broken passes -----------------------------------------------------------------------------------------------
@@ -639,8 +720,8 @@ BROKEN = {
     nesting_the_outputs: "nested in another way",
     returning_none: "None where there was a value",
     breaking_a_shape: "'add'.*cannot be evaluated",
-    halving_an_output: r"output 0 as float16 \[.*it was float32",
-    cutting_an_output: r"output 0 as float32 \[1, .*it was float32",
+    halving_an_output: r"output 0 as float16\[.*it was float32",
+    cutting_an_output: r"output 0 as float32\[1, .*it was float32",
     returning_a_number: "returned int",
 }
 broken_passes = pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)

@@ -123,7 +123,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 class TapeDevice(Device):
-    """`fail_at` makes one step of a capture fail: begin, op or end."""
+    """`fail_at` makes one step of a capture fail: begin, op or end. Streams below 0 are somebody else's."""
 
     name = "tape"
     captures = True
@@ -135,6 +135,8 @@ class TapeDevice(Device):
         self.fail_at = ""
         self.stream_number = 0
         self.waits: list[tuple[int, int]] = []
+        self.destroyed: set[int] = set()
+        self.synchronized = 0
         self.user_captures = False
         self._busy = threading.Lock()
 
@@ -183,8 +185,15 @@ class TapeDevice(Device):
     def stream(self) -> int:
         return self.stream_number
 
+    def stream_lasts(self) -> bool:
+        return self.stream_number >= 0
+
     def follow(self, stream: int) -> None:
+        assert stream not in self.destroyed, "a stream was followed that is gone"
         self.waits.append((self.stream_number, stream))
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
     def is_capturing(self) -> bool:
         return self.user_captures

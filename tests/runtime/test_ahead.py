@@ -103,6 +103,11 @@ def test_warm_up_refuses_what_was_not_compiled():
         graphex.warm_up(lambda x: x, [(torch.ones(2),)])
 
 
+def test_a_replayer_is_of_a_function():
+    with pytest.raises(graphex.InputError, match=r"replayer takes what torch\.compile returned"):
+        graphex.replayer(3)
+
+
 @torch.no_grad()
 def test_a_replayer_decodes_like_the_model(where):
     model = TinyLlama(SMALL).to(where).eval()

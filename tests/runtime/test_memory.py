@@ -204,6 +204,19 @@ def test_a_replay_on_another_stream_waits_for_the_last_one(shares_pool, tape):
 
 
 @torch.no_grad()
+def test_after_a_stream_that_may_be_gone_the_device_is_waited_for(tape):
+    compiled = compile_it(lambda x: x * 2 + 1)
+    for stream in (0, 0, 0, -1, -1):
+        tape.stream_number = stream
+        compiled(torch.ones(3))
+    tape.destroyed = {-1}
+    tape.stream_number = 0
+    assert compiled(torch.ones(3)).tolist() == [3, 3, 3]
+    assert tape.waits == [(-1, 0)]
+    assert tape.synchronized == 1
+
+
+@torch.no_grad()
 def test_a_stream_that_the_user_captures_gets_the_ops_themselves(tape):
     compiled = compile_it(lambda x: x * 2 + 1)
     for _ in range(3):

@@ -95,3 +95,14 @@ def test_a_wait_that_does_nothing_is_found():
     tried = graphex.random_orders(kept, [X])
     assert tried.differences
     assert tried.differences[0].what.startswith("output")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "orders", "said"),
+    [([], 20, "1 inputs, 0 were"), (torch.ones(2), 20, "Tensor was"), ([torch.ones(2)], 0, "orders must be")],
+    ids=["none", "no list", "no orders"],
+)
+def test_random_orders_of_other_inputs_are_refused(inputs, orders, said):
+    graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+    with pytest.raises(graphex.InputError, match=said):
+        graphex.random_orders(graph, inputs, orders=orders)

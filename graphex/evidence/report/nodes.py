@@ -17,6 +17,7 @@ from torch.fx import Node
 from graphex.analysis import Aliases, placement, written_arguments
 from graphex.analysis.effects import is_size_arithmetic
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.notation import text_of
 from graphex.analysis.source import Frame, frames_of
 from graphex.passes.base import origins
 
@@ -105,7 +106,7 @@ def readable_path(path: str) -> str:
 def describe_value(value: Any) -> str:
     """``float32[8, 64]``, ``(float32[8], int64[8])``, ``s0``."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        return text_of(value)
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(describe_value, value))})"
     return "" if value is None else str(value)
