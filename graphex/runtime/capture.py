@@ -64,7 +64,7 @@ class Capturing:
         received: Sequence[int] | None = None,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `outputs`). `received` are the
-        inputs that a piece before this one has handed on; None for what is no piece.
+        inputs that a piece before this one has handed on; None for what takes its inputs from the user.
         """
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run

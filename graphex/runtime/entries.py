@@ -80,7 +80,7 @@ class Plan:
             written=written,
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
-            # A piece must not write to what a later one of the same call reads.
+            # A piece must not write to what a later one of the same call reads, nor a backward to what autograd saved.
             clone_input="auto" if received is not None and config.clone_input is False else config.clone_input,
             returns_one=returns_one(gm),
         )
