@@ -35,6 +35,8 @@ Parts = list[frozenset[Storage]]  # for a node with several results, one entry e
 # On the output node: the place of each output that the user never gets, because a view of an input is made in its
 # place after the graph has run, and the place of that input.
 REGENERATED = "graphex_regenerated"
+# There too, of the forward of a training graph: how many outputs are the user's. Those after them are saved.
+RETURNED = "graphex_returned"
 
 _NOTHING: frozenset[Storage] = frozenset()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
-from graphex.analysis.aliasing import REGENERATED
+from graphex.analysis.aliasing import REGENERATED, RETURNED
 from graphex.compilation import Compilation
 from graphex.compiler import compile_graph, compile_joint
 from graphex.errors import GraphexError
@@ -118,8 +118,15 @@ def _note_regenerated(gm: GraphModule) -> None:
 
 
 def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:
-    """Run the passes that ask for the joint graph, then cut it where the fewest bytes are saved for backward."""
+    """Run the passes that ask for the joint graph, cut it, and say which outputs of the forward are the user's."""
     joint = compile_joint(joint, inputs, compilation)
+    forward, backward = _cut(joint, inputs, compilation, kwargs)
+    forward.graph.output_node().meta[RETURNED] = kwargs["num_fwd_outputs"]
+    return forward, backward
+
+
+def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kwargs: dict[str, Any]) -> Any:
+    """Cut a joint graph where the fewest bytes are saved for backward."""
     plain = copy_module(joint)
     try:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -89,9 +89,7 @@ class Layout:
 
     def once(self, place: int, tensor: Tensor) -> Tensor:
         """An input without the repetitions of an expanded dimension, which share one place in memory."""
-        for dim in self._expanded[place]:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
-        return tensor
+        return _once(tensor, self._expanded[place])
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Size and strides that an output has for so many rows."""
@@ -110,6 +108,12 @@ def _only_symbol(tensors: list[Node], nodes: list[Node]) -> Any:
 
 def _expanded_dims(value: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(value.stride()) if known_equal(stride, 0)]
+
+
+def _once(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
+    for dim in expanded:
+        tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+    return tensor
 
 
 def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
@@ -187,8 +191,9 @@ class Padding:
                 source = value.narrow(rows.dim, 0, size * rows.block)
                 target = empty_for(source, *self._layout.shape(place, size))()
             cut[place] = target
-            targets.append(target)
-            sources.append(source)
+            expanded = _expanded_dims(target)
+            targets.append(_once(target, expanded))
+            sources.append(_once(source, expanded))
         if targets:
             copier(target.dtype for target in targets)(targets, sources)
         if self._numbers is not None:

@@ -64,7 +64,7 @@ class Capturing:
         given: Given | None = None,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `outputs`). `given` is what a
-        piece gets from others of its graph; None for what is no piece.
+        piece gets from others of its graph; None for what takes its inputs from the user.
         """
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run

@@ -93,7 +93,7 @@ class Plan:
             written=written,
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
-            # A piece must not write to what a later one of the same call reads.
+            # A piece must not write to what a later one of the same call reads, nor a backward to what autograd saved.
             clone_input="auto" if given is not None and config.clone_input is False else config.clone_input,
             put_back=[index for index, is_seen in moving.items() if is_seen],
             received=list(given.received) if given is not None else [],

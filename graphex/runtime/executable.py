@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.launches import is_kernel
 from graphex.analysis.plan import StreamPlan, stream_plan
 from graphex.analysis.rows import MixedRowsError
@@ -51,7 +52,7 @@ def build_executable(
     if lanes is None:
         return run
     # When a backward runs, torch's numbers may stand for the events of another function.
-    return with_outside(run, plan, device, events=not folder.startswith("backward"))
+    return with_outside(run, plan, device, events=not _is_backward(folder))
 
 
 def _build(
@@ -82,7 +83,9 @@ def _build(
     if not division.obstacles:
         if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
             return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
-        return Capturing(compilation, graph_name, device, run, gm, static_inputs)
+        ways = dict.fromkeys(_kept_by_torch(compilation, gm, folder), "copied")
+        given = Given((), {}) if _is_backward(folder) else None
+        return Capturing(compilation, graph_name, device, run, gm, static_inputs, ways=ways, given=given)
     if not division.captured or lanes is not None:  # streams would have to meet at every cut
         node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
@@ -138,6 +141,20 @@ def _padded(
     return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter)
 
 
+def _is_backward(folder: str) -> bool:
+    return folder.startswith("backward")
+
+
+def _kept_by_torch(compilation: Compilation, gm: GraphModule, folder: str) -> range:
+    """The results that must not stay in a device graph's memory although clone_output=False asks for it, because nobody
+    could copy them in time: what is saved for a backward, and gradients, to which later ones are added.
+    """
+    results = len(output_leaves(gm))
+    if compilation.config.clone_output is not False:
+        return range(0)
+    return range(0 if _is_backward(folder) else gm.graph.output_node().meta.get(RETURNED, results), results)
+
+
 def _has_symbols(gm: GraphModule) -> bool:
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     return any(isinstance(size, torch.SymInt) for v in values if isinstance(v, torch.Tensor) for size in v.shape)
@@ -157,6 +174,8 @@ def _in_pieces(
     pool = pool_for(device, compilation.config.use_graph_pool)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     stable = {placeholders[index] for index in static_inputs}
+    leaves = output_leaves(gm)
+    kept = {leaves[place] for place in _kept_by_torch(compilation, gm, folder)}
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
@@ -168,7 +187,8 @@ def _in_pieces(
             received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
             crossing = piece.crossing
             handed_on.update(piece.outputs[place] for place in crossing.handed_on)
-            ways = dict.fromkeys(crossing.handed_on, "handed on")
+            ways = {place: "copied" for place, node in enumerate(piece.outputs) if node in kept}
+            ways |= dict.fromkeys(crossing.handed_on, "handed on")
             given = Given(received, crossing.moving)
             run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)
         elif (obstacle := piece.crossing.obstacle) is not None:

@@ -9,6 +9,7 @@ logits = step(token, position, caches)      # or others of the same sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,30 +20,42 @@ from graphex.device import device_of
 from graphex.errors import InputError
 from graphex.records import Journal
 from graphex.runtime.session import Ran, warming_up
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.trees import is_traceable_wrapper_subclass, pytree
 
 Pick = Callable[[Sequence[Any], Sequence[Any]], Any]
+
+# What may stand in a result: tensors, and what is the same in every call. In other objects there may be tensors.
+_PLAIN = (Tensor, int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
 
 
 class Replayer:
     """Replays one call of a compiled model. No guard is checked: the inputs must fit the call it was made for."""
 
-    def __init__(self, ran: Ran, given: list[Any], result: Any) -> None:
-        """`given` are the leaves of the call's arguments, `result` is what the model made of the graph's results."""
-        self._program, self._inputs, self._given = ran.program, tuple(ran.args), len(given)
+    def __init__(self, ran: Ran, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """`result` is what the model made of the graph's results."""
+        given, self._form = pytree.tree_flatten((args, kwargs))
+        wanted, self._spec = pytree.tree_flatten(result)
+        if any(map(is_traceable_wrapper_subclass, (*given, *wanted))):
+            raise InputError("a replayer takes and returns plain tensors, and no tensors that are made of others.")
+        self._program, self._inputs, self._given, self._names = ran.program, tuple(ran.args), len(given), list(kwargs)
         self._replayed = getattr(ran.program, "replayed", lambda args: None)  # what runs in pieces has none
         self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
         self._twins = _twins(given)
         where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
         self._places = {place: where[id(value)] for place, value in enumerate(ran.args) if id(value) in where}
         self._joined = _shares_an_input(given, where, ran.args)
-        wanted, self._spec = pytree.tree_flatten(result)
         if any(isinstance(leaf, (int, float, complex)) for leaf in wanted) and _may_hold_numbers(ran, wanted):
             raise InputError(
                 "a number in the result may be read from the device in every call, which a replayer does not do; "
                 "return a tensor instead."
             )
         self._picks = [_pick(leaf, ran.results, ran.args) for leaf in wanted]
+        known = set(map(id, given))
+        if not all(isinstance(leaf, _PLAIN) or id(leaf) in known for leaf in wanted) or not _are_returned(ran, wanted):
+            raise InputError(
+                "a replayer returns what the graph computes in tuples, lists and dictionaries and does nothing else "
+                "with it; this model also keeps a part of it, or returns some in another kind of object."
+            )
         self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,9 +68,16 @@ class Replayer:
         return pytree.tree_unflatten([pick(results, inputs) for pick in self._picks], self._spec)
 
     def _replaced(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        leaves = pytree.tree_leaves((args, kwargs))
+        if kwargs.keys() == set(self._names):
+            kwargs = {name: kwargs[name] for name in self._names}
+        leaves, form = pytree.tree_flatten((args, kwargs))
         if len(leaves) != self._given:
             raise InputError(f"this replayer was made for {self._given} values, {len(leaves)} were given.")
+        if form != self._form:
+            raise InputError(
+                "the arguments of a replayer are by place or by name, and in containers, as they were when it was "
+                "made; these are not."
+            )
         if self._joined:
             raise InputError(
                 "arguments of this replayer share memory that the graph takes as one input, so no others can take "
@@ -73,6 +93,8 @@ class Replayer:
                 raise InputError("this replayer was made with one tensor for two arguments, and was given two.")
         inputs = list(self._inputs)
         for place, leaf in self._places.items():
+            if not isinstance(leaves[leaf], Tensor):
+                raise InputError(f"this replayer was made for a tensor, {leaves[leaf]!r} was given.")
             inputs[place] = leaves[leaf]
         return tuple(inputs)
 
@@ -85,10 +107,11 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
     """
     if not callable(compiled):
         raise InputError(f"replayer takes what torch.compile returned, and a call's arguments, got {compiled!r}.")
+    found = journal(compiled)  # what is not compiled is not even called
     with warming_up() as ran:
         result = compiled(*args, **kwargs)
     if len(ran) != 1:
-        why = _why_no_graph(journal(compiled), none_ran=not ran)
+        why = _why_no_graph(found, none_ran=not ran)
         raise InputError(
             f"a replayer needs a call that runs exactly one captured graph, this one runs {len(ran)}{why}."
         )
@@ -97,7 +120,7 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
             "a replayer needs a call that is one captured graph and nothing else, this one breaks before or after it "
             "(fullgraph=True shows where)."
         )
-    return Replayer(ran[0], pytree.tree_leaves((args, kwargs)), result)
+    return Replayer(ran[0], args, kwargs, result)
 
 
 def _why_no_graph(found: Journal, *, none_ran: bool) -> str:
@@ -142,10 +165,14 @@ def _may_hold_numbers(ran: Ran, returned: Sequence[Any]) -> bool:
     """Whether the graph computes something from which numbers are made: it reads some back, or the model does, from a
     result that it does not return.
     """
+    return not _are_returned(ran, returned) or getattr(ran.program, "reads_numbers", False)
+
+
+def _are_returned(ran: Ran, returned: Sequence[Any]) -> bool:
+    """Whether every tensor that the graph computes is a part of what the model returns."""
     tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
     results = [value for value in ran.results if isinstance(value, Tensor)]
-    kept = all(any(leaf is value or _looks_like(value, leaf) for leaf in tensors) for value in results)
-    return not kept or getattr(ran.program, "reads_numbers", False)
+    return all(any(leaf is value or _looks_like(value, leaf) for leaf in tensors) for value in results)
 
 
 def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any]) -> Pick:

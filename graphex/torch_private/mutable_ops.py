@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._prims_common import compute_required_storage_length, make_contiguous_strides_for
 from torch.fx import Graph, Node
 
-from graphex.torch_private.symbolic import FakeTensorMode
+from graphex.torch_private.symbolic import FakeTensorMode, statically_known_true
 
 WRAPPER = torch.ops.higher_order.auto_functionalized_v2
 WRAPPERS = (WRAPPER, torch.ops.higher_order.auto_functionalized)
@@ -54,7 +56,7 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
             direct = node.meta.get(_NOT_COPIED, set())
             copied = [place for place in range(len(written_bases(node))) if place not in direct]
             node.meta["only_clone_these_tensors"] = copied
-    with V.set_fake_mode(mode), _of_any_type():
+    with V.set_fake_mode(mode), _of_any_type(), _copied_from_where_they_begin():
         decompose_auto_functionalized(graph)
 
 
@@ -81,3 +83,35 @@ def _of_any_type() -> Iterator[None]:
         yield
     finally:
         setattr(pattern_matcher, name, check)
+
+
+@contextmanager
+def _copied_from_where_they_begin() -> Iterator[None]:
+    """torch copies what an op writes from the start of its storage, and takes it from there to where the example began.
+    What is given in a call may begin elsewhere: nobody guards that, and some kernels say less of it than they do.
+    """
+    from torch._higher_order_ops import auto_functionalize
+
+    name = "clone_preserve_strides"
+    original = getattr(auto_functionalize, name)
+    setattr(auto_functionalize, name, lambda tensor: _copy_of(tensor, original))
+    try:
+        yield
+    finally:
+        setattr(auto_functionalize, name, original)
+
+
+def _copy_of(tensor: Tensor, otherwise: Callable[[Tensor], Tensor]) -> Tensor:
+    """A copy with the strides of `tensor` that begins where that did in the example: views of it are counted from the
+    start of its storage. `otherwise` makes one of a tensor that cannot be copied to, as it shares places with itself.
+    """
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    if any(statically_known_true(step == 0) for step in stride):
+        return otherwise(tensor)
+    dense = make_contiguous_strides_for(size)
+    if all(statically_known_true(one == other) for one, other in zip((offset, *stride), (0, *dense), strict=True)):
+        return tensor.clone()
+    room = compute_required_storage_length(size, stride, offset)  # type: ignore[arg-type]  # symbols are numbers too
+    copy = tensor.new_empty((room,)).as_strided(size, stride, offset)
+    copy.copy_(tensor)
+    return copy

@@ -325,3 +325,33 @@ def test_what_is_inside_of_a_window_may_still_be_copied_into_it():
 def test_an_op_that_may_round_differently_in_place_is_named():
     compiled = Compiled(lambda c: c.cumsum_(0).sum(), CACHE)
     assert any("is not known to give the same bits in place" in reason for reason in compiled.reasons(RULE))
+
+
+def part_of_a_part(x: Tensor) -> Tensor:
+    ops.step(x[1:], x[:-1] * 2, x[1:].clone())
+    return x + 1
+
+
+def a_part_then_the_whole(x: Tensor) -> Tensor:
+    x[0].fill_(0.25)
+    ops.step(x, x * 2, x.clone())
+    return x + 1
+
+
+def a_row_of_it(x: Tensor) -> Tensor:
+    ops.step(x[1], x[0] * 2, x[1].clone())
+    return x + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("f", [part_of_a_part, a_part_then_the_whole, a_row_of_it])
+@pytest.mark.parametrize("columns", [slice(None), slice(2)], ids=["dense", "with gaps"])
+def test_a_custom_op_writes_to_parts_that_begin_anywhere_in_their_memory(f, columns):
+    """What an op writes is copied where it has to be: from where it begins in this call, which nobody guards."""
+    compiled = torch.compile(f, backend="graphex")
+    for first in (0, 2, 2, 4, 0):
+        memory = torch.randn(8, 4)
+        expected = memory.clone()
+        wanted = f(expected[first : first + 3, columns])
+        torch.testing.assert_close(compiled(memory[first : first + 3, columns]), wanted)
+        torch.testing.assert_close(memory, expected)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
@@ -295,3 +298,72 @@ def test_a_replayer_of_overlapping_arguments_writes_to_no_others(where):
     with pytest.raises(graphex.InputError, match="share memory"):
         step(other[:8], other[4:12])
     same(memory, other)
+
+
+@torch.no_grad()
+def test_a_replayer_takes_arguments_by_name_in_any_order(where):
+    x, y = torch.randn(3, device=where), torch.randn(3, device=where)
+    step = graphex.replayer(compile_it(lambda x, y: x - y), x=x, y=y)
+    same(step(y=x, x=y), y - x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["by name", "in another order", "in another container"])
+def test_a_replayer_takes_no_arguments_of_another_form(given, where):
+    x, y = torch.randn(3, device=where), torch.randn(3, device=where)
+    step = graphex.replayer(compile_it(lambda x, pair: x - pair["y"] * pair["z"]), x, {"y": y, "z": x})
+    calls = {
+        "by name": lambda: step(pair={"y": y, "z": x}, x=x),
+        "in another order": lambda: step(x, {"z": x, "y": y}),
+        "in another container": lambda: step(x, (y, x)),
+    }
+    with pytest.raises(graphex.InputError, match="as they were when it was made"):
+        calls[given]()
+
+
+@torch.no_grad()
+def test_a_replayer_takes_nothing_for_a_tensor_but_a_tensor(where):
+    step = graphex.replayer(compile_it(lambda x: x + 1), torch.ones(3, device=where))
+    with pytest.raises(graphex.InputError, match=r"made for a tensor, 2\.0 was given"):
+        step(2.0)
+
+
+@dataclass
+class Boxed:
+    value: torch.Tensor
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum: torch.Tensor | int = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sum = self.sum + x
+        return x * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: Boxed(x * 2), lambda x: (x * 2, Boxed(x)), lambda x: (x * 2).numpy(), Sums()],
+    ids=["object", "input in an object", "array", "attribute"],
+)
+def test_a_replayer_leaves_nothing_behind_that_a_model_does_with_its_results(model, tape):
+    with pytest.raises(graphex.InputError, match="keeps a part of it, or returns some in another kind of object"):
+        graphex.replayer(compile_it(model), torch.ones(3))
+
+
+@torch.no_grad()
+def test_a_replayer_takes_no_tensors_that_are_made_of_others(where):
+    x = TwoTensor(torch.ones(3, device=where), torch.ones(3, device=where))
+    with pytest.raises(graphex.InputError, match="plain tensors"):
+        graphex.replayer(compile_it(lambda x: x * 2 + 1), x)
+
+
+@torch.no_grad()
+def test_what_is_not_compiled_is_not_called_for_a_replayer(where):
+    cache = torch.zeros(3, device=where)
+    with pytest.raises(graphex.InputError, match=r"not made by torch\.compile"):
+        graphex.replayer(lambda cache: cache.add_(1), cache)
+    assert cache.eq(0).all()

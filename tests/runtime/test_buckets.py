@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import graphex
 from tests.runtime.support import compile_it, count, reasons, replays, statuses
@@ -278,6 +279,24 @@ def test_expanded_inputs_without_elements_are_padded(where):
         torch._dynamo.mark_dynamic(x, 1)
         torch.testing.assert_close(compiled(x), x * 2 + 1)
     assert count(compiled, "padded") == 5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(1, keepdim=True).expand(-1, 4),
+        lambda x: (x * 2)[:, None, :].expand(-1, 3, -1),
+        lambda x: (x + 1, torch.ones(1, device=x.device).expand(5)),
+    ],
+    ids=["columns", "a dimension between", "no rows"],
+)
+def test_expanded_results_are_cut(function, where):
+    compiled = padded_for(function, (None, 3), where=where)
+    assert count(compiled, "padded")
+    x = torch.randn(3, 3, device=where)
+    found, wanted = pytree.tree_leaves(compiled(x)), pytree.tree_leaves(function(x))
+    assert [each.stride() for each in found] == [each.stride() for each in wanted]
 
 
 @torch.no_grad()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.runtime.support import compile_it, replays
+from tests.runtime.support import compile_it, reasons, replays
 
 
 def trained(where: str, *, compiled: bool, steps: int = 20) -> list[Tensor]:
@@ -60,3 +61,44 @@ def test_dropout_trains_with_the_seed(where):
     torch.testing.assert_close(gradients[2], gradients[4])
     torch.testing.assert_close(gradients[1], gradients[3])
     assert not torch.equal(gradients[1], gradients[2])
+
+
+@pytest.mark.parametrize("options", [{"clone_output": False}, {"clone_input": False}], ids=str)
+def test_gradients_are_added_up_whatever_is_not_copied(options, where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model, **options)
+    for _ in range(4):
+        inputs = [torch.randn(3, 4, device=where) for _ in range(3)]
+        model.zero_grad()
+        for x in inputs:
+            model(x).square().sum().backward()
+        wanted = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        for x in inputs:
+            compiled(x).square().sum().backward()
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted)
+    assert reasons(compiled) == []
+
+
+def test_without_clone_output_what_is_saved_for_a_backward_stays_right(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model, clone_output=False)
+    for _ in range(4):
+        x, y = torch.randn(3, 4, device=where), torch.randn(3, 4, device=where)
+        wanted = torch.autograd.grad(model(x).sum() + model(y).sum(), list(model.parameters()))
+        found = torch.autograd.grad(compiled(x).sum() + compiled(y).sum(), list(model.parameters()))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_without_clone_input_a_backward_writes_to_no_result_that_was_saved(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(where)
+    compiled = compile_it(model, clone_input=False)
+    kept = []
+    for _ in range(5):
+        x, gradient = torch.randn(3, 4, device=where), torch.randn(3, 4, device=where)
+        wanted = model(x).detach(), gradient.clone()
+        result = compiled(x)
+        result.backward(gradient)
+        kept.append(((result.detach(), gradient), wanted))
+    for found, wanted in kept:
+        torch.testing.assert_close(found, wanted)
