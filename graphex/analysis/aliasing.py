@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.beginnings import beginning_of
+from graphex.analysis.beginnings import beginning_of, whose_place_it_keeps
 from graphex.analysis.declared_results import Result, declared_results, lists_its_own
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
@@ -62,6 +62,8 @@ class Aliases:
         self._by_memory: dict[int, Storage] = {}
         for node in graph.nodes:
             self._visit(node)
+        if self._absolute:
+            self._pass_absolute_on()
 
     # -- questions ---------------------------------------------------------------------------------------------
 
@@ -249,6 +251,13 @@ class Aliases:
             self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
         for value in _absolutely_addressed(node):
             self._absolute |= self._storages.get(value, frozenset())
+
+    def _pass_absolute_on(self) -> None:
+        """What begins where another value does, and is addressed from its start, depends on where that one begins."""
+        for node in reversed(self._nodes):
+            first = whose_place_it_keeps(node)
+            if first is not None and not self._absolute.isdisjoint(self._storages[node]):
+                self._absolute |= self._storages.get(first, frozenset())
 
     def _memory_of(self, value: Any) -> frozenset[Storage]:
         return frozenset().union(*(self._storages.get(leaf, frozenset()) for leaf in node_leaves(value)))

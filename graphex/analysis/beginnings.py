@@ -21,8 +21,13 @@ _KEEPING_THEIR_PLACE = frozenset(
 def beginning_of(node: Node) -> Any:
     """A (fake) tensor that begins where the node's value does.
 
-    Some ops copy the whole storage of their argument: their result begins where that does. Fake tensors say zero.
+    Fake tensors say zero of what begins where an argument does.
     """
+    first = whose_place_it_keeps(node)
+    return node.meta.get("val") if first is None else beginning_of(first)
+
+
+def whose_place_it_keeps(node: Node) -> Node | None:
+    """Some ops copy the whole storage of their argument: their result begins where that does."""
     first = node.args[0] if node.args else None
-    kept = node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node)
-    return beginning_of(first) if kept and isinstance(first, Node) else node.meta.get("val")
+    return first if node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node) else None

@@ -193,6 +193,27 @@ def test_another_object_at_the_place_of_a_frozen_parameter_is_noticed(world):
         made.model.linear.bias = nn.Parameter(torch.randn(4), requires_grad=False)
 
 
+SCATTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "select": lambda x: torch.select_scatter(x, x[1] * 2, 0, 1),
+    "slice": lambda x: torch.slice_scatter(x, x[:2] * 2, 0, 1, 3),
+    "diagonal": lambda x: torch.diagonal_scatter(x, x[0, :3] * 2),
+    "two of them": lambda x: torch.select_scatter(torch.select_scatter(x, x[1] * 2, 0, 1), x[2] * 2, 0, 2),
+}
+
+
+@pytest.mark.parametrize("scatter", SCATTERS)
+@torch.no_grad()
+def test_what_counts_from_the_start_of_a_copy_that_begins_where_an_input_does(scatter, tape):
+    def f(x: Tensor) -> Tensor:
+        return SCATTERS[scatter](x).as_strided((2, 2), (4, 1), 0) * 2 + 1
+
+    compiled = compile_it(f)
+    base = torch.arange(40.0).view(10, 4)
+    for _ in range(4):
+        x = base.clone()[2:5]
+        same(compiled(x), f(x))
+
+
 @torch.no_grad()
 def test_what_counts_from_the_start_of_the_memory_notices_another_memory_at_the_same_place(tape):
     def f(x: Tensor) -> Tensor:
