@@ -349,9 +349,11 @@ class Sums(nn.Module):
     [lambda x: Boxed(x * 2), lambda x: (x * 2, Boxed(x)), lambda x: (x * 2).numpy(), Sums()],
     ids=["object", "input in an object", "array", "attribute"],
 )
-def test_a_replayer_leaves_nothing_behind_that_a_model_does_with_its_results(model, tape):
+def test_a_replayer_leaves_nothing_behind_that_a_model_does_with_its_results(model, where, request):
+    if where != "cpu" and request.node.callspec.id == "array":
+        pytest.skip("numpy has no arrays on this device")
     with pytest.raises(graphex.InputError, match="keeps a part of it, or returns some in another kind of object"):
-        graphex.replayer(compile_it(model), torch.ones(3))
+        graphex.replayer(compile_it(model), torch.ones(3, device=where))
 
 
 @torch.no_grad()
