@@ -69,11 +69,12 @@ def warming_up() -> Iterator[list[Ran]]:
     found: list[Ran] = []
     with _lock:
         active += 1
+    before = _thread.warming, _thread.watched
     _thread.warming, _thread.watched = True, found
     try:
         yield found
     finally:
-        _thread.warming, _thread.watched = False, None
+        _thread.warming, _thread.watched = before
         with _lock:
             active -= 1
 

@@ -357,6 +357,25 @@ def test_a_replayer_leaves_nothing_behind_that_a_model_does_with_its_results(mod
 
 
 @torch.no_grad()
+def test_a_model_may_warm_up_another_one_while_it_is_warmed_up(where):
+    inner, x = compile_it(lambda x: (x + 3) * 2), torch.ones(3, device=where)
+
+    @torch.compiler.disable
+    def get_ready() -> None:
+        graphex.warm_up(inner, [(x,)], progress=False)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = (x + 1).sin()
+        get_ready()
+        return (y * 2).cos()
+
+    compiled = compile_it(model)
+    found = graphex.warm_up(compiled, [(x,)], progress=False)
+    assert [record.status for record in found] == ["captured", "captured"]
+    assert statuses(inner) == ["captured"]
+
+
+@torch.no_grad()
 def test_a_replayer_takes_no_tensors_that_are_made_of_others(where):
     x = TwoTensor(torch.ones(3, device=where), torch.ones(3, device=where))
     with pytest.raises(graphex.InputError, match="plain tensors"):
