@@ -175,7 +175,7 @@ def _in_pieces(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     stable = {placeholders[index] for index in static_inputs}
     leaves = output_leaves(gm)
-    kept = {leaves[place] for place in _kept_by_torch(compilation, gm, folder)}
+    kept = _sharing_memory(gm, [leaves[place] for place in _kept_by_torch(compilation, gm, folder)])
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
@@ -196,6 +196,16 @@ def _in_pieces(
             compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
+
+
+def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
+    """The nodes whose memory some of these leaves may live in: one piece may return a view of what another has made."""
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    if not wanted:
+        return set()
+    aliases = Aliases(gm.graph)
+    memory = frozenset().union(*map(aliases.storages, wanted))
+    return {node for node in gm.graph.nodes if not memory.isdisjoint(aliases.storages(node))}
 
 
 def _record_cuts(compilation: Compilation, graph_name: str, division: Division) -> None:
