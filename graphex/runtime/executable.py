@@ -176,22 +176,25 @@ def _in_pieces(
     stable = {placeholders[index] for index in static_inputs}
     leaves = output_leaves(gm)
     kept = _sharing_memory(gm, [leaves[place] for place in _kept_by_torch(compilation, gm, folder)])
+    # Where results stay in place, a later piece of the same call would write to those of an earlier one.
+    in_time = division.captured[:-1] if compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
         name = f"{graph_name} piece {number}"
         counter = compilation.journal.counter(name)
         run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
+        crossing = piece.crossing
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
             received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
-            crossing = piece.crossing
             handed_on.update(piece.outputs[place] for place in crossing.handed_on)
-            ways = {place: "copied" for place, node in enumerate(piece.outputs) if node in kept}
+            copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
+            ways = dict.fromkeys([*copied, *crossing.written_later], "copied")  # what is written to stays shared
             ways |= dict.fromkeys(crossing.handed_on, "handed on")
             given = Given(received, crossing.moving)
             run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)
-        elif (obstacle := piece.crossing.obstacle) is not None:
+        elif (obstacle := crossing.obstacle) is not None:
             where = {"node": obstacle.node.name, "line": node_line(obstacle.node)}
             compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
