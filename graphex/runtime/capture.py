@@ -169,7 +169,7 @@ class Capturing:
 
     @property
     def written(self) -> list[int]:
-        return self._plan.written
+        return [*self._plan.written, *self._plan.moving]
 
     @property
     def is_whole(self) -> bool:

@@ -34,11 +34,13 @@ class Obstacle(NamedTuple):
 
 @dataclass(frozen=True)
 class Crossing:
-    """`handed_on` are the outputs of a piece that are at one place in every call. `moving` are the inputs that it
-    writes to and that are elsewhere in every call; True if somebody sees what is written.
+    """`handed_on` are the outputs of a piece that are at one place in every call, `written_later` those that others
+    write to. `moving` are the inputs that it writes to and that are elsewhere in every call; True if somebody sees what
+    is written.
     """
 
     handed_on: list[int] = field(default_factory=list)
+    written_later: list[int] = field(default_factory=list)
     moving: dict[int, bool] = field(default_factory=dict)
     obstacle: Obstacle | None = None
 
@@ -61,7 +63,10 @@ class Crossings:
             if others:
                 return Crossing(obstacle=_shared(writes[0], node, others[0]))
             moving[index] = self._is_seen(node, writes[0], inside)
-        return Crossing(self._handed_on(outputs, inside), moving)
+        written_later = [
+            place for place, node in enumerate(outputs) if not inside.issuperset(self._aliases.writes(node))
+        ]
+        return Crossing(self._handed_on(outputs, inside), written_later, moving)
 
     def _moves(self, node: Node) -> bool:
         """Whether the value is made in each call, outside of device graphs. A part of an input is where that is."""

@@ -52,6 +52,7 @@ class Plan:
     looked_at: list[int]
     unchecked: list[int]
     clone_input: bool | str
+    moving: list[int]
     put_back: list[int]
     received: list[int]
     returns_one: bool
@@ -95,6 +96,7 @@ class Plan:
             unchecked=[index for index in by_address if index in unchecked],
             # A piece must not write to what a later one of the same call reads, nor a backward to what autograd saved.
             clone_input="auto" if given is not None and config.clone_input is False else config.clone_input,
+            moving=list(moving),
             put_back=[index for index, is_seen in moving.items() if is_seen],
             received=list(given.received) if given is not None else [],
             returns_one=returns_one(gm),

@@ -175,27 +175,40 @@ def _in_pieces(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     stable = {placeholders[index] for index in static_inputs}
     leaves = output_leaves(gm)
-    kept = {leaves[place] for place in _kept_by_torch(compilation, gm, folder)}
+    kept = _sharing_memory(gm, [leaves[place] for place in _kept_by_torch(compilation, gm, folder)])
+    # Where results stay in place, a later piece of the same call would write to those of an earlier one.
+    in_time = division.captured[:-1] if compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
         name = f"{graph_name} piece {number}"
         counter = compilation.journal.counter(name)
         run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
+        crossing = piece.crossing
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
             received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
-            crossing = piece.crossing
             handed_on.update(piece.outputs[place] for place in crossing.handed_on)
-            ways = {place: "copied" for place, node in enumerate(piece.outputs) if node in kept}
+            copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
+            ways = dict.fromkeys([*copied, *crossing.written_later], "copied")  # what is written to stays shared
             ways |= dict.fromkeys(crossing.handed_on, "handed on")
             given = Given(received, crossing.moving)
             run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)
-        elif (obstacle := piece.crossing.obstacle) is not None:
+        elif (obstacle := crossing.obstacle) is not None:
             where = {"node": obstacle.node.name, "line": node_line(obstacle.node)}
             compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
+
+
+def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
+    """The nodes whose memory some of these leaves may live in: one piece may return a view of what another has made."""
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    if not wanted:
+        return set()
+    aliases = Aliases(gm.graph)
+    memory = frozenset().union(*map(aliases.storages, wanted))
+    return {node for node in gm.graph.nodes if not memory.isdisjoint(aliases.storages(node))}
 
 
 def _record_cuts(compilation: Compilation, graph_name: str, division: Division) -> None:

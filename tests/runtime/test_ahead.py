@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from tests.runtime.support import compile_it, count, replays, same, statuses
 from tests.runtime.test_pieces import between, on_the_host
+
+
+@torch.library.custom_op("graphex_tests::fetched", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+def fetched(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+fetched.register_fake(torch.empty_like)
 
 SMALL = Shape(layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocabulary=64, positions=16)
 
@@ -85,6 +94,23 @@ def test_warm_up_of_a_graph_in_pieces(where):
         torch.testing.assert_close(compiled(x, w), between(x, w))
     assert replays(compiled) == before + 4
     assert statuses(compiled) == ["captured", "captured"]
+
+
+@torch.no_grad()
+def test_warm_up_writes_once_to_what_one_piece_makes_and_another_writes_to(where):
+    def model(index, table):
+        index = fetched(index)
+        index.add_(1).mul_(1).add_(0)
+        return table[fetched(index)] * 2  # a second 1 would be one too many
+
+    index, table = torch.zeros(3, dtype=torch.long, device=where), torch.randn(2, 4, device=where)
+    traced = make_fx(model, tracing_mode="symbolic")(index, table)
+    compiled = graphex.compile_fx(traced, [index, table])
+    assert len(graphex.warm_up(compiled, [(index, table)])) == 1
+    for _ in range(2):
+        table = torch.randn(2, 4, device=where)
+        same(compiled(index, table), model(index, table))
+    assert statuses(compiled) == ["captured"]
 
 
 @torch.no_grad()

@@ -34,6 +34,11 @@ def doubles(x: Tensor) -> None:
     x.mul_(2)
 
 
+@torch.library.custom_op("graphex_tests::doubles_outside", mutates_args={"x"}, tags=(torch.Tag.data_dependent_output,))
+def doubles_outside(x: Tensor) -> None:
+    x.mul_(2)
+
+
 looks.register_fake(torch.empty_like)
 looks_and_keeps.register_fake(torch.empty_like)
 
@@ -97,6 +102,36 @@ def test_what_a_custom_op_returned_is_written_to_and_returned(where, clone_outpu
         torch.testing.assert_close((b, rows), model(x, w)[1:])
     assert b[1:].data_ptr() == rows.data_ptr()
     assert statuses(compiled) == ["captured"] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("clone_output", ["auto", True, False])
+def test_a_part_of_what_a_piece_made_is_written_to_outside_of_it(where, clone_output):
+    def model(x, w):
+        a = (x @ w).relu() * 2 + 1
+        doubles_outside(a[1:])
+        return a
+
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    traced = make_fx(model, tracing_mode="symbolic")(x, w)
+    compiled = graphex.compile_fx(traced, [x, w], options={"clone_output": clone_output})
+    for _ in range(CALLS):
+        torch.testing.assert_close(compiled(x, w), model(x, w))
+    assert statuses(compiled) == ["captured"]
+
+
+@torch.no_grad()
+def test_without_clone_output_no_piece_writes_to_a_result_of_the_same_call(where):
+    def model(x, w):
+        a = (x @ w).relu() * 2 + 1
+        return a, ((looks(a) @ w).sin() @ w).cos() + 1
+
+    compiled = compile_it(model, clone_output=False)
+    x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
+    for place in range(CALLS):
+        x = x if place < 3 else torch.randn(3, 4, device=where)  # the first piece is captured again after the second
+        torch.testing.assert_close(compiled(x, w), model(x, w))
+    assert statuses(compiled) == ["captured", "captured", "recaptured"]
 
 
 @torch.no_grad()

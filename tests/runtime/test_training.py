@@ -90,6 +90,27 @@ def test_without_clone_output_what_is_saved_for_a_backward_stays_right(where):
         torch.testing.assert_close(found, wanted)
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_without_clone_output_what_is_saved_as_a_part_of_what_another_piece_made_stays_right(where):
+    weight = torch.randn(4, 4, device=where, requires_grad=True)
+
+    def model(x, count):
+        made, rows = (x @ weight).sigmoid() * 2 + 1, int(count.item())
+        torch._check(rows >= 1)
+        torch._check(rows <= 3)
+        part = made[:rows]
+        return (part.sin() * part).sum()
+
+    compiled = compile_it(model, clone_output=False)
+    count = torch.tensor([2], device=where)
+    for _ in range(4):
+        x, y = torch.randn(3, 4, device=where), torch.randn(3, 4, device=where)
+        wanted = torch.autograd.grad(model(x, count) + model(y, count), weight)
+        torch.testing.assert_close(torch.autograd.grad(compiled(x, count) + compiled(y, count), weight), wanted)
+    assert replays(compiled) > 0
+    assert reasons(compiled) == []
+
+
 def test_without_clone_input_a_backward_writes_to_no_result_that_was_saved(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(where)
     compiled = compile_it(model, clone_input=False)
