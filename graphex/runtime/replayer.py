@@ -22,7 +22,7 @@ from graphex.records import Journal
 from graphex.runtime.session import Ran, warming_up
 from graphex.torch_private.trees import is_traceable_wrapper_subclass, pytree
 
-Pick = Callable[[Sequence[Any], Sequence[Any]], Any]
+Pick = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
 
 # What may stand in a result: tensors, and what is the same in every call. In other objects there may be tensors.
 _PLAIN = (Tensor, int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
@@ -37,7 +37,7 @@ class Replayer:
         wanted, self._spec = pytree.tree_flatten(result)
         if any(map(is_traceable_wrapper_subclass, (*given, *wanted))):
             raise InputError("a replayer takes and returns plain tensors, and no tensors that are made of others.")
-        self._program, self._inputs, self._given, self._names = ran.program, tuple(ran.args), len(given), list(kwargs)
+        self._program, self._inputs, self._given, self._names = ran.program, tuple(ran.args), given, list(kwargs)
         self._replayed = getattr(ran.program, "replayed", lambda args: None)  # what runs in pieces has none
         self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
         self._twins = _twins(given)
@@ -49,7 +49,7 @@ class Replayer:
                 "a number in the result may be read from the device in every call, which a replayer does not do; "
                 "return a tensor instead."
             )
-        self._picks = [_pick(leaf, ran.results, ran.args) for leaf in wanted]
+        self._picks = [_pick(leaf, ran.results, ran.args, given) for leaf in wanted]
         known = set(map(id, given))
         if not all(isinstance(leaf, _PLAIN) or id(leaf) in known for leaf in wanted) or not _are_returned(ran, wanted):
             raise InputError(
@@ -59,20 +59,21 @@ class Replayer:
         self._alone = isinstance(result, Tensor) and len(ran.results) == 1 and result is ran.results[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = self._replaced(args, kwargs) if args or kwargs else self._inputs
+        inputs, given = self._replaced(args, kwargs) if args or kwargs else (self._inputs, self._given)
         results = self._replayed(inputs)
         if results is None:
             results = self._program.call(list(inputs))
         if self._alone:
             return results[0]
-        return pytree.tree_unflatten([pick(results, inputs) for pick in self._picks], self._spec)
+        return pytree.tree_unflatten([pick(results, inputs, given) for pick in self._picks], self._spec)
 
-    def _replaced(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _replaced(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        """The graph's inputs in a call with other arguments, and the leaves of these."""
         if kwargs.keys() == set(self._names):
             kwargs = {name: kwargs[name] for name in self._names}
         leaves, form = pytree.tree_flatten((args, kwargs))
-        if len(leaves) != self._given:
-            raise InputError(f"this replayer was made for {self._given} values, {len(leaves)} were given.")
+        if len(leaves) != len(self._given):
+            raise InputError(f"this replayer was made for {len(self._given)} values, {len(leaves)} were given.")
         if form != self._form:
             raise InputError(
                 "the arguments of a replayer are by place or by name, and in containers, as they were when it was "
@@ -96,7 +97,7 @@ class Replayer:
             if not isinstance(leaves[leaf], Tensor):
                 raise InputError(f"this replayer was made for a tensor, {leaves[leaf]!r} was given.")
             inputs[place] = leaves[leaf]
-        return tuple(inputs)
+        return tuple(inputs), leaves
 
 
 def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replayer:
@@ -175,18 +176,21 @@ def _are_returned(ran: Ran, returned: Sequence[Any]) -> bool:
     return all(any(leaf is value or _looks_like(value, leaf) for leaf in tensors) for value in results)
 
 
-def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any]) -> Pick:
-    """Where a part of the model's result comes from: an output of the graph, or one of its inputs."""
+def _pick(leaf: Any, results: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any]) -> Pick:
+    """Where a part of the model's result comes from: an output of the graph, one of its inputs, or an argument."""
     if not isinstance(leaf, Tensor):
-        return lambda results, inputs: leaf
+        return lambda results, inputs, given: leaf
     if leaf.requires_grad:
         raise InputError("a replayer computes no gradients; make it under torch.no_grad() or torch.inference_mode().")
     for place, value in enumerate(results):
         if value is leaf or _looks_like(value, leaf):
-            return lambda results, inputs: results[place]
+            return lambda results, inputs, given: results[place]
     for place, value in enumerate(inputs):
         if value is leaf or _looks_like(value, leaf):
-            return lambda results, inputs: inputs[place]
+            return lambda results, inputs, given: inputs[place]
+    for place, value in enumerate(given):
+        if value is leaf:
+            return lambda results, inputs, given: given[place]
     raise InputError("a part of the result is computed outside of the captured graph, so a replayer cannot return it.")
 
 

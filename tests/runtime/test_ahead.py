@@ -402,6 +402,16 @@ def test_a_model_may_warm_up_another_one_while_it_is_warmed_up(where):
 
 
 @torch.no_grad()
+def test_a_replayer_returns_an_argument_that_the_graph_does_not_take(where):
+    x, kept, other = (torch.randn(3, device=where) for _ in range(3))
+    step = graphex.replayer(compile_it(lambda x, d: {"sum": x + d["b"], "kept": d["a"]}), x, {"a": kept, "b": x})
+    assert step()["kept"] is kept
+    found = step(x, {"a": other, "b": x})
+    assert found["kept"] is other
+    same(found["sum"], x + x)
+
+
+@torch.no_grad()
 def test_a_replayer_takes_no_tensors_that_are_made_of_others(where):
     x = TwoTensor(torch.ones(3, device=where), torch.ones(3, device=where))
     with pytest.raises(graphex.InputError, match="plain tensors"):
