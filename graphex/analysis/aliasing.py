@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.beginnings import beginning_of, whose_place_it_keeps
+from graphex.analysis.beginnings import ABSOLUTE_VIEWS, absolutely_addressed, beginning_of, whose_place_it_keeps
 from graphex.analysis.declared_results import Result, declared_results, lists_its_own
 from graphex.analysis.declared_twins import is_declared
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, written_arguments
@@ -249,7 +249,7 @@ class Aliases:
         self._storages[node] = self._with_fake_memory(node, self._storages_of(node))
         if not _allocates_for_the_graph(node):
             self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
-        for value in _absolutely_addressed(node):
+        for value in absolutely_addressed(node):
             self._absolute |= self._storages.get(value, frozenset())
 
     def _pass_absolute_on(self) -> None:
@@ -365,7 +365,7 @@ class Aliases:
 @cache
 def _is_plain(op: torch._ops.OpOverload) -> bool:
     """Whether calls of the op only read, and return one result in memory of its own: most nodes are such calls."""
-    only_reads = not op._schema.is_mutable and op.namespace in PURE_NAMESPACES and op not in _ABSOLUTE_VIEWS
+    only_reads = not op._schema.is_mutable and op.namespace in PURE_NAMESPACES and op not in ABSOLUTE_VIEWS
     return only_reads and declared_results(op) == (Result(fresh=True),) and not lists_its_own(op)
 
 
@@ -397,15 +397,3 @@ def _returns_list(node: Node) -> bool:
     """`split` declares one result, a list; `topk` declares two. Only the second is indexed by declaration."""
     op = operator_of(node)
     return op is not None and len(op._schema.returns) == 1 and not lists_its_own(op)
-
-
-def _absolutely_addressed(node: Node) -> list[Node]:
-    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
-    if operator_of(node) in _ABSOLUTE_VIEWS:
-        return [node, *node_leaves(node.args[0])]
-    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
-        return list(node_leaves(node.kwargs.get("_all_bases")))
-    return []
-
-
-_ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})

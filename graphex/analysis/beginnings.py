@@ -1,4 +1,4 @@
-"""Where in its storage a value begins, which fake tensors do not always say."""
+"""Where in its storage a value begins, which fake tensors do not always say, and who counts from that one's start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+
+from graphex.analysis.effects import node_leaves, operator_of
+
+ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
 _KEEPING_THEIR_PLACE = frozenset(
     {
@@ -31,3 +35,12 @@ def whose_place_it_keeps(node: Node) -> Node | None:
     """Some ops copy the whole storage of their argument: their result begins where that does."""
     first = node.args[0] if node.args else None
     return first if node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node) else None
+
+
+def absolutely_addressed(node: Node) -> list[Node]:
+    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
+    if operator_of(node) in ABSOLUTE_VIEWS:
+        return [node, *node_leaves(node.args[0])]
+    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
+        return list(node_leaves(node.kwargs.get("_all_bases")))
+    return []

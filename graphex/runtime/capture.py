@@ -127,14 +127,14 @@ class Capturing:
             pool.is_running = True
             try:
                 entry = self._store.newest
-                if entry is None or (shortcut := entry.shortcut) is None or not shortcut.fits(args):
+                if (
+                    entry is None
+                    or (shortcut := entry.shortcut) is None
+                    or not shortcut.fits(args)
+                    or ((run := shortcut.run) is None and entry.is_robbed())
+                ):
                     return self._replayed_after_a_search(args)
-                if shortcut.run is not None:
-                    results = shortcut.run(args)
-                elif not entry.is_robbed():
-                    results = self._replay_unseen(entry, args, shortcut.stream)
-                else:
-                    return self._replayed_after_a_search(args)
+                results = run(args) if run is not None else self._replay_unseen(entry, args, shortcut.stream)
                 self._moves = 0
                 self._counter["straight"] += 1
                 return results
