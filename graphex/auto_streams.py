@@ -13,13 +13,16 @@ from graphex.passes.auto_streams import why_not_automatic
 from graphex.pipeline import put_on_two_streams
 from graphex.records import AutoStreams
 from graphex.runner import Runner
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for
 from graphex.runtime.keys import KeyReader
 from graphex.runtime.trial import Trial
 
 
-def with_two_streams(runner: Runner, functional: GraphModule, one: Boxed, static_inputs: Sequence[int]) -> Boxed:
+def with_two_streams(
+    runner: Runner, functional: GraphModule, one: Boxed, static_inputs: Sequence[int], above: AboveAutograd
+) -> Boxed:
     """`one`, or a trial of it against the same graph on two streams. Why not, is in the journal."""
     compilation, name = runner.compilation, runner.graph_name
     device = device_for(runner.gm)
@@ -36,7 +39,8 @@ def with_two_streams(runner: Runner, functional: GraphModule, one: Boxed, static
     if reason:
         compilation.journal.add(AutoStreams(name, "", "not tried", reason=reason))
         return one
-    two = build_executable(compilation, second.graph_name, f"{runner.phase}/two_streams", second.gm, static_inputs)
+    folder = f"{runner.phase}/two_streams"
+    two = build_executable(compilation, second.graph_name, folder, second.gm, static_inputs, above)
     aliases = Aliases(runner.gm.graph)
     key = KeyReader(runner.gm, aliases, device)
-    return Trial(name, compilation.journal, device, key, aliases.written_inputs(), one, two)
+    return Trial(name, compilation.journal, device, key, aliases.written_inputs(), one, two, above)

@@ -18,10 +18,11 @@ from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.readiness import wait_for_triton
 from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
 from graphex.runner import Runner
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
 from graphex.torch_private.dynamo import compile_stage
-from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.graphs import copy_graph, copy_module
 from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.trees import pytree
 
@@ -42,6 +43,7 @@ def compile_graph(
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
     with compile_stage("graphex_passes"):
         functional = optimise(runner)
+    above = AboveAutograd(compilation, name, runner.gm, functional)
     dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     if config.dump_tensor_data:
@@ -49,11 +51,12 @@ def compile_graph(
         executable = dumping_executable(dumped, config, compilation.journal.counter(name))
     else:
         with compile_stage("graphex_program"):
-            executable = build_executable(compilation, name, phase, runner.gm, static_inputs)
+            executable = build_executable(compilation, name, phase, runner.gm, static_inputs, above)
         with compile_stage("graphex_kernels"):
             compile_kernels(compilation, name, runner.gm.graph)
-        if functional is not None:
-            executable = with_two_streams(runner, functional, executable, static_inputs)
+        if config.auto_streams:
+            second = GraphModule(runner.gm, copy_graph(functional))
+            executable = with_two_streams(runner, second, executable, static_inputs, above)
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
     compilation.files.journal(compilation.journal, compilation.compile_id)

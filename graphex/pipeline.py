@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch.fx import GraphModule
+from torch.fx import Graph
 
 from graphex.config import CompilerConfig
 from graphex.errors import OptionError, did_you_mean
@@ -51,7 +51,6 @@ from graphex.passes import (
 )
 from graphex.passes.adapter import as_graph_pass
 from graphex.runner import Runner
-from graphex.torch_private.graphs import copy_module
 
 OURS: tuple[tuple[str, GraphPass], ...] = (
     ("joint", FuseJointPatterns()),
@@ -80,15 +79,15 @@ LAST: tuple[tuple[str, GraphPass], ...] = (
 AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
 
 
-def optimise(runner: Runner) -> GraphModule | None:
+def optimise(runner: Runner) -> Graph:
     """Take a forward, backward or inference graph through every stage.
 
-    Returns the graph as it stood before the memory stage, if a version of it on two streams is to be tried.
+    Returns the graph as it stood before the memory stage, which is functional.
     """
     config = runner.compilation.config
     for stage, graph_pass in stages(config, last=False):
         runner.run(stage, graph_pass)
-    functional = copy_module(runner.gm) if config.auto_streams else None
+    functional = runner.snapshot()
     for stage, graph_pass in stages(config, first=False):
         runner.run(stage, graph_pass)
     return functional

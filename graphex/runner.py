@@ -60,7 +60,7 @@ class Runner:
     def run(self, stage: str, graph_pass: GraphPass) -> None:
         if not graph_pass.concerns(self.gm.graph):
             return
-        snapshot = self._take_snapshot()
+        snapshot = self.snapshot()
         records: list[Record] = []
         before, started = _targets(self.gm.graph), time.perf_counter()
         module_before = self.gm
@@ -167,7 +167,7 @@ class Runner:
             ) from error
         self.compilation.fall_back(self.graph_name, f"pass '{graph_pass.name}' was rolled back", error)
 
-    def _take_snapshot(self) -> Graph:
+    def snapshot(self) -> Graph:
         """A copy of the graph as it stands, made again only after something changed it."""
         if self._snapshot is None:
             self._snapshot = copy_graph(self.gm.graph)
@@ -175,7 +175,7 @@ class Runner:
 
     def _undo(self, module: GraphModule, snapshot: Graph) -> None:
         self.gm = module
-        self.gm.graph = snapshot
+        self.gm.graph = copy_graph(snapshot)  # others may hold the snapshot
         self._snapshot = self._aliases = None
 
     def _show(self, title: str, *, stage: str, changed: bool = True) -> None:

@@ -24,8 +24,10 @@ from graphex.evidence.repro import write_repro
 from graphex.evidence.tensors import clone_together, difference, sharing
 from graphex.records import Verified
 from graphex.runner import Runner
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
+from graphex.torch_private.tracing import is_transformed
 from graphex.torch_private.trees import pytree
 
 CODE_GENERATION = "code generation"
@@ -62,11 +64,14 @@ def verifying_executable(
     """A boxed callable that verifies its first call and then is `executable`, or what verification left of it."""
 
     def roll_back(gm: GraphModule) -> Boxed:
-        return build_executable(runner.compilation, runner.graph_name, phase, gm, static_inputs)
+        above = AboveAutograd(runner.compilation, runner.graph_name, gm, gm.graph)
+        return build_executable(runner.compilation, runner.graph_name, phase, gm, static_inputs, above)
 
     current: list[Boxed] = []
 
     def run(args: list[Any]) -> Any:
+        if not current and is_transformed():
+            return executable(args)  # the next call that has tensors to compare is verified
         if not current:
             state = _random_state()
             current.append(_Verification(original, runner, args).settle(executable, roll_back))

@@ -24,6 +24,7 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.rows import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
 from graphex.runtime import session
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import output_leaves, returns_one
 from graphex.runtime.host_values import host_outputs
@@ -31,6 +32,7 @@ from graphex.runtime.outputs import empty_for
 from graphex.runtime.pools import Pool
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
+from graphex.torch_private.tracing import dispatch_modes
 
 
 class Layout:
@@ -130,11 +132,19 @@ class Padding:
     """A boxed callable that pads a call to the next of `sizes`, runs it, and cuts its results."""
 
     def __init__(
-        self, layout: Layout, gm: GraphModule, sizes: Sequence[int], run: Boxed, pool: Pool, counter: Counter[str]
+        self,
+        layout: Layout,
+        gm: GraphModule,
+        sizes: Sequence[int],
+        run: Boxed,
+        pool: Pool,
+        counter: Counter[str],
+        above: AboveAutograd,
     ) -> None:
         """`run` may hand out memory of its own: results are copied out of it here."""
         self._boxed_call = True
         self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
+        self._above = above
         self._numbers = host_outputs(gm)
         self._buffers: dict[int, dict[int, Tensor]] = {}
         self._returns_one = returns_one(gm)
@@ -147,6 +157,10 @@ class Padding:
         """What is padded does that for itself."""
 
     def call(self, args: list[Any]) -> Any:
+        if dispatch_modes():  # they see the user's calls, and no copies; nothing is replayed meanwhile
+            return self._run(args)
+        if reason := self._above.why(args):
+            return self._above(args, reason)
         size = self._layout.size(args)
         place = bisect_left(self._sizes, size)
         wanted = self._sizes[place] if place < len(self._sizes) and size else None

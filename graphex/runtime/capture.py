@@ -27,6 +27,7 @@ from graphex.compilation import Compilation
 from graphex.device import Device
 from graphex.records import Captured, FellBack
 from graphex.runtime import session
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.addresses import picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import Entry, Given, Plan, make_entry
@@ -38,7 +39,7 @@ from graphex.runtime.pools import Pool, pool_for
 from graphex.runtime.shortcuts import Questions, Shortcut, straight_run, what_fits
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
-from graphex.torch_private.tracing import modes_enabled, profiler_enabled, without_modes
+from graphex.torch_private.tracing import dispatch_modes, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
@@ -62,12 +63,15 @@ class Capturing:
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
         given: Given | None = None,
+        above: AboveAutograd | None = None,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `outputs`). `given` is what a
-        piece gets from others of its graph; None for what takes its inputs from the user.
+        piece gets from others of its graph; None for what takes its inputs from the user. `above` is None for a piece:
+        what runs all of them asks for the whole graph.
         """
         self._boxed_call = True  # on the instance: wrappers copy what they find there
         self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
+        self._above = above
         config = compilation.config
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode = config.capture_error_mode
@@ -100,7 +104,7 @@ class Capturing:
         return session.run_in_session(self, args) if session.active else self.call(args)
 
     def call(self, args: list[Any]) -> Any:
-        if self._gave_up or self._device.is_capturing():
+        if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
         key = self._key(args)
         with self._lock:
@@ -115,6 +119,13 @@ class Capturing:
             finally:
                 self._pool.is_running = False
         return self._run(args)
+
+    def _is_watched(self, args: Sequence[Any]) -> bool:
+        """Whether a mode, autograd or functorch sees the ops of this call, which a replay would hide."""
+        if dispatch_modes():
+            self._say_once("a TorchDispatchMode sees the ops of a call, and a replay has none")
+            return True
+        return self._above is not None and bool(self._above.why(args))
 
     def replayed(self, args: tuple[Any, ...]) -> Any:
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
@@ -142,7 +153,7 @@ class Capturing:
                 pool.is_running = False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
-        if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing():
+        if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
             return None
         key = self._key(args)
         entry, moved = self._find(key, args)

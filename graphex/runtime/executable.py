@@ -20,6 +20,7 @@ from graphex.analysis.rows import MixedRowsError
 from graphex.compilation import Compilation
 from graphex.device import Device, Lanes, device_of, several_accelerators
 from graphex.records import Cut, FellBack
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.buckets import Layout, Padding
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of, generate
@@ -32,23 +33,28 @@ from graphex.runtime.pools import pool_for
 from graphex.runtime.session import undone_in_session
 from graphex.runtime.shuffle import shuffled
 from graphex.torch_private.kernels import BelowAutograd
-from graphex.torch_private.tracing import profiler_enabled
+from graphex.torch_private.tracing import dual_level, profiler_enabled, transform
 
 
 def build_executable(
-    compilation: Compilation, graph_name: str, folder: str, gm: GraphModule, static_inputs: Sequence[int]
+    compilation: Compilation,
+    graph_name: str,
+    folder: str,
+    gm: GraphModule,
+    static_inputs: Sequence[int],
+    above: AboveAutograd,
 ) -> Boxed:
-    """The program that runs `gm`, as the options ask for it."""
+    """The program that runs `gm`, as the options ask for it; `above` runs calls that autograd or functorch sees."""
     device = device_for(gm)
     limited = set_core_limits(compilation, graph_name, gm, device)
     plan = stream_plan(gm.graph)
     if plan is None:
         lanes = device.lanes(StreamPlan({})) if limited else None
-        return _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
+        return _build(compilation, graph_name, folder, gm, static_inputs, device, lanes, above)
     if compilation.config.stream_safety == "shuffle":
         return _uncaptured(shuffled(graph_name, gm, compilation.journal.counter(graph_name)), gm)
     lanes = device.lanes(plan)
-    run = _build(compilation, graph_name, folder, gm, static_inputs, device, lanes)
+    run = _build(compilation, graph_name, folder, gm, static_inputs, device, lanes, above)
     if lanes is None:
         return run
     # When a backward runs, torch's numbers may stand for the events of another function.
@@ -63,9 +69,10 @@ def _build(
     static_inputs: Sequence[int],
     device: Device,
     lanes: Lanes | None,
+    above: AboveAutograd,
 ) -> Boxed:
     counter = compilation.journal.counter(graph_name)
-    run = eager_program(compilation, graph_name, folder, gm, counter, lanes)
+    run = eager_program(compilation, graph_name, folder, gm, counter, lanes, above)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
         return _uncaptured(run, gm)
@@ -82,10 +89,10 @@ def _build(
     division = divide(gm, device)
     if not division.obstacles:
         if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
-            return _padded(compilation, graph_name, gm, run, device, static_inputs, layout)
+            return _padded(compilation, graph_name, gm, run, device, static_inputs, layout, above)
         ways = dict.fromkeys(_kept_by_torch(compilation, gm, folder), "copied")
         given = Given((), {}) if _is_backward(folder) else None
-        return Capturing(compilation, graph_name, device, run, gm, static_inputs, ways=ways, given=given)
+        return Capturing(compilation, graph_name, device, run, gm, static_inputs, ways=ways, given=given, above=above)
     if not division.captured or lanes is not None:  # streams would have to meet at every cut
         node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
@@ -96,7 +103,7 @@ def _build(
             line=node_line(node),
         )
         return _uncaptured(run, gm)
-    return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs)
+    return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs, above)
 
 
 def _why_not_at_all(gm: GraphModule) -> str:
@@ -131,14 +138,15 @@ def _padded(
     device: Device,
     static_inputs: Sequence[int],
     layout: Layout,
+    above: AboveAutograd,
 ) -> Boxed:
     """Device graphs for a few sizes, whose results are copied out after cutting."""
     pool = pool_for(device, compilation.config.use_graph_pool)
     static = [index for index in static_inputs if index not in layout.inputs]
     ways = dict.fromkeys(range(len(layout.leaves)), "lent")
-    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, ways=ways)
+    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, ways=ways, above=above)
     counter = compilation.journal.counter(graph_name)
-    return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter)
+    return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter, above)
 
 
 def _is_backward(folder: str) -> bool:
@@ -168,6 +176,7 @@ def _in_pieces(
     division: Division,
     device: Device,
     static_inputs: Sequence[int],
+    above: AboveAutograd,
 ) -> Boxed:
     """Device graphs around what they cannot hold, which is on record."""
     _record_cuts(compilation, graph_name, division)
@@ -198,7 +207,7 @@ def _in_pieces(
             where = {"node": obstacle.node.name, "line": node_line(obstacle.node)}
             compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
-    return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name))
+    return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name), above)
 
 
 def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
@@ -228,6 +237,7 @@ def eager_program(
     gm: GraphModule,
     counter: Counter[str],
     lanes: Lanes | None = None,
+    above: AboveAutograd | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     from graphex.evidence.output_code import write_output_code
@@ -241,7 +251,8 @@ def eager_program(
     if compilation.files.wanted:
         compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm))
     body = _below_autograd(body) if _is_plain(gm) else body
-    return _observed(graph_name, body if lanes is None else lanes.around(body), counter)
+    body = body if lanes is None else lanes.around(body)
+    return _observed(graph_name, body, counter, above)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
@@ -285,12 +296,14 @@ def _below_autograd(body: Boxed) -> Boxed:
     return run
 
 
-def _observed(graph_name: str, run: Boxed, counter: Counter[str]) -> Boxed:
-    """Count calls, and name them in a profile."""
+def _observed(graph_name: str, run: Boxed, counter: Counter[str], above: AboveAutograd | None) -> Boxed:
+    """Count calls, name them in a profile, and run those `above` that autograd or functorch has to see."""
     label = f"graphex: {graph_name}"
 
     def observed(args: list[Any]) -> Any:
         counter["calls"] += 1
+        if (dual_level() >= 0 or transform() is not None) and above is not None and (reason := above.why(args)):
+            return above(args, reason)
         if profiler_enabled():
             with torch.profiler.record_function(label):
                 return run(args)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.runtime import session
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
@@ -40,12 +41,19 @@ class Piecewise:
     """
 
     def __init__(
-        self, gm: GraphModule, pieces: Sequence[Piece], runs: Sequence[Boxed], pool: Pool, device: Device, counter: Any
+        self,
+        gm: GraphModule,
+        pieces: Sequence[Piece],
+        runs: Sequence[Boxed],
+        pool: Pool,
+        device: Device,
+        counter: Any,
+        above: AboveAutograd,
     ) -> None:
         self._boxed_call = True
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self.written = Aliases(gm.graph).written_inputs()
-        self._pool, self._device, self._counter = pool, device, counter
+        self._pool, self._device, self._counter, self._above = pool, device, counter, above
         self._calls = 0
         slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
@@ -76,6 +84,8 @@ class Piecewise:
         """Each piece does that for itself."""
 
     def call(self, args: list[Any]) -> Any:
+        if reason := self._above.why(args):
+            return self._above(args, reason)
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.lock:

@@ -1,7 +1,10 @@
 """What has to be as it was for a call to be a replay of one captured graph, and nothing else.
 
-    questions    stream,       profiler_enabled, modes_enabled, the switches that choose kernels ..., is_capturing
-    answers      the same one, False,            False,         what they were when it was found,     False
+    questions    stream,       profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level,
+    answers      the same one, False,            False,         0,              None,      -1,
+
+                 the switches that choose kernels ..., is_capturing
+                 what they were when it was found,     False
 
 Where the answers, the addresses and the sizes are those of the call before, there is nothing to look up: no key is made
 and no store is searched. One call of C++ finds that out, where that is loaded, and hardly any Python runs.
@@ -20,11 +23,14 @@ from graphex.runtime.addresses import Addresses, Picker
 from graphex.runtime.keys import Key
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.numerics import Switch, states
-from graphex.torch_private.tracing import modes_enabled, profiler_enabled
+from graphex.torch_private.tracing import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
 
 if TYPE_CHECKING:
     from graphex.runtime.entries import Entry
     from graphex.runtime.pools import Pool
+
+_WATCHERS = (profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level)
+_UNWATCHED = (False, False, 0, None, -1)
 
 Fits = Callable[[Sequence[Any]], bool]
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -43,13 +49,13 @@ class Questions:
         device = self._device
         settings = (device.settings,) if self._has_settings else ()
         captures = (device.is_capturing,) if device.can_capture_on(stream) else ()
-        return (device.stream, profiler_enabled, modes_enabled, *self._switches, *settings, *captures)
+        return (device.stream, *_WATCHERS, *self._switches, *settings, *captures)
 
     def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
         """What is answered in a call of this key, on this stream, that nobody watches or captures."""
         switches, settings = key[-1]
         captures = (False,) if self._device.can_capture_on(stream) else ()
-        return (stream, False, False, *switches, *((settings,) if self._has_settings else ()), *captures)
+        return (stream, *_UNWATCHED, *switches, *((settings,) if self._has_settings else ()), *captures)
 
 
 class Shortcut:

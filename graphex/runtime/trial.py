@@ -41,15 +41,18 @@ class Trial:
         written: Sequence[int],
         one: Boxed,
         two: Boxed,
+        above: AboveAutograd,
     ) -> None:
         self._boxed_call = True
         self._graph_name, self._journal, self._device = graph_name, journal, device
         self._key, self._written = key, written
-        self._one, self._two = one, two
+        self._one, self._two, self._above = one, two, above
         self._calls: Counter[Key] = Counter()
         self._chosen: dict[Key, Boxed] = {}
 
     def __call__(self, args: list[Any]) -> Any:
+        if reason := self._above.why(args):
+            return self._above(args, reason)
         key = self._key(args)
         chosen = self._chosen.get(key)
         if chosen is None:

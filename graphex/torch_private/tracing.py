@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch._logging._internal import trace_log, trace_structured
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "TorchDispatchMode",
+    "dispatch_modes",
+    "dual_level",
+    "has_tangent",
     "is_traced",
     "is_transformed",
     "modes_enabled",
     "profiler_enabled",
     "trace_artifact",
+    "transform",
     "without_modes",
 ]
 
@@ -24,9 +32,24 @@ modes_enabled = torch._C._is_torch_function_mode_enabled
 without_modes = torch._C.DisableTorchFunction
 
 
+dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many TorchDispatchModes see the ops that run."""
+
+transform = torch._C._functorch.peek_interpreter_stack
+"""The innermost functorch transform (vmap, grad ...) at work; None outside of all."""
+
+dual_level = partial(getattr, forward_ad, "_current_level")
+"""The level of forward-mode AD that the process is in; -1 outside of all. No frame of Python runs to say so."""
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor carries one, at a level of forward-mode AD that has been entered."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def is_transformed() -> bool:
     """Whether a functorch transform (vmap, grad ...) is at work: what a tensor says of itself is not all there is."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transform() is not None
 
 
 def is_traced() -> bool:
