@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule
@@ -27,11 +27,25 @@ from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.trees import pytree
 
 
-@unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
+class Executables(NamedTuple):
+    """What a graph is compiled to: the program, and what runs the calls that autograd or functorch has to see."""
+
+    program: Boxed
+    above: AboveAutograd
+
+
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
 ) -> Boxed:
     """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
+    return compile_executables(gm, example_inputs, compilation, phase, static_inputs).program
+
+
+@unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
+def compile_executables(
+    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
+) -> Executables:
+    """`compile_graph`, for those who know of calls which its program cannot know of."""
     from graphex.evidence.datadump import dumping_executable
     from graphex.evidence.verify import verifying_executable
 
@@ -60,7 +74,7 @@ def compile_graph(
         if config.verify:
             executable = verifying_executable(original, runner, executable, phase, static_inputs)
     compilation.files.journal(compilation.journal, compilation.compile_id)
-    return executable
+    return Executables(executable, above)
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:

@@ -25,6 +25,7 @@ from graphex.frontend.decompositions import decompositions
 from graphex.frontend.handover import Handover
 from graphex.frontend.streams import keep_stream_calls
 from graphex.records import FellBack
+from graphex.runtime.above import TANGENT, carry_tangents
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.aot import (
@@ -38,6 +39,7 @@ from graphex.torch_private.aot import (
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.tracing import dual_level
 from graphex.torch_private.trees import pytree
 
 Compiled = Callable[..., Any]
@@ -80,10 +82,13 @@ def _aot(
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
     handovers: list[Handover] = []
+    trains = False
     handed_over = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
     def compiler(phase: str) -> Callable[..., Boxed]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+            nonlocal trains
+            trains = trains or phase == "forward"
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
@@ -108,7 +113,27 @@ def _aot(
         decompositions=decompositions(custom_decompositions),
         keep_inference_input_mutations=True,
     )
-    return handovers[0].around(compiled) if len(handovers) == 1 else compiled
+    if len(handovers) == 1:
+        return handovers[0].around(compiled)
+    return _with_tangents(compiled, gm, compilation) if trains else compiled
+
+
+def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:
+    """A training step that takes tangents too, which AOTAutograd's has no rule for: Dynamo's graph runs as it is."""
+    boxed = not isinstance(gm, GraphModule)  # other modules are called with a list
+    said = False
+
+    @functools.wraps(compiled)
+    def forward(*args: Any) -> Any:
+        nonlocal said
+        if dual_level() < 0 or not carry_tangents(given := args[0] if boxed else args):
+            return compiled(*args)
+        if not said:
+            said = True
+            compilation.fall_back("-", "a training step runs without graphex's passes", TANGENT)
+        return gm(*given)
+
+    return forward
 
 
 def _note_regenerated(gm: GraphModule) -> None:

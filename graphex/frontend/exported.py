@@ -9,13 +9,13 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.compilation import Compilation, one_line
-from graphex.compiler import compile_graph
+from graphex.compiler import Executables, compile_executables
 from graphex.errors import InputError, PassError
 from graphex.frontend.traced import Input, TracedSizes, check_arguments
 from graphex.passes.metadata import propagate_values
 from graphex.records import Journal
-from graphex.runtime.codegen import Boxed
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.memory import UNMARKED, is_plain, marks_of
 from graphex.torch_private.symbolic import (
     FakeTensor,
     FakeTensorMode,
@@ -31,9 +31,10 @@ class CompiledGraph:
     """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
 
     def __init__(
-        self, run: Boxed, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
+        self, executables: Executables, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
     ) -> None:
-        self.boxed = run  # takes one list of the flat inputs, which it empties
+        self.boxed, self._above = executables  # `boxed` takes one list of the flat inputs, which it empties
+        self._traced = [_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
         self._sizes = TracedSizes(inputs, values)
@@ -45,10 +46,24 @@ class CompiledGraph:
                 raise InputError(POSITIONAL)
             check_arguments(self._inputs, args)
             self._sizes.check(args)
-            return self.boxed(list(args))
+            return self._run(list(args))
         flat = self._flat(args, kwargs, self._tree.in_spec)
-        result = self.boxed(flat)
+        result = self._run(flat)
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
+
+    def _run(self, flat: list[Any]) -> Any:
+        reason = self._why_above(flat)
+        return self._above(flat, reason) if reason else self.boxed(flat)
+
+    def _why_above(self, flat: list[Any]) -> str:
+        """What no guard has looked at here: whatever the graph was not traced with keeps its program above autograd."""
+        tensors = [value for value in (*flat, *self._above.held) if isinstance(value, torch.Tensor)]
+        if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+            return "gradients are recorded, and a tensor requires some; call it under torch.no_grad()"
+        for traced, value, each in zip(self._traced, flat, self._inputs, strict=True):
+            if traced is not None and isinstance(value, torch.Tensor) and (kind := _kind(value)) != traced:
+                return f"'{each.name}' is {kind}, and the graph was traced with {traced}"
+        return ""
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> list[Any]:
         """Arguments as make_fx has traced them, which are positional, or else as `((*args,), {**kwargs})`, as exported
@@ -68,6 +83,21 @@ class CompiledGraph:
         check_arguments(self._inputs, flat)
         self._sizes.check(flat, exported=True)
         return flat
+
+
+def _kind(value: torch.Tensor) -> str:
+    """What a tensor is besides memory of some layout."""
+    if not isinstance(value, FakeTensor) and not is_plain(value):
+        return "one of symbolic zeros" if type(value) is torch.Tensor else f"a {type(value).__name__}"
+    return _KINDS[marks_of(value)]
+
+
+_KINDS = {
+    UNMARKED: "a plain tensor",
+    (True, False): "a conjugate view",
+    (False, True): "a negative view",
+    (True, True): "a negative and conjugate view",
+}
 
 
 def _in_order(given: Any, spec: Any) -> Any:
@@ -96,8 +126,8 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
         raise InputError(
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
-    run = compile_graph(gm, values, compilation, "inference", ())
-    return CompiledGraph(run, gm, inputs, values, compilation.journal)
+    executables = compile_executables(gm, values, compilation, "inference", ())
+    return CompiledGraph(executables, gm, inputs, values, compilation.journal)
 
 
 def _inputs_of(gm: GraphModule) -> list[Input]:

@@ -20,10 +20,10 @@ from torch.fx import Graph, GraphModule, Interpreter
 from graphex.compilation import Compilation
 from graphex.ops.definition import SPECS
 from graphex.runtime.codegen import attribute_of
-from graphex.torch_private.tracing import dual_level, has_tangent, transform
+from graphex.torch_private.tracing import dual_level, has_tangent, is_transformed
 
 TANGENT = "an input carries a tangent (forward-mode AD)"
-TRANSFORM = "the call is inside of a functorch transform (vmap, grad, jvp ...)"
+TRANSFORM = "the call is inside of a transform of torch.func (vmap, grad, jvp ...), or gradients are batched"
 
 
 class AboveAutograd:
@@ -39,7 +39,7 @@ class AboveAutograd:
 
     def why(self, args: Sequence[Any]) -> str:
         """Why a call has to run here; empty if it need not."""
-        if transform() is not None:
+        if is_transformed():
             return TRANSFORM
         return TANGENT if carry_tangents((*args, *self.held)) else ""
 

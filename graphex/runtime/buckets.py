@@ -32,7 +32,7 @@ from graphex.runtime.outputs import empty_for
 from graphex.runtime.pools import Pool
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
-from graphex.torch_private.tracing import dispatch_modes
+from graphex.torch_private.tracing import is_seen_by_a_mode
 
 
 class Layout:
@@ -157,7 +157,7 @@ class Padding:
         """What is padded does that for itself."""
 
     def call(self, args: list[Any]) -> Any:
-        if dispatch_modes():  # they see the user's calls, and no copies; nothing is replayed meanwhile
+        if is_seen_by_a_mode():  # it is to see the user's ops and no copies
             return self._run(args)
         if reason := self._above.why(args):
             return self._above(args, reason)

@@ -39,7 +39,7 @@ from graphex.runtime.pools import Pool, pool_for
 from graphex.runtime.shortcuts import Questions, Shortcut, straight_run, what_fits
 from graphex.runtime.store import Slot, Store
 from graphex.torch_private.memory import count_writes
-from graphex.torch_private.tracing import dispatch_modes, modes_enabled, profiler_enabled, without_modes
+from graphex.torch_private.tracing import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
@@ -122,7 +122,7 @@ class Capturing:
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
         """Whether a mode, autograd or functorch sees the ops of this call, which a replay would hide."""
-        if dispatch_modes():
+        if is_seen_by_a_mode():
             self._say_once("a TorchDispatchMode sees the ops of a call, and a replay has none")
             return True
         return self._above is not None and bool(self._above.why(args))

@@ -33,7 +33,7 @@ from graphex.runtime.pools import pool_for
 from graphex.runtime.session import undone_in_session
 from graphex.runtime.shuffle import shuffled
 from graphex.torch_private.kernels import BelowAutograd
-from graphex.torch_private.tracing import dual_level, profiler_enabled, transform
+from graphex.torch_private.tracing import batches_gradients, dual_level, profiler_enabled, transform
 
 
 def build_executable(
@@ -302,7 +302,11 @@ def _observed(graph_name: str, run: Boxed, counter: Counter[str], above: AboveAu
 
     def observed(args: list[Any]) -> Any:
         counter["calls"] += 1
-        if (dual_level() >= 0 or transform() is not None) and above is not None and (reason := above.why(args)):
+        if (
+            above is not None
+            and (dual_level() >= 0 or transform() is not None or batches_gradients())
+            and (reason := above.why(args))
+        ):
             return above(args, reason)
         if profiler_enabled():
             with torch.profiler.record_function(label):

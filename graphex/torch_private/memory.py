@@ -73,6 +73,11 @@ def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.set_(memory, 0, (length,), (1,))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what its memory holds: no symbolic zeros, and no subclass that dispatches for itself."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and has_memory(tensor)
+
+
 def marks_of(tensor: Tensor) -> Marks:
     return tensor.is_conj(), tensor.is_neg()
 

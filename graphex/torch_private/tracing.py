@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch._logging._internal import trace_log, trace_structured
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "TorchDispatchMode",
+    "batches_gradients",
     "dispatch_modes",
     "dual_level",
     "has_tangent",
+    "is_seen_by_a_mode",
     "is_traced",
     "is_transformed",
     "modes_enabled",
@@ -32,13 +34,16 @@ modes_enabled = torch._C._is_torch_function_mode_enabled
 without_modes = torch._C.DisableTorchFunction
 
 
-dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", int)
 """How many TorchDispatchModes see the ops that run."""
 
 transform = torch._C._functorch.peek_interpreter_stack
 """The innermost functorch transform (vmap, grad ...) at work; None outside of all."""
 
-dual_level = partial(getattr, forward_ad, "_current_level")
+batches_gradients = partial(torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode")
+"""Whether the older vmap is at work, with which autograd takes many gradients at once (`is_grads_batched`)."""
+
+dual_level = partial(getattr, forward_ad, "_current_level", -1)
 """The level of forward-mode AD that the process is in; -1 outside of all. No frame of Python runs to say so."""
 
 
@@ -49,7 +54,15 @@ def has_tangent(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether a functorch transform (vmap, grad ...) is at work: what a tensor says of itself is not all there is."""
-    return transform() is not None
+    return transform() is not None or batches_gradients()
+
+
+def is_seen_by_a_mode() -> bool:
+    """Whether a TorchDispatchMode sees the ops that run: a user's, or a fake one. AOTAutograd's own are not meant."""
+    if not dispatch_modes():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(not type(mode).__module__.startswith("torch._functorch.") for mode in modes)
 
 
 def is_traced() -> bool:
