@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def journal(compiled: object) -> Journal:
     compiled with its own `compile`, a backend object, a result of `compile_fx`, or a report. It is empty until the
     first call, which is when torch compiles.
     """
-    own = getattr(compiled, "journal", None)
+    own = getattr(dynamo.compiled_ahead(compiled), "journal", None)
     if isinstance(own, Journal):
         return own
     owner = dynamo.backend_of(compiled)
@@ -141,10 +142,11 @@ def _compile(
     custom_decompositions: Decompositions | None,
 ) -> Any:
     from graphex.evidence.report.nodes import readable_path
+    from graphex.frontend.ahead_of_time import compiled_for_dynamo
     from graphex.frontend.aot import compile_with_aot
 
     if _is_off(journal):
-        return gm.forward
+        return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
     compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
     if torch.cuda.is_available():
         get_ready_meanwhile()
@@ -152,7 +154,8 @@ def _compile(
         journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
-    return compile_with_aot(gm, example_inputs, compilation, custom_decompositions)
+    compile_it = partial(compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions)
+    return compiled_for_dynamo(compile_it, gm, example_inputs, journal)
 
 
 def _is_off(journal: Journal) -> bool:

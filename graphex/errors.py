@@ -31,7 +31,7 @@ class InputError(GraphexError, TypeError):
 
 
 class NotOfferedError(GraphexError, NotImplementedError):
-    """A name of an Ascend package that graphex knows and does not offer was used."""
+    """Something was used that graphex knows and does not offer: a name of an Ascend package, or a feature of torch."""
 
 
 class CaptureError(GraphexError):

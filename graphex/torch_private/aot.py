@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -14,11 +18,37 @@ __all__ = [
     "aot_module_simplified",
     "default_partition",
     "is_autocast_on",
+    "is_compiled_ahead",
     "min_cut_rematerialization_partition",
     "only_hands_over",
     "regenerated_outputs",
+    "register_as_serializable",
     "static_input_indices",
+    "without_autograd_cache",
 ]
+
+_CACHES = ("force_autograd_cache", "bundled_autograd_cache")
+
+
+def is_compiled_ahead() -> bool:
+    """Whether the graph being compiled is for `aot_compile`, which turns these caches on for every backend."""
+    return all(getattr(functorch_config, name, False) for name in _CACHES)
+
+
+def without_autograd_cache() -> AbstractContextManager[Any]:
+    """AOTAutograd keeps nothing of what is compiled here: it could only keep Inductor's code."""
+    there = {name: False for name in _CACHES if getattr(functorch_config, name, False)}
+    return functorch_config.patch(there) if there else nullcontext()
+
+
+def register_as_serializable(kind: type) -> None:
+    """Make `aot_compile` take objects of this type: it asks them how they are saved when that is asked for."""
+    for module in ("torch._dynamo.aot_compile_types", "torch._dynamo.aot_compile"):
+        try:
+            import_module(module).SerializableCallable.register(kind)
+            return
+        except (ImportError, AttributeError):  # a torch that keeps it elsewhere, or has no aot_compile
+            continue
 
 
 def static_input_indices() -> tuple[int, ...]:

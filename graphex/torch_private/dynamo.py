@@ -28,6 +28,7 @@ __all__ = [
     "code_of",
     "compile_id",
     "compile_stage",
+    "compiled_ahead",
     "compiling_backend",
     "compiling_code",
     "debug_directory",
@@ -123,6 +124,11 @@ def backend_of(compiled: object) -> object | None:
     context = compiled.dynamo_ctx if isinstance(compiled, OptimizedModule) else _context_in_closure(compiled)
     callback = getattr(context, "callback", None)
     return None if callback is None else _innermost(callback)
+
+
+def compiled_ahead(compiled: object) -> object:
+    """What a backend made for a result of `aot_compile`; anything else as it is."""
+    return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
 
 
 def is_graphex(backend: object) -> bool:
