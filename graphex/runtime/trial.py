@@ -21,6 +21,7 @@ import torch
 from graphex.device import Device
 from graphex.records import AutoStreams, Journal
 from graphex.runtime import session
+from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.keys import Key, KeyReader
 
