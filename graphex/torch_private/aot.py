@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -12,6 +14,7 @@ from torch._guards import TracingContext
 
 __all__ = [
     "aot_module_simplified",
+    "counted",
     "default_partition",
     "is_autocast_on",
     "min_cut_rematerialization_partition",
@@ -19,6 +22,19 @@ __all__ = [
     "regenerated_outputs",
     "static_input_indices",
 ]
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Count a call of AOTAutograd as torch's own backends do: DDPOptimizer learns from the count that there was one."""
+    counts = counters["aot_autograd"]
+    counts["total"] += 1
+    try:
+        yield
+    except Exception:
+        counts["not_ok"] += 1
+        raise
+    counts["ok"] += 1
 
 
 def static_input_indices() -> tuple[int, ...]:
