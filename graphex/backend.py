@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,8 +27,8 @@ from graphex.torch_private import dynamo
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
-_JOURNAL = "_graphex_journal"
-_CODES = "_graphex_codes"
+_ATTACHED = "_graphex"
+_attaching = threading.Lock()
 
 
 def graphex_backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None) -> Any:
@@ -39,7 +43,7 @@ def compile_by_name(
     gm: GraphModule, example_inputs: Sequence[Any], configure: Callable[[Journal], CompilerConfig]
 ) -> Any:
     """Compile for a backend that `torch.compile` knows by name; `configure` reads its options."""
-    journal = _journal_on(dynamo.compiling_backend())
+    journal = _attached(dynamo.compiling_backend(), dynamo.compiling_code()).journal
     try:
         return _compile(gm, example_inputs, configure(journal), journal, None)
     except GraphexError as error:
@@ -47,7 +51,10 @@ def compile_by_name(
 
 
 class Backend:
-    """A configured backend: pass it as `torch.compile(model, backend=...)`. It keeps its own journal."""
+    """A configured backend: pass it as `torch.compile(model, backend=...)`. It keeps its own journal.
+
+    A copy, and what comes back from a pickle, has the same configuration and an empty journal.
+    """
 
     is_graphex = True
 
@@ -60,9 +67,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
             config = self._config(**kwargs)
-            owner = dynamo.compiling_backend()
-            if owner is not None:
-                setattr(owner, _JOURNAL, self.journal)
+            _attached(dynamo.compiling_backend()).journal = self.journal
             return _compile(gm, example_inputs, config, self.journal, self.custom_decompositions)
         except GraphexError as error:
             raise dynamo.surfaced(error) from error.__cause__
@@ -71,6 +76,15 @@ class Backend:
         config = config_from(self.config, mode)
         config.update(config_from(options).given())
         return config
+
+    def __getstate__(self) -> dict[str, Any]:
+        named = {str(op): function for op, function in (self.custom_decompositions or {}).items()}
+        return {**vars(self), "custom_decompositions": named, "journal": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        named = state["custom_decompositions"]
+        ops = {operator.attrgetter(name)(torch.ops): function for name, function in named.items()}
+        vars(self).update(state, custom_decompositions=ops or None, journal=Journal())
 
 
 def get_backend(
@@ -112,8 +126,8 @@ def compile_aten_graph(
 
 def journal(compiled: object) -> Journal:
     """The journal of anything compiled with graphex: a module or function from `torch.compile`, a module that was
-    compiled with its own `compile`, a backend object, a result of `compile_fx`, or a report. It is empty until the
-    first call, which is when torch compiles.
+    compiled with its own `compile`, a DistributedDataParallel around one of these, a backend object, a result of
+    `compile_fx`, or a report. It is empty until the first call, which is when torch compiles.
     """
     own = getattr(dynamo.compiled_ahead(compiled), "journal", None)
     if isinstance(own, Journal):
@@ -121,17 +135,20 @@ def journal(compiled: object) -> Journal:
     owner = dynamo.backend_of(compiled)
     if owner is None:
         raise InputError(f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile returned.")
-    found = getattr(owner, _JOURNAL, None)
-    if isinstance(found, Journal):
-        return found
-    if not dynamo.is_graphex(owner):
+    found = getattr(owner, _ATTACHED, None)
+    if isinstance(found, _Attached):
+        return found.journal
+    called = dynamo.called_by(owner)
+    if isinstance(called, Backend):
+        return called.journal
+    if not getattr(called, "is_graphex", False):
         raise InputError('this was compiled with another backend; pass backend="graphex" to torch.compile.')
     code = dynamo.code_of(compiled)
     for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
-        if code in getattr(other, _CODES, ()):
-            shared: Journal = getattr(other, _JOURNAL)
-            return shared
-    return _journal_on(owner)
+        shared = getattr(other, _ATTACHED, None)
+        if isinstance(shared, _Attached) and code in shared.codes:
+            return shared.journal
+    return _attached(owner).journal
 
 
 def _compile(
@@ -177,21 +194,36 @@ def _begin(
     return Compilation(config, journal, dynamo.compile_id(), custom or {}, files, is_whole)
 
 
-def _journal_on(owner: object | None) -> Journal:
-    """The journal that hangs on the object `torch.compile` made, so that it lives exactly as long."""
-    if owner is None:
-        return Journal()
-    found = getattr(owner, _JOURNAL, None)
-    if not isinstance(found, Journal):
-        found = Journal()
-        setattr(owner, _JOURNAL, found)
-        setattr(owner, _CODES, set())
-    code = dynamo.compiling_code()
-    if code is not None:
-        getattr(owner, _CODES).add(code)
-    return found
+class _Attached:
+    """The journal that hangs on the object `torch.compile` made, and the code objects compiled for it.
+
+    It lives as long as that object. It does not go into a pickle or a copy: what is copied compiles anew.
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.codes: set[CodeType] = set()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _attached(owner: object | None, code: CodeType | None = None) -> _Attached:
+    """What hangs on `owner`, with `code` noted. An owner that takes no attributes gets a journal nobody can ask for."""
+    with _attaching:
+        found = getattr(owner, _ATTACHED, None)
+        if not isinstance(found, _Attached):
+            found = _Attached()
+            with suppress(AttributeError, TypeError):
+                setattr(owner, _ATTACHED, found)
+        if code is not None:
+            found.codes.add(code)
+        return found
 
 
 def register() -> None:
     """Make the name "graphex" known to torch.compile where no entry point does."""
     dynamo.register_backend(graphex_backend, name="graphex")
+
+
+dynamo.allow_registering_again("graphex")

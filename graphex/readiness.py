@@ -19,11 +19,17 @@ OFTEN = 0.0005  # seconds that a thread works before it lets another one
 LONGEST = 60.0  # seconds to wait for a thread
 
 _begun: list[threading.Thread] = []
+_beginning = threading.Lock()
+
+
+def get_ready_meanwhile() -> None:
+    """Begin, once in a process. What fails here fails again, or is done without."""
+    with _beginning:  # `cache` alone lets two threads in
+        _begin()
 
 
 @cache
-def get_ready_meanwhile() -> None:
-    """Begin, once in a process. What fails here fails again, or is done without."""
+def _begin() -> None:
     threading.Thread(target=_get_native_ready, name="graphex: compiling C++", daemon=True).start()
     if has_triton():
         import triton  # noqa: F401  (not in the thread: others may be importing it)

@@ -10,13 +10,13 @@ Compile time is recorded completely. Run time only counts (`Journal.counts`), so
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from graphex.errors import GraphexWarning
+from graphex.folders import rank_and_size
 
 if TYPE_CHECKING:
     from graphex.analysis.deadlock import Risk
@@ -265,7 +265,7 @@ class Journal:
     """All records of one compiled object, in the order they were made."""
 
     def __init__(self) -> None:
-        self.rank = current_rank()
+        self.rank, _ = rank_and_size()
         self.records: list[Record] = []
         self.counts: dict[str, Counter[str]] = {}
         self.film: Film | None = None  # the graphs themselves, kept where a report was asked for
@@ -363,12 +363,3 @@ class Journal:
     def __repr__(self) -> str:
         kinds = Counter(record.kind for record in self.records)
         return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
-
-
-def current_rank() -> int:
-    """The distributed rank, or 0. Never initialises or imports torch.distributed."""
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return int(torch.distributed.get_rank())
-    return int(os.environ.get("RANK", "0"))

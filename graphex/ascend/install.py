@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphex.errors import InputError
 
 VARIABLE = "GRAPHEX_NPU"
 TARGETS = ("simulated", "cuda", "cpu")
+_installing = threading.RLock()  # what is imported on the way may ask for it again
 _ON_CUDA = {"NPUGraph": "CUDAGraph"}  # whose name differs there
 _TAKE_A_DEVICE = frozenset(
     {
@@ -38,12 +40,13 @@ _TAKE_A_DEVICE = frozenset(
 def install(target: str | None = None) -> None:
     """Serve what is not installed. `target` says what "npu" is: a simulated device, the GPU or the CPU."""
     target = _checked(target or os.environ.get(VARIABLE, TARGETS[0]))
-    if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
-        return  # the real device brings the rest along; or all this has been done
-    npu = _install_device(target)
-    sys.meta_path.append(Finder())
-    npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
-    _register_backend()
+    with _installing:
+        if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
+            return  # the real device brings the rest along; or all this has been done
+        npu = _install_device(target)
+        sys.meta_path.append(Finder())
+        npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
+        _register_backend()
 
 
 def _checked(target: str) -> str:

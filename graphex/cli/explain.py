@@ -15,6 +15,7 @@ import click
 
 from graphex.cli.output import json_option, print_json, print_sentences, waiting
 from graphex.config import options_of
+from graphex.folders import path_of_rank
 from graphex.records import Journal
 from graphex.switches import why_off
 
@@ -62,8 +63,8 @@ def explain(
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)
     if watch.journals:
-        write_page(data, page)
-    written = str(output) if watch.journals else None
+        write_page(data, path_of_rank(page))
+    written = str(path_of_rank(output)) if watch.journals else None
     if as_json:
         told = {"script": str(script), "problem": problem, "report": written, "summary": data["summary"]}
         print_json(told | {"journals": [journal.to_dict() for journal in watch.journals]})

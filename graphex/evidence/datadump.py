@@ -12,7 +12,6 @@ bfloat16 is saved as float32 there, because NumPy has no such type.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.config import CompilerConfig
 from graphex.errors import GraphexError
-from graphex.records import current_rank
+from graphex.folders import rank_and_size, written_whole
 from graphex.runtime.codegen import Boxed
 
 _graph_numbers = itertools.count(1)
@@ -31,7 +30,8 @@ _graph_numbers = itertools.count(1)
 
 def dumping_executable(gm: GraphModule, config: CompilerConfig, counter: Counter[str]) -> Boxed:
     """A boxed callable that runs `gm` and saves its tensors."""
-    root = Path(config.data_dump_dir) / f"worldsize{_world_size()}_global_rank{current_rank()}"
+    rank, size = rank_and_size()
+    root = Path(config.data_dump_dir) / f"worldsize{size}_global_rank{rank}"
     root.mkdir(parents=True, exist_ok=True)
     saver = _NumpySaver(root / f"graph_{next(_graph_numbers)}") if config.force_eager else _TorchSaver(root)
 
@@ -77,9 +77,13 @@ class _TorchSaver:
         where = result.device.index if result.device.index is not None else result.device.type
         for count in itertools.count():
             path = self._root / f"{node.name}_device_{where}_{count}.pt"
-            if not path.exists():
-                torch.save(result.detach().cpu(), path)
-                return
+            try:
+                path.touch(exist_ok=False)  # another process may be counting too
+            except FileExistsError:
+                continue
+            with written_whole(path) as file:
+                torch.save(result.detach().cpu(), file)
+            return
 
 
 class _NumpySaver:
@@ -117,9 +121,3 @@ class _NumpySaver:
                 array = (plain.float() if plain.dtype == torch.bfloat16 else plain).resolve_conj().resolve_neg().numpy()
                 place = str(index) if part is None else f"{index}.{part}"
                 numpy.save(self._directory / f"{node.name}-{target}.{direction}.{place}.{time.time_ns()}.npy", array)
-
-
-def _world_size() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return int(torch.distributed.get_world_size())
-    return int(os.environ.get("WORLD_SIZE", "1"))

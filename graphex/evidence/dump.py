@@ -17,7 +17,8 @@ import itertools
 import logging
 from pathlib import Path
 
-from graphex.records import Journal, current_rank
+from graphex.folders import rank_and_size, write_text
+from graphex.records import Journal
 from graphex.torch_private.tracing import is_traced, trace_artifact
 
 log = logging.getLogger("graphex")
@@ -43,7 +44,7 @@ class DebugFiles:
         if self.directory is not None:
             path = self.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            write_text(path, text)
         flat = name.replace("/", "_").rsplit(".", 1)[0]
         encoding = "json" if name.endswith(".json") else "string"
         trace_artifact(f"graphex_{flat}", encoding, text)
@@ -63,8 +64,8 @@ class DebugFiles:
 def open_debug_files(debug_directory: Path | None) -> DebugFiles:
     if debug_directory is None:
         return DebugFiles()
-    rank = current_rank()
-    root = debug_directory / (f"graphex-rank_{rank}" if _is_distributed() else "graphex")
+    rank, size = rank_and_size()
+    root = debug_directory / (f"graphex-rank_{rank}" if size > 1 or _is_distributed() else "graphex")
     root.mkdir(parents=True, exist_ok=True)
     _log_to(root / "debug.log")
     return DebugFiles(root)

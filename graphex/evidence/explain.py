@@ -24,8 +24,10 @@ from graphex.errors import InputError, did_you_mean
 from graphex.evidence.kernels import KernelRow, kernel_rows
 from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
+from graphex.folders import path_of_rank, write_named
 from graphex.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote
+from graphex.torch_private.distributed import without_reducing
 from graphex.torch_private.dynamo import room_to_recompile
 from graphex.torch_private.trees import pytree
 
@@ -100,17 +102,20 @@ class Report:
         return "\n".join(sentence["text"] for sentence in self._data()["summary"])
 
     def save(self, path: str | Path) -> Path:
-        """Write the report: as a page for a browser (`.html`), or as the data behind it (`.json`)."""
+        """Write the report: as a page for a browser (`.html`), or as the data behind it (`.json`). Returns its path.
+
+        Where there are several ranks, the rank goes into the name.
+        """
         from graphex.evidence.report.page import write_page
 
-        target = Path(path)
+        target = path_of_rank(Path(path))
         if target.suffix not in (".html", ".json"):
             raise InputError(f"save writes .html or .json, got '{target.name}'; write save('report.html').")
         if not target.parent.is_dir():
             raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
         if target.suffix == ".html":
             return write_page(self._data(), target)
-        target.write_text(json.dumps(self._data()))
+        write_named(target, json.dumps(self._data()))
         return target
 
     def _data(self) -> dict[str, Any]:
@@ -170,7 +175,8 @@ def _call(model: Callable[..., Any], inputs: Any, seed: int) -> Any:
     copies = clone_together(flat)
     args, kwargs = pytree.tree_unflatten(copies, spec)
     torch.manual_seed(seed)
-    result = model(*args, **kwargs)
+    with without_reducing(getattr(model, "_orig_mod", model)):
+        result = model(*args, **kwargs)
     differentiable = [
         leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]

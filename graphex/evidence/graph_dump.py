@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis import node_line
 from graphex.compilation import Compilation, readable
-from graphex.records import current_rank
+from graphex.folders import rank_and_size, write_text
 
 _DTYPES = {
     torch.float32: "DT_FLOAT",
@@ -58,14 +58,15 @@ def dump_graph(compilation: Compilation, gm: GraphModule, graph_name: str, momen
         text = _WRITERS[kind](gm)
         folder = Path(compilation.config.graph_dump_path)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{_file_name(graph_name, moment)}.{kind}").write_text(text)
+        write_text(folder / f"{_file_name(graph_name, moment)}.{kind}", text)
     except Exception as error:
         compilation.fall_back(graph_name, f"the graph is not dumped as {kind}", error)
 
 
 def _file_name(graph_name: str, moment: str) -> str:
-    rank = f"_rank_{rank}" if (rank := current_rank()) else ""
-    return f"graph_{re.sub(r'[^0-9A-Za-z]+', '_', graph_name).strip('_')}_{moment}{rank}"
+    rank, _ = rank_and_size()
+    name = f"graph_{re.sub(r'[^0-9A-Za-z]+', '_', graph_name).strip('_')}_{moment}"
+    return f"{name}_rank_{rank}" if rank else name
 
 
 def as_python(gm: GraphModule) -> str:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from graphex.evidence.dump import DebugFiles
 from graphex.evidence.output_code import bindings_text
+from graphex.folders import write_text
 from graphex.runtime.codegen import generate
 
 LARGEST_INPUTS = 16 * 2**20  # bytes of inputs that are still put into the script
@@ -77,7 +78,7 @@ def write_repro(
     text = _SCRIPT.format(
         name=name, problem=problem, before=_function(before), after=_function(after), inputs=_inputs(args)
     )
-    path.write_text(text)
+    write_text(path, text)
     return path
 
 

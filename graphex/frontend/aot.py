@@ -30,6 +30,7 @@ from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
 from graphex.torch_private.aot import (
     aot_module_simplified,
+    counted,
     default_partition,
     is_autocast_on,
     min_cut_rematerialization_partition,
@@ -103,16 +104,17 @@ def _aot(
         handovers.append(Handover(program))
         return handovers[-1]
 
-    compiled: Compiled = aot_module_simplified(
-        gm,
-        example_inputs,
-        fw_compiler=compiler("forward"),
-        bw_compiler=_untraced(compiler("backward")),
-        inference_compiler=compile_inference,
-        partition_fn=functools.partial(_partition, compilation=compilation),
-        decompositions=decompositions(custom_decompositions),
-        keep_inference_input_mutations=True,
-    )
+    with counted():
+        compiled: Compiled = aot_module_simplified(
+            gm,
+            example_inputs,
+            fw_compiler=compiler("forward"),
+            bw_compiler=_untraced(compiler("backward")),
+            inference_compiler=compile_inference,
+            partition_fn=functools.partial(_partition, compilation=compilation),
+            decompositions=decompositions(custom_decompositions),
+            keep_inference_input_mutations=True,
+        )
     if len(handovers) == 1:
         return handovers[0].around(compiled)
     return _with_tangents(compiled, gm, compilation) if trains else compiled
@@ -180,9 +182,10 @@ def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
     def as_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         return gm.forward
 
-    compiled: Compiled = aot_module_simplified(
-        gm, example_inputs, fw_compiler=as_is, bw_compiler=_untraced(as_is), keep_inference_input_mutations=True
-    )
+    with counted():
+        compiled: Compiled = aot_module_simplified(
+            gm, example_inputs, fw_compiler=as_is, bw_compiler=_untraced(as_is), keep_inference_input_mutations=True
+        )
     return compiled
 
 

@@ -202,7 +202,7 @@ def _tuner() -> Tuner:
     index = torch.cuda.current_device()
     if index not in _tuners:
         name = torch.cuda.get_device_name(index)
-        _tuners[index] = Tuner(Store(conditions(name)), shipped(name), seconds_on_device)
+        _tuners.setdefault(index, Tuner(Store(conditions(name)), shipped(name), seconds_on_device))
     return _tuners[index]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -16,6 +17,7 @@ from torch._guards import TracingContext
 
 __all__ = [
     "aot_module_simplified",
+    "counted",
     "default_partition",
     "is_autocast_on",
     "is_compiled_ahead",
@@ -49,6 +51,19 @@ def register_as_serializable(kind: type) -> None:
             return
         except (ImportError, AttributeError):  # a torch that keeps it elsewhere, or has no aot_compile
             continue
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """Count a call of AOTAutograd as torch's own backends do: DDPOptimizer learns from the count that there was one."""
+    counts = counters["aot_autograd"]
+    counts["total"] += 1
+    try:
+        yield
+    except Exception:
+        counts["not_ok"] += 1
+        raise
+    counts["ok"] += 1
 
 
 def static_input_indices() -> tuple[int, ...]:

@@ -1,7 +1,9 @@
-"""Dynamo: who is compiling, how errors reach the user, where debug files go."""
+"""Dynamo: which backend is compiling, how errors reach the user, where debug files go, how names are registered."""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch._dynamo
 import torch._dynamo.config
-from torch._dynamo.backends.registry import register_backend
+from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
@@ -18,13 +20,16 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, flatten_graph_inputs, get_debug_dir
 from torch._guards import CompileContext
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 
 from graphex.errors import GraphexError
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
+    "allow_registering_again",
     "backend_of",
     "cached_backends_equal_to",
+    "called_by",
     "code_of",
     "compile_id",
     "compile_stage",
@@ -35,7 +40,6 @@ __all__ = [
     "disable",
     "flatten_graph_inputs",
     "input_sources",
-    "is_graphex",
     "is_whole",
     "register_backend",
     "room_to_recompile",
@@ -43,6 +47,42 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_registering = threading.RLock()
+
+
+def register_backend(compiler_fn: Callable[..., Any], name: str) -> None:
+    """Make a backend known to torch.compile by name. The same one under the same name again is as good as once."""
+    with _registering:
+        if registry._COMPILER_FNS.get(name) is not compiler_fn:
+            registry.register_backend(compiler_fn, name=name)
+
+
+def allow_registering_again(name: str) -> None:
+    """Let threads that use a backend for the first time together all register it by its entry point.
+
+    torch looks a name up, loads its entry point and registers what it found, without a lock: all threads but one would
+    fail with "duplicate name". They are past the lookup when the backend is loaded, so all that can still be changed is
+    the table in which torch looks whether the name is taken.
+    """
+    with _registering:
+        table = getattr(registry, "_COMPILER_FNS", None)
+        if type(table) is dict:  # else it is one of these, or this torch keeps its backends in another way
+            registry._COMPILER_FNS = _Backends(table)
+            registry._COMPILER_FNS.update(table)  # another backend may have been registered in between
+        if isinstance(registry._COMPILER_FNS, _Backends):
+            registry._COMPILER_FNS.free.add(name)
+
+
+class _Backends(dict[str, Any]):
+    """torch's table of backends, with names that are never taken: a lookup loads their entry point every time."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        super().__init__(table)
+        self.free: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name not in self.free and super().__contains__(name)
 
 
 def disable(fn: F, reason: str) -> F:
@@ -131,16 +171,22 @@ def compiled_ahead(compiled: object) -> object:
     return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
 
 
-def is_graphex(backend: object) -> bool:
-    """Whether a backend object calls something of ours, by whatever name."""
-    return bool(getattr(getattr(backend, "compiler_fn", backend), "is_graphex", False))
+def called_by(backend: object) -> object:
+    """The function or object that was given to `torch.compile` as its backend, or a `functools.partial` of it."""
+    called = getattr(backend, "compiler_fn", backend)
+    while isinstance(called, functools.partial):
+        called = called.func
+    return called
 
 
 def code_of(compiled: object) -> CodeType | None:
     """The code object of the user's function behind a compiled one."""
-    if _compiled_in_place(compiled) is not compiled:
-        compiled = getattr(compiled, "forward", None)
-    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    if isinstance(compiled, torch.nn.Module):
+        original = getattr(compiled, "_orig_mod", compiled).forward
+    else:
+        original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    if isinstance(wrapper := getattr(original, "__self__", None), DistributedDataParallel):
+        original = wrapper.module.forward  # Dynamo does not compile DDP's own forward
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
 
@@ -169,12 +215,17 @@ def debug_directory() -> Path | None:
 
 
 def _innermost(callback: Any) -> object:
+    """The object that `torch.compile` made. DDPOptimizer, which cuts graphs at DDP's buckets, stands before it."""
     backend: object = innermost_backend(callback)
+    while (behind := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
+        backend = innermost_backend(behind)
     return backend
 
 
 def _compiled_in_place(compiled: object) -> object:
     """`module.compile()` returns nothing: the module keeps what `torch.compile` returned."""
+    if isinstance(compiled, DistributedDataParallel) and compiled._compiled_call_impl is None:
+        compiled = compiled.module
     inner = compiled._compiled_call_impl if isinstance(compiled, torch.nn.Module) else None
     return compiled if inner is None else inner
 

@@ -40,8 +40,12 @@ class Film:
         self._input_names: dict[str, list[str]] = {}
 
     def name_inputs(self, compile_id: str, names: list[str]) -> None:
-        """Take note of what the user calls the inputs of the graphs of one compilation."""
-        self._input_names[compile_id] = names
+        """Take note of what the user calls the inputs of the graphs of one compilation.
+
+        DDP's buckets are several graphs of one compilation: which inputs a backward's are is not known then.
+        """
+        if self._input_names.setdefault(compile_id, names) != names:
+            self._input_names[compile_id] = []
 
     def take(self, graph_name: str, graph: Graph, aliases: Aliases) -> None:
         """A picture of the graph as it stands."""

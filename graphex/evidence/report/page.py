@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from graphex.errors import InputError
+from graphex.folders import write_named
 
 _ASSETS = files("graphex.evidence.report") / "assets"
 _LIBRARIES = ("vendor/dagre.min.js", "vendor/cytoscape.min.js")
@@ -78,7 +79,7 @@ def escaped_json(data: object) -> str:
 
 
 def write_page(data: dict[str, Any], path: Path) -> Path:
-    path.write_text(page(data), encoding="utf-8")
+    write_named(path, page(data))
     return path
 
 
