@@ -276,12 +276,11 @@ def _direction(tensor: torch.Tensor) -> torch.Tensor:
 def _copied(result: Any) -> Any:
     """A result that later calls do not change; an object that cannot be copied is handed over as it is."""
     tensors = [value for _, value in reached({"result": result}) if isinstance(value, torch.Tensor)]
-    copies = [each.requires_grad_(False) for each in clone_together(tensors)]
-    memo = dict(zip(map(id, tensors), copies, strict=True))
     try:
-        return copy.deepcopy(result, memo)
-    except Exception:  # locks, handles and the like
-        return pytree.tree_map(lambda leaf: memo.get(id(leaf), leaf), result)
+        copies = [each.requires_grad_(False) for each in clone_together(tensors)]
+        return copy.deepcopy(result, dict(zip(map(id, tensors), copies, strict=True)))
+    except Exception:  # locks, handles, kinds of tensors that cannot be cloned
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
 def _is_worse(found: Comparison, known: Comparison) -> bool:

@@ -10,6 +10,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,23 +97,15 @@ def _globals(function: types.FunctionType) -> Restorer:
 
 def _class(kind: type) -> Restorer:
     names = [name for name in vars(kind) if not name.startswith("__")] if is_open(kind) else []
-    return _names(vars(kind), names, lambda name, each: setattr(kind, name, each), lambda name: delattr(kind, name))
+    return _names(vars(kind), names, partial(setattr, kind), partial(delattr, kind))
 
 
 def _attributes(value: Any) -> Restorer:
-    """An object that became one of another class, as a lazy module does in its first call, stays what it is."""
-    kind, slots = type(value), slots_of(value)
     dictionary = getattr(value, "__dict__", None)
     sides = [] if dictionary is None else [_dict(dictionary)]
-    held = _Slots(value)
-    sides.append(_names(held, slots, lambda name, each: setattr(value, name, each), lambda name: delattr(value, name)))
-
-    def restore() -> None:
-        if type(value) is kind:
-            for side in sides:
-                side()
-
-    return restore
+    if slots := slots_of(value):
+        sides.append(_names(_Slots(value), slots, partial(setattr, value), partial(delattr, value)))
+    return lambda: [side() for side in sides]
 
 
 class _Slots:

@@ -106,24 +106,35 @@ class Parts:
 def parts_of(tensor: Tensor) -> Parts:
     """What a tensor is made of. The parts share its memory, except those of quantised and MKL-DNN tensors."""
     plain = tensor.detach()
-    if plain.is_meta or (type(plain) is not Tensor and not hasattr(plain, "__tensor_flatten__") and _is_hollow(plain)):
-        return Parts(why_not=f"a {_kind(plain)} has no values that can be read")
+    try:
+        return _taken_apart(plain)
+    except Exception as error:  # a subclass may refuse anything, and few ops know every kind of tensor
+        return Parts(why_not=f"a {type(plain).__name__} cannot be taken apart: {str(error).partition(chr(10))[0]}")
+
+
+def _taken_apart(plain: Tensor) -> Parts:
     if plain.is_nested:
         return _nested_parts(plain)
     if is_traceable_wrapper_subclass(plain):
         return _flattened(plain)
+    if plain.is_meta or (type(plain) is not Tensor and _is_hollow(plain)):
+        return Parts(why_not=f"a {type(plain).__name__} on {plain.device} has no values that can be read")
     if type(plain) is not Tensor:
         plain = plain.as_subclass(Tensor)
     if plain.layout in _SPARSE:
         found = {name: getattr(plain, name)() for name in _SPARSE[plain.layout]}
         return Parts(found, {"coalesced": plain.is_coalesced()} if plain.layout == torch.sparse_coo else {})
     if plain.is_quantized:
-        per_tensor = plain.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
-        facts = {name: getattr(plain, name)() for name in (_PER_TENSOR if per_tensor else _PER_CHANNEL)}
-        read = {name: value for name, value in facts.items() if isinstance(value, Tensor)}
-        plainer = {name: value for name, value in facts.items() if name not in read}
-        return Parts({"int_repr": plain.int_repr(), **read}, {"qscheme": str(plain.qscheme()), **plainer})
+        return _quantised_parts(plain)
     return Parts({"": plain if plain.layout == torch.strided else plain.to_dense()})
+
+
+def _quantised_parts(plain: Tensor) -> Parts:
+    per_tensor = plain.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    found = {name: getattr(plain, name)() for name in (_PER_TENSOR if per_tensor else _PER_CHANNEL)}
+    read = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    facts = {name: value for name, value in found.items() if name not in read}
+    return Parts({"int_repr": plain.int_repr(), **read}, {"qscheme": str(plain.qscheme()), **facts})
 
 
 def _nested_parts(nested: Any) -> Parts:
@@ -157,35 +168,30 @@ def _is_hollow(tensor: Tensor) -> bool:
         return tensor.layout == torch.strided
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{type(tensor).__name__} on {tensor.device}" if tensor.is_meta else type(tensor).__name__
-
-
 # -- differences -----------------------------------------------------------------------------------------------------
 
 
-def mismatch(found: Tensor, original: Tensor, *, requires_grad: bool = False) -> str:
-    """In what the tensors are of different kinds, whatever their values; empty if in nothing that a caller sees."""
-    for what, ours, theirs in _traits(found, original, requires_grad):
-        if ours != theirs:
-            return f"{what} {ours} instead of {theirs}"
+def traits(tensor: Tensor) -> dict[str, Any]:
+    """What a caller sees of a tensor beside its values."""
+    found: dict[str, Any] = {
+        "class": type(tensor).__name__,
+        "layout": tensor.layout,
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+    }
+    if not tensor.is_nested:  # a ragged size is a symbol of its own each time
+        found["shape"] = tuple(tensor.shape)
+        if tensor.layout == torch.strided and tensor.numel():
+            found["strides"] = _steps(tensor)
+    return found
+
+
+def mismatch(found: dict[str, Any], original: dict[str, Any]) -> str:
+    """The first trait in which two tensors differ, whatever their values; empty if in none."""
+    for name, theirs in original.items():
+        if found.get(name) != theirs:
+            return f"{name} {found.get(name)} instead of {theirs}"
     return ""
-
-
-def _traits(found: Tensor, original: Tensor, requires_grad: bool) -> list[tuple[str, Any, Any]]:
-    pairs = [
-        ("class", type(found).__name__, type(original).__name__),
-        ("layout", found.layout, original.layout),
-        ("dtype", found.dtype, original.dtype),
-        ("device", found.device, original.device),
-    ]
-    if not (found.is_nested or original.is_nested):  # a ragged size is a symbol of its own each time
-        pairs.append(("shape", tuple(found.shape), tuple(original.shape)))
-        if found.layout == original.layout == torch.strided and found.shape == original.shape and found.numel():
-            pairs.append(("strides", _steps(found), _steps(original)))
-    if requires_grad:
-        pairs.append(("requires_grad", found.requires_grad, original.requires_grad))
-    return pairs
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:
@@ -241,11 +247,11 @@ def difference(found: Any, original: Any, exact: Any | None) -> tuple[str, float
         return ("" if same_value(found, original) else f"{found!r} instead of {original!r}"), 0.0
     if not isinstance(found, Tensor):
         return f"a {type(found).__name__} instead of a tensor", 0.0
-    if wrong := mismatch(found, original):
+    if wrong := mismatch(traits(found), traits(original)):
         return wrong, 0.0
     ours, theirs = parts_of(found), parts_of(original)
-    if theirs.why_not:
-        return theirs.why_not, UNKNOWN
+    if why := theirs.why_not or ours.why_not:
+        return why, UNKNOWN
     truths = parts_of(exact).tensors if isinstance(exact, Tensor) else {}
     if ours.tensors.keys() != theirs.tensors.keys() or not same_facts(ours, theirs):
         return f"{type(found).__name__} is made of other parts", INFINITE

@@ -15,11 +15,12 @@ import sys
 import types
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from graphex.evidence.reach import CLOSED, Again, is_looked_into, is_value, reached, shown
@@ -27,6 +28,7 @@ from graphex.evidence.restoring import Memory, Restorer, restorers, tensor_resto
 from graphex.evidence.tensors import (
     INFINITE,
     UNKNOWN,
+    Parts,
     address,
     clone_together,
     gap,
@@ -36,6 +38,7 @@ from graphex.evidence.tensors import (
     same_facts,
     same_value,
     shared_address,
+    traits,
 )
 
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType, types.CellType)
@@ -63,11 +66,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SeenTensor:
-    """A copy of a tensor as a call left it, and the path of what it shares memory with (its own, if nothing)."""
+    """A tensor as a call left it, on copies, and the path of what it shares memory with (its own, if nothing)."""
 
-    copy: Tensor
-    kind: type
-    device: torch.device
+    traits: dict[str, Any]
+    parts: Parts
     owner: str
 
 
@@ -102,12 +104,15 @@ class Snapshot:
         self._held: set[int] = set()
         self.leaves: dict[str, Tensor] = {}  # those that take a gradient
         self.generators: list[torch.Generator] = []
+        staying: set[int] = set()
         for path, value in reached(roots):
+            if isinstance(value, LazyModuleMixin):  # the first call makes a module of another class out of it
+                staying |= {id(value), *map(id, vars(value).values())}
             if isinstance(value, torch.Generator):
                 self.generators.append(value)
             elif isinstance(value, Tensor):
                 self._hold(path, value)
-            else:
+            elif id(value) not in staying:
                 self._restorers += restorers(value)
 
     def _hold(self, path: str, tensor: Tensor) -> None:
@@ -179,9 +184,9 @@ def _seen_tensor(path: str, tensor: Tensor, copies: dict[int, Tensor], owners: d
         return SeenOpaque(tensor)
     begin = shared_address(tensor)
     owner = owners.setdefault(begin, path) if begin else path
-    plain = tensor.detach()
-    (copy,) = clone_together([tensor], copies) if not parts_of(plain).why_not else [plain]
-    return SeenTensor(copy, type(tensor), tensor.device, owner)
+    found = parts_of(tensor)
+    kept = dict(zip(found.tensors, clone_together(list(found.tensors.values()), copies), strict=True))
+    return SeenTensor(traits(tensor) | {"requires_grad": tensor.requires_grad}, replace(found, tensors=kept), owner)
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
@@ -225,27 +230,16 @@ def _difference(found: Any, original: Any) -> tuple[str, float]:
 
 
 def _tensor_difference(found: SeenTensor, original: SeenTensor) -> tuple[str, float]:
-    if found.kind is not original.kind:
-        return f"a {found.kind.__name__} instead of a {original.kind.__name__}", INFINITE
-    if found.device != original.device:
-        return f"on {found.device} instead of {original.device}", INFINITE
-    ours, theirs = found.copy, original.copy
-    if ours.device != theirs.device:  # one copy had to go to the host
-        ours, theirs = ours.cpu(), theirs.cpu()
-    if wrong := mismatch(ours, theirs, requires_grad=True):
+    if wrong := mismatch(found.traits, original.traits):
         return wrong, INFINITE
     if found.owner != original.owner:
         return f"shares the memory of {found.owner}; in eager that of {original.owner}", INFINITE
-    return _values_difference(ours, theirs)
-
-
-def _values_difference(found: Tensor, original: Tensor) -> tuple[str, float]:
-    ours, theirs = parts_of(found), parts_of(original)
+    ours, theirs = found.parts, original.parts
     if why := theirs.why_not or ours.why_not:
         return why, UNKNOWN
     shapes = [{name: part.shape for name, part in each.tensors.items()} for each in (ours, theirs)]
     if shapes[0] != shapes[1] or not same_facts(ours, theirs):
-        return f"a {type(found).__name__} that is made of other parts", INFINITE
+        return f"a {found.traits['class']} that is made of other parts", INFINITE
     worst = max((gap(ours.tensors[name], part) for name, part in theirs.tensors.items()), default=0.0)
     return (f"values differ by up to {worst:.3g}" if worst else ""), worst
 
