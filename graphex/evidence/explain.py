@@ -10,7 +10,6 @@ report.save("report.html")          # the graphs, pass by pass, in one file for 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +29,7 @@ from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
 from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
 from graphex.pipeline import rule_names
-from graphex.records import Journal, NearMiss, Refused, Rewrote
+from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile
 from graphex.torch_private.trees import pytree
 
@@ -124,17 +123,15 @@ class Report:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """JSON has no infinity and no NaN: these are words there."""
-        worst = self.worst_difference
         return {
             "calls": self.calls,
-            "worst_difference": worst if math.isfinite(worst) else str(worst),
+            "worst_difference": self.worst_difference,
             "differences": list(self.differences),
             "not_compared": [asdict(each) for each in self.not_compared],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+        return json_text(self.to_dict(), indent=indent)
 
     def summary(self) -> str:
         """What happened, in a few sentences."""
@@ -151,7 +148,7 @@ class Report:
             raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
         if target.suffix == ".html":
             return write_page(self._data(), target)
-        target.write_text(json.dumps(self._data()))
+        target.write_text(json_text(self._data()))
         return target
 
     def _data(self) -> dict[str, Any]:
