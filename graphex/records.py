@@ -10,6 +10,7 @@ Compile time is recorded completely. Run time only counts (`Journal.counts`), so
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -358,8 +359,24 @@ class Journal:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+        return json_text(self.to_dict(), indent=indent)
 
     def __repr__(self) -> str:
         kinds = Counter(record.kind for record in self.records)
         return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
+
+
+def json_text(data: object, **layout: Any) -> str:
+    """JSON that every parser reads: infinities and NaNs, which it has no numbers for, are the words inf and nan."""
+    try:
+        return json.dumps(data, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_in_words(data), allow_nan=False, **layout)
+
+
+def _in_words(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _in_words(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_in_words(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

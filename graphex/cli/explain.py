@@ -6,14 +6,22 @@ import ast
 import contextlib
 import runpy
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from graphex.cli.output import json_option, print_json, print_sentences, waiting
+from graphex.cli.output import (
+    check_output,
+    json_option,
+    output_path,
+    print_json,
+    print_sentences,
+    print_trace,
+    waiting,
+    why_not_written,
+)
 from graphex.config import options_of
 from graphex.folders import path_of_rank
 from graphex.records import Journal
@@ -29,7 +37,7 @@ _LISTS = frozenset(option.name for option in options_of() if isinstance(option.d
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=output_path,
     default=Path("report.html"),
     help="Where to write the report.",
 )
@@ -57,14 +65,12 @@ def explain(
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
     options = dict(map(_setting, settings))
     page = output.absolute()  # the script may go to another directory
-    if not page.parent.is_dir():
-        raise click.UsageError(f"'{output.parent}' is no directory. Make it first, or give another --output.")
+    check_output(page)
     with waiting(f"running {script.name}") as say, watching(options, lambda journal: say(_told(journal))) as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)
-    if watch.journals:
-        write_page(data, path_of_rank(page))
-    written = str(path_of_rank(output)) if watch.journals else None
+    unwritten = why_not_written(lambda: write_page(data, path_of_rank(page))) if watch.journals else ""
+    written = str(path_of_rank(output)) if watch.journals and not unwritten else None
     if as_json:
         told = {"script": str(script), "problem": problem, "report": written, "summary": data["summary"]}
         print_json(told | {"journals": [journal.to_dict() for journal in watch.journals]})
@@ -76,9 +82,11 @@ def explain(
         print_sentences(data["summary"])
         if written:
             click.echo(f"\nreport: {written}")
-        elif not problem:
+        elif not (problem or unwritten):
             click.echo('Compile something in it: torch.compile(model, backend="graphex").', err=True)
-    sys.exit(1 if problem else 0 if watch.journals else NOTHING)
+    if unwritten:
+        click.echo(f"'{output}' cannot be written: {unwritten}. Give another --output.", err=True)
+    sys.exit(1 if problem or unwritten else 0 if watch.journals else NOTHING)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -108,7 +116,7 @@ def _run(script: Path, arguments: tuple[str, ...], out: Any) -> str:
     except SystemExit as end:
         return "" if end.code in (None, 0) else f"it exited with {end.code}"
     except Exception as error:
-        _print_trace(error, script)
+        print_trace(error, script)
         from graphex.compilation import one_line
 
         return one_line(error)
@@ -124,11 +132,3 @@ def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = kept_arguments, kept_path
-
-
-def _print_trace(error: Exception, script: Path) -> None:
-    """The traceback from the script on: how it came to be run is of no interest to anybody."""
-    frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).name != script.name:
-        frames = frames.tb_next
-    click.echo("".join(traceback.format_exception(error.with_traceback(frames))), err=True)

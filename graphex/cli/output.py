@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,10 +18,46 @@ from rich.table import Table
 from rich.text import Text
 
 from graphex.evidence.tables import WIDTH
+from graphex.records import json_text
 
 MARKS = {"good": ("✓", "green"), "bad": ("!", "yellow"), "plain": ("·", "dim")}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+output_path = click.Path(dir_okay=False, path_type=Path)
+
+
+def check_output(path: Path) -> None:
+    """Refuse a path that cannot be written, before the work whose result it is for."""
+    if not path.parent.is_dir():
+        raise click.UsageError(f"'{path.parent}' is no directory. Make it first, or give another --output.")
+    target = Path(os.path.realpath(path))
+    try:
+        if is_new := not target.exists():
+            target.touch()
+            target.unlink()
+    except OSError as error:
+        raise click.UsageError(f"'{path}' cannot be written: {error.strerror}. Give another --output.") from error
+    if not is_new and not (os.access(target, os.W_OK) and os.access(target.parent, os.W_OK)):
+        raise click.UsageError(f"'{path}' cannot be written: permission denied. Give another --output.")
+
+
+def why_not_written(write: Callable[[], object]) -> str:
+    """Write something; what stood in the way, or nothing."""
+    try:
+        write()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def print_trace(error: BaseException, script: Path) -> None:
+    """The traceback of a script from its own first line on: how it came to be run is of no interest to anybody."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).name != script.name:
+        frames = frames.tb_next
+    click.echo("".join(traceback.format_exception(error.with_traceback(frames))), err=True)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -29,7 +67,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(data: object) -> None:
-    click.echo(json.dumps(data, indent=2))
+    click.echo(json_text(data, indent=2))
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:

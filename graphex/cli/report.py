@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from graphex.cli.output import json_option, print_json, print_sentences
+from graphex.cli.output import check_output, json_option, output_path, print_json, print_sentences, why_not_written
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -44,7 +44,7 @@ def open_report(path: Path, as_json: bool) -> None:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=output_path,
     default=Path("difference.html"),
     help="Where to write the page that shows the difference.",
 )
@@ -58,12 +58,14 @@ def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     from graphex.evidence.report.compare import compare, has_losses
     from graphex.evidence.report.page import read_data, write_page
 
+    check_output(output)
     old, new = read_data(before), read_data(after)
     for path, data in ((before, old), (after, new)):
         if data["kind"] != "report":
             raise InputError(f"'{path}' is a comparison. Give the two reports it was made from.")
     difference = compare(old, new)
-    write_page(difference, output)
+    if unwritten := why_not_written(lambda: write_page(difference, output)):
+        raise click.ClickException(f"'{output}' cannot be written: {unwritten}. Give another --output.")
     if as_json:
         print_json({**difference, "page": str(output)})
     else:

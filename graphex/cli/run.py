@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import traceback
 from pathlib import Path
 
 import click
@@ -29,7 +28,8 @@ def run(device: str | None, script: str, arguments: tuple[str, ...]) -> None:
     """
     if device is not None:
         os.environ["GRAPHEX_NPU"] = device  # processes that the script starts get it too
-    from graphex.errors import GraphexError, InputError
+    from graphex.cli.output import print_trace
+    from graphex.errors import InputError
 
     try:
         import graphex.ascend  # noqa: F401
@@ -39,8 +39,8 @@ def run(device: str | None, script: str, arguments: tuple[str, ...]) -> None:
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
-    except GraphexError as error:  # the script's own, and not about how this command was used
-        traceback.print_exception(error)
+    except Exception as error:  # the script's own, and not about how this command was used
+        print_trace(error, Path(script))
         raise SystemExit(1) from error
 
 

@@ -6,7 +6,8 @@ and with `force_eager` every input and output of every node, for comparison with
 
     <data_dump_dir>/worldsizeW_global_rankR/graph_<n>/<step>/<node>-<target>.{INPUT|OUTPUT}.<i>[.<j>].<time>.npy
 
-bfloat16 is saved as float32 there, because NumPy has no such type.
+Types that NumPy has not are saved as wider ones there: bfloat16 and float8 as float32, complex32 as complex64; two
+float4 in a byte stay the byte. A tensor that is no plain one is saved part by part (`...indices.<time>.npy`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.config import CompilerConfig
 from graphex.errors import GraphexError
+from graphex.evidence.tensors import numbers, parts_of
 from graphex.folders import rank_and_size, written_whole
 from graphex.runtime.codegen import Boxed
 
@@ -117,7 +119,13 @@ class _NumpySaver:
             for part, tensor in parts:
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                plain = tensor.detach().cpu()
-                array = (plain.float() if plain.dtype == torch.bfloat16 else plain).resolve_conj().resolve_neg().numpy()
                 place = str(index) if part is None else f"{index}.{part}"
-                numpy.save(self._directory / f"{node.name}-{target}.{direction}.{place}.{time.time_ns()}.npy", array)
+                for name, plain in parts_of(tensor).tensors.items():
+                    stem = ".".join(filter(None, (f"{node.name}-{target}", direction, place, name.strip("_[]"))))
+                    numpy.save(self._directory / f"{stem}.{time.time_ns()}.npy", _array(plain.cpu()))
+
+
+def _array(plain: torch.Tensor) -> Any:
+    """The values for NumPy, which has float16, and the wide types."""
+    known = plain.dtype == torch.float16
+    return (plain.resolve_neg() if known else numbers(plain)).numpy()

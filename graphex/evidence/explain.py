@@ -9,27 +9,37 @@ report.save("report.html")          # the graphs, pass by pass, in one file for 
 
 from __future__ import annotations
 
-import json
+import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
 from graphex.backend import get_backend
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.kernels import KernelRow, kernel_rows
+from graphex.evidence.random_state import RandomState
+from graphex.evidence.reach import reached
 from graphex.evidence.report.film import Film
 from graphex.evidence.tensors import clone_together
+from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
 from graphex.folders import path_of_rank, write_named
 from graphex.pipeline import rule_names
-from graphex.records import Journal, NearMiss, Refused, Rewrote
+from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.distributed import without_reducing
 from graphex.torch_private.dynamo import room_to_recompile
 from graphex.torch_private.trees import pytree
+
+_OP = re.compile(r"(\w+)\.\w+\.\w+")
+_WRAPPER = "auto_functionalized"  # its first argument is the op
+_KNOWN = (
+    PURE_NAMESPACES | COLLECTIVE_NAMESPACES | {"streams", "higher_order", "quantized", "inductor", "fsdp", "mkldnn"}
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,14 @@ class Report:
     """What `explain` found. Prints as tables, serialises to JSON, and keeps both results for comparison."""
 
     def __init__(
-        self, name: str, journal: Journal, rules: Collection[str], outputs: Any, eager_outputs: Any, calls: int
+        self,
+        name: str,
+        journal: Journal,
+        rules: Collection[str],
+        outputs: Any,
+        eager_outputs: Any,
+        calls: int,
+        comparison: Comparison,
     ) -> None:
         self.name = name
         self.journal = journal
@@ -57,6 +74,7 @@ class Report:
         self.outputs = outputs
         self.eager_outputs = eager_outputs
         self.calls = calls
+        self._comparison = comparison
 
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; a rule that found nothing has an empty one."""
@@ -81,21 +99,41 @@ class Report:
 
     @property
     def worst_difference(self) -> float:
-        """The largest difference between a result of eager and the same result compiled."""
-        pairs = zip(pytree.tree_leaves(self.outputs), pytree.tree_leaves(self.eager_outputs), strict=True)
-        return max((_difference(ours, theirs) for ours, theirs in pairs), default=0.0)
+        """The largest difference between what a caller sees of eager and of a compiled call.
+
+        Infinite where something is of another kind (a shape, an alias, a missing item), and NaN where nothing is known
+        to be different but a value could not be compared: 0.0 means that everything else than `not_compared` is equal.
+        """
+        return self._comparison.worst
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What is different from eager, one sentence each: results, arguments, state of the model, gradients."""
+        return self._comparison.differences
+
+    @property
+    def not_compared(self) -> tuple[NotCompared, ...]:
+        """What a caller can see and `explain` could not compare, with the reason."""
+        return self._comparison.not_compared
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.name,
-            "calls": self.calls,
-            "worst_difference": self.worst_difference,
+            **self._facts(),
             "kernels": [asdict(row) for row in self.kernels],
             **self.journal.to_dict(),
         }
 
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "calls": self.calls,
+            "worst_difference": self.worst_difference,
+            "differences": list(self.differences),
+            "not_compared": [asdict(each) for each in self.not_compared],
+        }
+
     def to_json(self, indent: int | None = 2) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+        return json_text(self.to_dict(), indent=indent)
 
     def summary(self) -> str:
         """What happened, in a few sentences."""
@@ -115,21 +153,25 @@ class Report:
             raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
         if target.suffix == ".html":
             return write_page(self._data(), target)
-        write_named(target, json.dumps(self._data()))
+        write_named(target, json_text(self._data()))
         return target
 
     def _data(self) -> dict[str, Any]:
         from graphex.evidence.report.model import report_data
 
-        difference = self.worst_difference
-        worst = difference if math.isfinite(difference) else str(difference)
-        return report_data(self.name, [self.journal], calls=self.calls, worst_difference=worst)
+        return report_data(self.name, [self.journal], **self._facts())
 
     def __str__(self) -> str:
         from graphex.evidence.tables import printed
 
         title = f"graphex explain: {self.name}   {self.calls} calls, largest difference from eager"
-        return printed(f"{title} {self.worst_difference:.3g}", self.journal)
+        tables = printed(f"{title} {self.worst_difference:.3g}", self.journal)
+        return "\n".join([tables, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        """What is different from eager and what was not compared, below the tables."""
+        groups = (("different from eager", self.differences), ("not compared with eager", self.not_compared))
+        return [line for title, found in groups if found for line in ("", title, *(f"  {each}" for each in found))]
 
     __repr__ = __str__
 
@@ -142,10 +184,31 @@ def explain(
     options: Any = None,
     calls: int = 3,
 ) -> Report:
-    """Compile `model`, call it `calls` times on copies of the inputs, and report.
+    """Compile `model`, call it `calls` times from one state, compare each call with eager, and report.
 
-    The model's buffers and gradients are left as they were. With gradients enabled, the backward is compiled too.
+    The calls work on copies of the inputs. Everything that the model keeps and can write (parameters, buffers,
+    gradients, attributes, caches in lists and dictionaries, closures) is as it was afterwards. With gradients enabled,
+    the backward is compiled and compared too.
     """
+    _check(model, args, kwargs, calls)
+    model = getattr(model, "_orig_mod", model)
+    backend = get_backend(options)
+    backend.journal.film = Film()
+    compiled = torch.compile(model, backend=backend)
+    subject = _Subject(model, (tuple(args), dict(kwargs or {})))
+    eager, eager_outputs = subject.call(model)
+    worst, outputs = Comparison(), None
+    with room_to_recompile():
+        for number in range(calls):
+            seen, result = subject.call(compiled)
+            found = compare(seen, eager)
+            if not number or _is_worse(found, worst):
+                worst, outputs = found, result
+    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.film))
+    return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
+
+
+def _check(model: Any, args: Any, kwargs: Any, calls: Any) -> None:
     if not callable(model):
         raise InputError(f"explain takes a module or a function, got {type(model).__name__}.")
     if not isinstance(args, (tuple, list)):
@@ -154,72 +217,86 @@ def explain(
         raise InputError(f"kwargs must be a dictionary of the model's keyword arguments, got {type(kwargs).__name__}.")
     if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
         raise InputError(f"calls must be a positive number, got {calls!r}.")
-    model = getattr(model, "_orig_mod", model)
-    backend = get_backend(options)
-    backend.journal.film = Film()
-    compiled = torch.compile(model, backend=backend)
-    inputs = (tuple(args), dict(kwargs or {}))
-    with _restored(model), torch.random.fork_rng(devices=_devices(inputs)):
-        seed = torch.initial_seed()
-        eager = _call(model, inputs, seed)
-    with _restored(model), torch.random.fork_rng(devices=_devices(inputs)), room_to_recompile():
-        outputs = _call(compiled, inputs, seed)
-        for _ in range(calls - 1):
-            _call(compiled, inputs, seed)
-    return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager, calls)
 
 
-def _call(model: Callable[..., Any], inputs: Any, seed: int) -> Any:
-    """One call on copies; where gradients flow, the backward too, without touching anybody's `.grad`."""
-    flat, spec = pytree.tree_flatten(inputs)
-    copies = clone_together(flat)
-    args, kwargs = pytree.tree_unflatten(copies, spec)
-    torch.manual_seed(seed)
-    with without_reducing(getattr(model, "_orig_mod", model)):
-        result = model(*args, **kwargs)
-    differentiable = [
-        leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
-    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    wanted = [leaf for leaf in [*parameters, *copies] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if differentiable and wanted:
-        loss = torch.stack([leaf.float().abs().sum() for leaf in differentiable]).sum()
-        torch.autograd.grad(loss, wanted, allow_unused=True)
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
+class _Subject:
+    """A model and its inputs, to be called again and again from the state in which they are now."""
+
+    def __init__(self, model: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self._model = model
+        self._flat, self._spec = pytree.tree_flatten(inputs)
+        objects = [leaf for leaf in self._flat if not isinstance(leaf, torch.Tensor)]
+        self._before = Snapshot({"model": model, "args": objects})
+        self._random = RandomState(self._before.generators)
+
+    def call(self, model: Callable[..., Any]) -> tuple[Observation, Any]:
+        """What can be seen of one call, and its result on copies; where gradients flow, with the backward."""
+        args, kwargs, leaves = self._inputs()
+        self._random.restore()
+        try:
+            with without_reducing(self._model):
+                result = model(*args, **kwargs)
+            gradients = _gradients(result, leaves)
+            roots = {"model": self._model, "args": args, "kwargs": kwargs, "result": result, "gradients": gradients}
+            return self._before.observe(roots), _copied(result)
+        finally:
+            self._before.restore()
+            self._random.restore()
+
+    def _inputs(self) -> tuple[Any, Any, dict[str, Any]]:
+        """Copies of the arguments, and everything that takes a gradient.
+
+        A tensor that shares the memory of the model is passed as it is: that memory is put back in any case.
+        """
+        apart = [leaf for leaf in self._flat if isinstance(leaf, torch.Tensor) and not self._before.holds(leaf)]
+        copies = dict(zip(map(id, apart), clone_together(apart), strict=True))
+        flat = [copies.get(id(leaf), leaf) for leaf in self._flat]
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        given = {f"argument {number}": leaf for number, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)}
+        wanted = {name: leaf for name, leaf in given.items() if leaf.requires_grad}
+        return args, kwargs, {**self._before.leaves, **wanted}
 
 
-@contextmanager
-def _restored(model: Callable[..., Any]) -> Iterator[None]:
-    """Put buffers and tensor attributes back as they were, contents included: a batch norm must not notice."""
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    places = [place for module in modules for place in (module._buffers, module.__dict__)]
-    held = [{name: value for name, value in place.items() if isinstance(value, torch.Tensor)} for place in places]
-    contents = [{name: value.detach().clone() for name, value in tensors.items()} for tensors in held]
+def _gradients(result: Any, leaves: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of everything that takes one, without touching anybody's `.grad`."""
+    tensors = [value for _, value in reached({"result": result}) if isinstance(value, torch.Tensor)]
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    if not (differentiable and leaves):
+        return {}
+    directions = [_direction(tensor) for tensor in differentiable]
+    found = torch.autograd.grad(differentiable, list(leaves.values()), directions, allow_unused=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _direction(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a gradient comes from: numbers that do not depend on the result, and under which few terms cancel."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout != torch.strided:
+        return torch.ones_like(tensor)
+    numbers = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device).cos()
+    return numbers.view(tensor.shape).to(tensor.dtype)
+
+
+def _copied(result: Any) -> Any:
+    """A result that later calls do not change; an object that cannot be copied is handed over as it is."""
+    tensors = [value for _, value in reached({"result": result}) if isinstance(value, torch.Tensor)]
     try:
-        yield
-    finally:
-        with torch.no_grad():
-            for place, tensors, values in zip(places, held, contents, strict=True):
-                place.update(tensors)
-                for name, tensor in tensors.items():
-                    tensor.detach().copy_(values[name])
+        copies = [each.requires_grad_(False) for each in clone_together(tensors)]
+        return copy.deepcopy(result, dict(zip(map(id, tensors), copies, strict=True)))
+    except Exception:  # locks, handles, kinds of tensors that cannot be cloned
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
-def _devices(inputs: Any) -> list[int]:
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
-    return sorted({tensor.get_device() for tensor in tensors})
+def _is_worse(found: Comparison, known: Comparison) -> bool:
+    order = [math.inf if math.isnan(each.worst) else each.worst for each in (found, known)]
+    return order[0] > order[1] or len(found.differences) > len(known.differences)
 
 
-def _difference(ours: Any, theirs: Any) -> float:
-    if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
-        return 0.0
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return float("inf")
-    if not ours.numel() or ours.layout != torch.strided:
-        return 0.0
-    gap = (ours.to(torch.complex128) - theirs.to(torch.complex128)).abs()
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    return float(gap.masked_fill(same, 0.0).nan_to_num(nan=float("inf")).max())
+def _kept_by_custom_ops(film: Film) -> tuple[NotCompared, ...]:
+    """The ops of the graphs that neither torch nor graphex defines: what one keeps for itself, nobody can look at."""
+    calls = {facts for reel in film.reels.values() for facts in reel.nodes if facts.op == "call_function"}
+    named = [_OP.match(facts.args if _WRAPPER in facts.target else facts.target) for facts in calls]
+    custom = sorted({found[0] for found in named if found and found[1] not in _KNOWN})
+    return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)
 
 
 def _name(model: Callable[..., Any]) -> str:

@@ -72,6 +72,8 @@ def _subgraph(name: str, gm: GraphModule) -> str:
 
 def _tensor(value: torch.Tensor) -> str:
     where = f"dtype={value.dtype}, device={str(value.device)!r}"
+    if "float4" in str(value.dtype):  # two numbers in a byte, which no list of numbers becomes
+        return f"{_tensor(value.view(torch.uint8))}.view({value.dtype})"
     if value.numel() <= SMALL and value.dtype not in (torch.complex32,):
         return f"torch.tensor({value.detach().cpu().tolist()!r}, {where})"
     return f"torch.zeros({tuple(value.shape)}, {where})  # too large to write out; the values are not the real ones"
@@ -88,7 +90,9 @@ def _example(node: Node) -> str:
         if 0 in size:
             extent = 0
         source = f"torch.rand({extent}, device={str(value.device)!r}).to({value.dtype})"
-        if not (value.is_floating_point() or value.is_complex()):
+        if "float4" in str(value.dtype):
+            source = f"torch.zeros({extent}, dtype=torch.uint8, device={str(value.device)!r}).view({value.dtype})"
+        elif not (value.is_floating_point() or value.is_complex()):
             source = f"torch.zeros({extent}, {where})"
         return f"torch.as_strided({source}, {size}, {stride})"
     if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):

@@ -50,6 +50,11 @@ def after_pass():
 {inputs}
 
 
+def values(tensor):
+    is_packed = "float4" in str(tensor.dtype)
+    return (tensor.view(torch.uint8) if is_packed else tensor).to(torch.complex128)
+
+
 if __name__ == "__main__":
     with torch.no_grad():
         given, given_again = example_inputs(), example_inputs()
@@ -60,7 +65,7 @@ if __name__ == "__main__":
     for kind, one, other in (("output", wanted, found), ("input", given, given_again)):
         for index, (a, b) in enumerate(zip(one, other)):
             if isinstance(a, torch.Tensor) and a.numel() and a.shape == b.shape:
-                gap = (a.to(torch.complex128) - b.to(torch.complex128)).abs().max().item()
+                gap = (values(a) - values(b)).abs().max().item()
                 print(kind, index, "largest difference:", gap)
             elif isinstance(a, torch.Tensor):
                 print(kind, index, "shapes:", tuple(a.shape), tuple(b.shape))
@@ -109,5 +114,10 @@ def _random(value: Any) -> str:
         return repr(value)
     size, stride = tuple(value.shape), tuple(value.stride())
     extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    kind = "randn" if value.is_floating_point() else "zeros"
-    return f"torch.{kind}({extent}, device={str(value.device)!r}).to({value.dtype}).as_strided({size}, {stride})"
+    where = f"{extent}, device={str(value.device)!r}"
+    filled = f"torch.randn({where}).to({value.dtype})"
+    if "float4" in str(value.dtype):  # nothing is converted to two numbers in a byte
+        filled = f"torch.randint(256, ({extent},), dtype=torch.uint8, device={str(value.device)!r}).view({value.dtype})"
+    elif not (value.is_floating_point() or value.is_complex()):
+        filled = f"torch.zeros({where}, dtype={value.dtype})"
+    return f"{filled}.as_strided({size}, {stride})"

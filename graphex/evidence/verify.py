@@ -20,6 +20,7 @@ from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.compilation import one_line
 from graphex.evidence.float64 import run_in_float64
+from graphex.evidence.random_state import RandomState
 from graphex.evidence.repro import write_repro
 from graphex.evidence.tensors import clone_together, difference, sharing
 from graphex.records import Verified
@@ -56,6 +57,7 @@ class Verdict:
     problem: str
     error: float
     reference: str
+    not_compared: tuple[str, ...] = ()
 
 
 def verifying_executable(
@@ -73,9 +75,7 @@ def verifying_executable(
         if not current and is_transformed():
             return executable(args)  # the next call that has tensors to compare is verified
         if not current:
-            state = _random_state()
             current.append(_Verification(original, runner, args).settle(executable, roll_back))
-            _set_random_state(state)
         return current[0](args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -87,24 +87,32 @@ class _Verification:
         self.runner = runner
         self.args = args
         self.versions = _versions(original, runner)
-        self.state = _random_state()
+        self.state = RandomState(value for value in args if isinstance(value, torch.Generator))
         self.constants = written_constants(original)
         self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # whose memory nobody sees
 
     def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
-        """The executable to use from now on."""
+        """The executable to use from now on. Random numbers go on from where they were before."""
         if reason := why_not_verified(self.versions[0].gm):
             self._record("refused", reason)
             return executable
-        worst, references = 0.0, set()
+        try:
+            return self._settle(executable, roll_back)
+        finally:
+            self.state.restore()
+
+    def _settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
+        worst, references, unknown = 0.0, set(), dict[str, None]()
         for segment in _segments(self.versions):
             is_last = segment[-1] is self.versions[-1]
             verdict, culprit = self._check(segment, compiled=is_last)
             references.add(verdict.reference)
+            unknown.update(dict.fromkeys(verdict.not_compared))
             worst = max(worst, verdict.error)
             if culprit is not None:
                 return self._blame(segment, culprit, verdict, roll_back)
-        self._record("equal", reference=", ".join(sorted(references)), worst_error=worst)
+        said = f"not compared: {'; '.join(unknown)}" if unknown else ""
+        self._record("equal", said, reference=", ".join(sorted(references)), worst_error=worst)
         return executable
 
     def _check(self, segment: list[Version], *, compiled: bool) -> tuple[Verdict, int | None]:
@@ -137,7 +145,7 @@ class _Verification:
         """Run on copies of the inputs, from the same random state each time."""
         inputs = clone_together(self.args)
         saved = [constant.clone() for constant in self.constants]
-        _set_random_state(self.state)
+        self.state.restore()
         with torch.no_grad():
             try:
                 outputs = pytree.tree_leaves(run(list(inputs)))
@@ -154,7 +162,7 @@ class _Verification:
         before = segment[place - 1].gm
         name = segment[place].pass_name if place < len(segment) else CODE_GENERATION
         after = segment[min(place, len(segment) - 1)].gm
-        _set_random_state(self.state)
+        self.state.restore()
         script = write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files)
         self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, str(script))
         self.runner.compilation.fall_back(
@@ -223,7 +231,7 @@ def _compare(
 ) -> Verdict:
     if len(found.outputs) != len(reference.outputs):
         return Verdict(f"{len(found.outputs)} outputs instead of {len(reference.outputs)}", 0.0, said)
-    worst = 0.0
+    worst, unknown = 0.0, []
     groups = (
         ("output", found.outputs, reference.outputs, exact),
         ("input", found.inputs, reference.inputs, exact_inputs if exact is not None else None),
@@ -232,21 +240,13 @@ def _compare(
         for index, (mine, original) in enumerate(zip(ours, theirs, strict=True)):
             true = truth[index] if truth is not None and index < len(truth) else None
             problem, error = difference(mine, original, true)
+            state = "" if what == "output" else ", as the graph leaves it"
+            if error != error:
+                unknown.append(f"{what} {index} ({problem})")
+                continue
             worst = max(worst, error)
             if problem:
-                state = "" if what == "output" else ", as the graph leaves it"
                 return Verdict(f"{what} {index}{state}: {problem}", error, said)
     if found.sharing != reference.sharing:
         return Verdict(f"outputs share memory as {found.sharing} instead of {reference.sharing}", worst, said)
-    return Verdict("", worst, said)
-
-
-def _random_state() -> list[torch.Tensor]:
-    state = [torch.get_rng_state()]
-    return state + (torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
-
-
-def _set_random_state(state: list[torch.Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
+    return Verdict("", worst, said, tuple(unknown))

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from graphex.errors import InputError
+from graphex.evidence.report.shape import KINDS, misfit
 from graphex.folders import write_named
+from graphex.records import json_text
 
 _ASSETS = files("graphex.evidence.report") / "assets"
 _LIBRARIES = ("vendor/dagre.min.js", "vendor/cytoscape.min.js")
@@ -74,7 +76,7 @@ def page(data: dict[str, Any]) -> str:
 
 def escaped_json(data: object) -> str:
     """JSON that may stand inside a script element: no `<` is left in it."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True)
+    text = json_text(data, separators=(",", ":"), ensure_ascii=True)
     return re.sub("[<>&]", lambda found: _ESCAPED[found[0]], text)
 
 
@@ -86,16 +88,23 @@ def write_page(data: dict[str, Any], path: Path) -> Path:
 def read_data(path: Path) -> dict[str, Any]:
     """The data of a report that was written before, from its HTML file or from JSON."""
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"'{path}' is no file. Give the path of a report.")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"'{path}' cannot be read: {error}. Give the path of a report.") from error
     found = _DATA.search(text)
     try:
         data = json.loads(found[1] if found else text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON; numbers and nesting beyond what Python reads
         data = None
-    if not isinstance(data, dict) or data.get("kind") not in ("report", "difference"):
+    if not isinstance(data, dict) or data.get("kind") not in [*KINDS]:
         raise InputError(f"'{path}' is not a report of graphex. Write one with `graphex explain SCRIPT`.")
+    if where := misfit(data, KINDS[data["kind"]]):
+        raise InputError(
+            f"'{path}' is not a whole report of this version of graphex ({where}). "
+            "Write it again with `graphex explain SCRIPT`."
+        )
     return data
 
 

@@ -32,6 +32,7 @@ _TITLES = {
 }
 _OURS = frozenset(rule for family in FUSIONS for rule in family.rules)
 _WRITES_INPUTS = "restore_input_writes"
+_MOST = 5  # sentences about one thing
 
 Sentence = dict[str, str]
 
@@ -39,9 +40,9 @@ Sentence = dict[str, str]
 def summarise(data: dict[str, Any]) -> list[Sentence]:
     graphs = data["graphs"]
     if not graphs:
-        return [_sentence("bad", "Nothing was compiled with graphex."), *_fallbacks(data)]
+        return [_sentence("bad", "Nothing was compiled with graphex."), *_fallbacks(data), *_comparison(data)]
     parts = (_ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
-    return [sentence for part in parts for sentence in part(graphs)] + [*_fallbacks(data)]
+    return [sentence for part in parts for sentence in part(graphs)] + [*_fallbacks(data), *_comparison(data)]
 
 
 def title_of(rule: str) -> str:
@@ -186,3 +187,20 @@ def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
     for each in data["fallbacks"]:
         yield _sentence("bad", f"{each['what']}: {each['reason']}.")
+
+
+def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
+    """What `explain` found different from eager, and what it could not compare."""
+    facts = data.get("facts") or {}
+    for title, found, tone in (
+        ("Different from eager", facts.get("differences", ()), "bad"),
+        (
+            "Not compared with eager",
+            [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())],
+            "plain",
+        ),
+    ):
+        for said in found[:_MOST]:
+            yield _sentence(tone, f"{title}: {said}.")
+        if len(found) > _MOST:
+            yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")

@@ -90,7 +90,7 @@ function verdictTable(graph) {
   const rows = graph.verifications.map((each) => [
     each.status,
     each.reference,
-    Number(each.worst_error).toPrecision(3),
+    typeof each.worst_error === "number" ? each.worst_error.toPrecision(3) : each.worst_error,
     each.pass_name,
     each.reason,
   ]);

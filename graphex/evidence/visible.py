@@ -1,0 +1,281 @@
+"""What a caller can see of a call: its result, its arguments, and everything that the model keeps.
+
+    before = Snapshot({"model": model})
+    result = model(*args)
+    seen = before.observe({"model": model, "args": args, "result": result})
+    before.restore()                          # everything is as it was before the call
+    compare(seen, eager)                      # Comparison(worst, differences, not_compared)
+
+`reach` says what belongs to it. Changes are observed on copies; memory that nothing wrote to is not copied twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from graphex.evidence.reach import CLOSED, Again, is_looked_into, is_value, reached, shown
+from graphex.evidence.restoring import Memory, Restorer, restorers, tensor_restorer
+from graphex.evidence.tensors import (
+    INFINITE,
+    UNKNOWN,
+    Parts,
+    address,
+    clone_together,
+    gap,
+    is_plain,
+    mismatch,
+    parts_of,
+    same_facts,
+    same_value,
+    shared_address,
+    traits,
+)
+
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType, types.CellType)
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """Something that a caller can see and that could not be compared with eager's."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`worst` is the largest difference: infinite for what is of another kind, NaN if a value was not compared."""
+
+    worst: float = 0.0
+    differences: tuple[str, ...] = ()
+    not_compared: tuple[NotCompared, ...] = ()
+
+
+@dataclass(frozen=True)
+class SeenTensor:
+    """A tensor as a call left it, on copies, and the path of what it shares memory with (its own, if nothing)."""
+
+    traits: dict[str, Any]
+    parts: Parts
+    owner: str
+
+
+@dataclass(frozen=True)
+class SeenObject:
+    """An object known by its class and its size, or by where it was seen before; what it holds has paths of its own."""
+
+    kind: type
+    size: int = 0
+    again: str = ""
+
+    def __str__(self) -> str:
+        return self.again or f"a {self.kind.__name__}" + (f" of {self.size}" if self.size else "")
+
+
+@dataclass(frozen=True)
+class SeenOpaque:
+    """An object that cannot be looked into."""
+
+    value: Any
+
+
+Observation = dict[str, Any]
+
+
+class Snapshot:
+    """Everything that can be reached from some roots, as it is now."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._restorers: list[Restorer] = []
+        self._memory: dict[int, Memory] = {}
+        self._held: set[int] = set()
+        self.leaves: dict[str, Tensor] = {}  # those that take a gradient
+        self.generators: list[torch.Generator] = []
+        staying: set[int] = set()
+        for path, value in reached(roots):
+            if isinstance(value, LazyModuleMixin):  # the first call makes a module of another class out of it
+                staying |= {id(value), *map(id, vars(value).values())}
+            if isinstance(value, torch.Generator):
+                self.generators.append(value)
+            elif isinstance(value, Tensor):
+                self._hold(path, value)
+            elif id(value) not in staying:
+                self._restorers += restorers(value)
+
+    def _hold(self, path: str, tensor: Tensor) -> None:
+        if id(tensor) in self._held or is_lazy(tensor):
+            return
+        self._held.add(id(tensor))
+        if tensor.is_leaf and tensor.requires_grad:
+            self.leaves[shown(path)] = tensor
+        self._restorers.append(tensor_restorer(tensor))
+        for part in _memory_of(tensor):
+            if (begin := address(part)) and begin not in self._memory:
+                self._memory[begin] = Memory(part)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor is among what `restore` puts back."""
+        return shared_address(tensor) in self._memory
+
+    def restore(self) -> None:
+        """Put everything back: items, attributes, closures, globals, gradients, sizes and contents of tensors."""
+        with torch.no_grad():
+            for restore in self._restorers:
+                restore()
+            for memory in self._memory.values():
+                memory.restore()
+
+    def observe(self, roots: Mapping[str, Any]) -> Observation:
+        """What can be reached from the roots now, on copies."""
+        copies = {begin: memory.copy for begin, memory in self._memory.items() if not memory.is_changed}
+        owners: dict[int, str] = {}
+        seen: Observation = {}
+        for path, value in reached(roots):
+            if isinstance(value, _CODE):
+                continue
+            name = shown(path)
+            while name in seen:
+                name += "'"
+            seen[name] = _seen(name, value, copies, owners)
+        return seen
+
+
+def _memory_of(tensor: Tensor) -> list[Tensor]:
+    plain = tensor.detach()
+    if plain.is_quantized and type(plain) is Tensor:
+        return [plain]
+    parts = {} if plain.is_mkldnn else parts_of(plain).tensors
+    return [part for part in parts.values() if is_plain(part)]
+
+
+def _seen(path: str, value: Any, copies: dict[int, Tensor], owners: dict[int, str]) -> Any:
+    if isinstance(value, Tensor):
+        return _seen_tensor(path, value, copies, owners)
+    if isinstance(value, Again):
+        return SeenObject(Again, again=shown(value.path))
+    if is_value(value):
+        return value
+    if isinstance(value, (list, dict, tuple, deque)):
+        return SeenObject(type(value), len(value))
+    if is_looked_into(value):
+        return SeenObject(type(value))
+    if isinstance(value, (set, frozenset, bytearray)):
+        return type(value)(value)
+    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.copy()
+    return SeenOpaque(value)
+
+
+def _seen_tensor(path: str, tensor: Tensor, copies: dict[int, Tensor], owners: dict[int, str]) -> Any:
+    if is_lazy(tensor):
+        return SeenOpaque(tensor)
+    begin = shared_address(tensor)
+    owner = owners.setdefault(begin, path) if begin else path
+    found = parts_of(tensor)
+    kept = dict(zip(found.tensors, clone_together(list(found.tensors.values()), copies), strict=True))
+    return SeenTensor(traits(tensor) | {"requires_grad": tensor.requires_grad}, replace(found, tensors=kept), owner)
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare(found: Observation, original: Observation) -> Comparison:
+    """How a call differs from eager's, over everything that either of them let a caller see."""
+    worst, differences, unknown = 0.0, [], []
+    compared = True
+    for path in [*original, *(path for path in found if path not in original)]:
+        ours, theirs = found.get(path, _ABSENT), original.get(path, _ABSENT)
+        problem, error = _difference(ours, theirs)
+        if error != error:
+            unknown.append(NotCompared(path, problem))
+            compared &= ours is theirs or _is_same_opaque(ours, theirs)
+        elif problem:
+            differences.append(f"{path}: {problem}")
+            worst = max(worst, error)
+    if not compared and not worst:
+        worst = UNKNOWN
+    return Comparison(worst, tuple(differences), tuple(unknown))
+
+
+def _difference(found: Any, original: Any) -> tuple[str, float]:
+    """(what is different, by how much); NaN if that could not be found out, with the reason."""
+    if found is _ABSENT or original is _ABSENT:
+        return ("missing", INFINITE) if found is _ABSENT else ("not there in eager", INFINITE)
+    if type(found) is not type(original):
+        return f"{_told(found)} instead of {_told(original)}", INFINITE
+    if isinstance(original, SeenTensor):
+        return _tensor_difference(found, original)
+    if isinstance(original, SeenOpaque):
+        return _opaque_difference(found.value, original.value)
+    if isinstance(original, (int, float, complex)) and not isinstance(original, bool):
+        return _number_difference(found, original)
+    if hasattr(original, "tobytes"):
+        same = found.shape == original.shape and found.tobytes() == original.tobytes()
+    else:
+        same = same_value(found, original)
+    return ("", 0.0) if same else (f"{_told(found)} instead of {_told(original)}", INFINITE)
+
+
+def _tensor_difference(found: SeenTensor, original: SeenTensor) -> tuple[str, float]:
+    if wrong := mismatch(found.traits, original.traits):
+        return wrong, INFINITE
+    if found.owner != original.owner:
+        return f"shares the memory of {found.owner}; in eager that of {original.owner}", INFINITE
+    ours, theirs = found.parts, original.parts
+    if why := theirs.why_not or ours.why_not:
+        return why, UNKNOWN
+    shapes = [{name: part.shape for name, part in each.tensors.items()} for each in (ours, theirs)]
+    if shapes[0] != shapes[1] or not same_facts(ours, theirs):
+        return f"a {found.traits['class']} that is made of other parts", INFINITE
+    worst = max((gap(ours.tensors[name], part) for name, part in theirs.tensors.items()), default=0.0)
+    return (f"values differ by up to {worst:.3g}" if worst else ""), worst
+
+
+def _number_difference(found: Any, original: Any) -> tuple[str, float]:
+    if same_value(found, original):
+        return "", 0.0
+    try:
+        error = float(abs(found - original))
+    except OverflowError:
+        error = INFINITE
+    return f"{found!r} instead of {original!r}", error if error == error and error else INFINITE
+
+
+def _opaque_difference(found: Any, original: Any) -> tuple[str, float]:
+    kind = type(original)
+    if found is original:
+        may_change = hasattr(original, "__next__") or kind.__module__.partition(".")[0] not in CLOSED
+        return (f"a {kind.__name__} cannot be looked into", UNKNOWN) if may_change else ("", 0.0)
+    try:
+        same = type(found) is kind and bool(found == original)
+    except Exception:  # an object may answer in any way
+        same = False
+    return ("", 0.0) if same else (f"a {kind.__name__} cannot be looked into", UNKNOWN)
+
+
+def _is_same_opaque(found: Any, original: Any) -> bool:
+    return isinstance(found, SeenOpaque) and isinstance(original, SeenOpaque) and found.value is original.value
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, SeenTensor):
+        return "a tensor"
+    if isinstance(value, SeenOpaque):
+        return f"a {type(value.value).__name__}"
+    return str(value) if isinstance(value, SeenObject) else f"{value!r}"
+
+
+_ABSENT = object()
