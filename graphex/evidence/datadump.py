@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.config import CompilerConfig
 from graphex.errors import GraphexError
+from graphex.quoting import file_name
 from graphex.records import current_rank
 from graphex.runtime.codegen import Boxed
 
@@ -76,7 +77,7 @@ class _TorchSaver:
             return  # the parts of a tuple are saved by their getitem nodes
         where = result.device.index if result.device.index is not None else result.device.type
         for count in itertools.count():
-            path = self._root / f"{node.name}_device_{where}_{count}.pt"
+            path = self._root / f"{file_name(node.name)}_device_{where}_{count}.pt"
             if not path.exists():
                 torch.save(result.detach().cpu(), path)
                 return
@@ -107,7 +108,7 @@ class _NumpySaver:
             raise GraphexError(
                 "dump_tensor_data with force_eager writes .npy files, which needs NumPy: pip install 'graphex[dump]'."
             ) from error
-        target = str(node.target).replace("/", "_")
+        target = file_name(str(node.target))
         for index, value in enumerate(values):
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for part, tensor in parts:
@@ -116,7 +117,8 @@ class _NumpySaver:
                 plain = tensor.detach().cpu()
                 array = (plain.float() if plain.dtype == torch.bfloat16 else plain).resolve_conj().resolve_neg().numpy()
                 place = str(index) if part is None else f"{index}.{part}"
-                numpy.save(self._directory / f"{node.name}-{target}.{direction}.{place}.{time.time_ns()}.npy", array)
+                name = f"{file_name(node.name)}-{target}.{direction}.{place}.{time.time_ns()}.npy"
+                numpy.save(self._directory / name, array)
 
 
 def _world_size() -> int:

@@ -17,6 +17,7 @@ import itertools
 import logging
 from pathlib import Path
 
+from graphex.quoting import file_name
 from graphex.records import Journal, current_rank
 from graphex.torch_private.tracing import is_traced, trace_artifact
 
@@ -37,13 +38,14 @@ class DebugFiles:
     def graph(self, folder: str, title: str, text: str) -> None:
         """The graph after one pass, numbered in the order the passes ran."""
         number = next(self._numbers.setdefault(folder, itertools.count()))
-        self.text(f"{folder}/{number:03d}_{title}.txt", text)
+        self.text(f"{folder}/{number:03d}_{file_name(title)}.txt", text)
 
     def text(self, name: str, text: str) -> None:
+        text = text.encode(errors="backslashreplace").decode()  # half a character, which no file can hold
         if self.directory is not None:
             path = self.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         flat = name.replace("/", "_").rsplit(".", 1)[0]
         encoding = "json" if name.endswith(".json") else "string"
         trace_artifact(f"graphex_{flat}", encoding, text)
@@ -88,7 +90,7 @@ def _log_to(path: Path) -> None:
         for handler in log.handlers
     ):
         return
-    handler = logging.FileHandler(path.resolve(), delay=True)
+    handler = logging.FileHandler(path.resolve(), delay=True, encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.DEBUG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)

@@ -58,7 +58,7 @@ def dump_graph(compilation: Compilation, gm: GraphModule, graph_name: str, momen
         text = _WRITERS[kind](gm)
         folder = Path(compilation.config.graph_dump_path)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{_file_name(graph_name, moment)}.{kind}").write_text(text)
+        (folder / f"{_file_name(graph_name, moment)}.{kind}").write_bytes(text.encode(errors="backslashreplace"))
     except Exception as error:
         compilation.fall_back(graph_name, f"the graph is not dumped as {kind}", error)
 
