@@ -59,7 +59,7 @@ def path_of_rank(path: Path) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that whoever reads it sees what it was or what it is now, never a part."""
     with written_whole(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))  # a lone surrogate is no UTF-8
 
 
 def write_named(path: Path, text: str) -> None:

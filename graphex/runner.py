@@ -26,7 +26,7 @@ from graphex.interface import check_graph, check_numbers, check_results, interfa
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair
 from graphex.records import PassRan, Record
-from graphex.torch_private.graphs import copy_graph
+from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, write_code
 
 log = logging.getLogger("graphex")
 
@@ -74,7 +74,7 @@ class Runner:
         after = _targets(self.gm.graph)
         if changed:
             if self.compilation.config.verify:
-                self.steps.append(Step(graph_pass, GraphModule(module_before, snapshot)))
+                self.steps.append(Step(graph_pass, graph_module(module_before, snapshot)))
             self._snapshot = None
         self.compilation.journal.add(
             PassRan(
@@ -113,7 +113,7 @@ class Runner:
                 check_graph(work.gm.graph, self._interface, f"pass '{graph_pass.name}'")
                 self._check_order(graph_pass, work.gm, f"pass '{graph_pass.name}'")
             return work.changes > 0, work.remark
-        self.gm.recompile()  # a user's pass may look at the code or run the module
+        write_code(self.gm)  # a user's pass may look at the code or run the module
         signature = _signature(self.gm.graph)
         with Watch(self.gm) as watch:
             graph_pass.apply(work)
@@ -175,7 +175,7 @@ class Runner:
 
     def _undo(self, module: GraphModule, snapshot: Graph) -> None:
         self.gm = module
-        self.gm.graph = copy_graph(snapshot)  # others may hold the snapshot
+        set_graph(self.gm, copy_graph(snapshot))  # others may hold the snapshot
         self._snapshot = self._aliases = None
 
     def _show(self, title: str, *, stage: str, changed: bool = True) -> None:

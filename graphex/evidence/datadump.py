@@ -25,6 +25,7 @@ from graphex.config import CompilerConfig
 from graphex.errors import GraphexError
 from graphex.evidence.tensors import numbers, parts_of
 from graphex.folders import rank_and_size, written_whole
+from graphex.quoting import file_name
 from graphex.runtime.codegen import Boxed
 
 _graph_numbers = itertools.count(1)
@@ -78,7 +79,7 @@ class _TorchSaver:
             return  # the parts of a tuple are saved by their getitem nodes
         where = result.device.index if result.device.index is not None else result.device.type
         for count in itertools.count():
-            path = self._root / f"{node.name}_device_{where}_{count}.pt"
+            path = self._root / f"{file_name(node.name)}_device_{where}_{count}.pt"
             try:
                 path.touch(exist_ok=False)  # another process may be counting too
             except FileExistsError:
@@ -113,7 +114,7 @@ class _NumpySaver:
             raise GraphexError(
                 "dump_tensor_data with force_eager writes .npy files, which needs NumPy: pip install 'graphex[dump]'."
             ) from error
-        target = str(node.target).replace("/", "_")
+        call = f"{file_name(node.name)}-{file_name(str(node.target))}"
         for index, value in enumerate(values):
             parts = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
             for part, tensor in parts:
@@ -121,7 +122,7 @@ class _NumpySaver:
                     continue
                 place = str(index) if part is None else f"{index}.{part}"
                 for name, plain in parts_of(tensor).tensors.items():
-                    stem = ".".join(filter(None, (f"{node.name}-{target}", direction, place, name.strip("_[]"))))
+                    stem = ".".join(filter(None, (call, direction, place, name.strip("_[]"))))
                     numpy.save(self._directory / f"{stem}.{time.time_ns()}.npy", _array(plain.cpu()))
 
 

@@ -18,6 +18,7 @@ import logging
 from pathlib import Path
 
 from graphex.folders import rank_and_size, write_text
+from graphex.quoting import file_name
 from graphex.records import Journal
 from graphex.torch_private.tracing import is_traced, trace_artifact
 
@@ -38,9 +39,10 @@ class DebugFiles:
     def graph(self, folder: str, title: str, text: str) -> None:
         """The graph after one pass, numbered in the order the passes ran."""
         number = next(self._numbers.setdefault(folder, itertools.count()))
-        self.text(f"{folder}/{number:03d}_{title}.txt", text)
+        self.text(f"{folder}/{number:03d}_{file_name(title)}.txt", text)
 
     def text(self, name: str, text: str) -> None:
+        text = text.encode(errors="backslashreplace").decode()  # half a character, which no file can hold
         if self.directory is not None:
             path = self.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,7 @@ def _log_to(path: Path) -> None:
         for handler in log.handlers
     ):
         return
-    handler = logging.FileHandler(path.resolve(), delay=True)
+    handler = logging.FileHandler(path.resolve(), delay=True, encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.DEBUG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.quoting import kind_of, literal, value_text
 from graphex.runtime.codegen import Code, generate
 from graphex.torch_private.symbolic import hint_of
 
 SMALL = 4096  # elements of a constant that are still written out
 
-_HEADER = '''"""{title}
+_HEADER = '''"""The program of one graph, as graphex runs it.
 
-Written by graphex. Run it with: python {name}
+Written by graphex. Run it with: python output_code.py
 """
 
+import importlib
 import math
 import operator
 
 import torch
-from torch import device, inf, nan  # noqa: F401  (constants may be written with these)
 '''
+
+NOT_WRITTEN = """def not_written(what):
+    raise SystemExit(f"{what} cannot be written as text: put it where this script calls not_written, and run it again.")
+"""
 
 _MAIN = """if __name__ == "__main__":
     with torch.no_grad():
@@ -32,7 +37,8 @@ _MAIN = """if __name__ == "__main__":
 def write_output_code(code: Code, gm: GraphModule) -> str:
     """The whole text of output_code.py."""
     parts = [
-        _HEADER.format(title="The program of one graph, as graphex runs it.", name="output_code.py"),
+        _HEADER,
+        NOT_WRITTEN,
         bindings_text(code),
         code.source,
         f"def example_inputs():\n    return [{', '.join(_example(node) for node in placeholders(gm))}]\n",
@@ -51,31 +57,30 @@ def bindings_text(code: Code) -> str:
     for name, value in code.bindings.items():
         if isinstance(value, GraphModule):
             lines.append(_subgraph(name, value))
-        elif isinstance(value, torch.Tensor):
+        elif type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_quantized:
             lines.append(f"{name} = {_tensor(value)}")
-        elif code.texts[name]:
-            text = code.texts[name]
-            module = text.rsplit(".", 1)[0]
-            if not text.startswith(("torch.", "operator.", "math.")) and module != text:
-                lines.append(f"import {module}")
-            lines.append(f"{name} = {text}")
         else:
-            lines.append(f"{name} = None  # {type(value).__name__}: cannot be written as text")
+            lines.append(f"{name} = {code.texts[name] or not_written(value)}")
     return "\n".join(lines)
+
+
+def not_written(value: object) -> str:
+    """A call that ends the script with one sentence, in place of an object that has no text."""
+    return f"not_written({literal(f'the {kind_of(value)} of this graph')})"
 
 
 def _subgraph(name: str, gm: GraphModule) -> str:
     inner = generate(gm)
     body = "\n".join(f"    {line}" for line in f"{bindings_text(inner)}\n{inner.source}".splitlines())
-    return f"def _make_{name}():\n{body}\n    return lambda *args: forward(list(args))\n\n\n{name} = _make_{name}()"
+    return f"def {name}():\n{body}\n    return lambda *args: forward(list(args))\n\n\n{name} = {name}()"
 
 
 def _tensor(value: torch.Tensor) -> str:
-    where = f"dtype={value.dtype}, device={str(value.device)!r}"
+    where = f"dtype={value.dtype}, device={literal(str(value.device))}"
     if "float4" in str(value.dtype):  # two numbers in a byte, which no list of numbers becomes
         return f"{_tensor(value.view(torch.uint8))}.view({value.dtype})"
     if value.numel() <= SMALL and value.dtype not in (torch.complex32,):
-        return f"torch.tensor({value.detach().cpu().tolist()!r}, {where})"
+        return f"torch.tensor({value_text(value.detach().cpu().tolist())}, {where})"
     return f"torch.zeros({tuple(value.shape)}, {where})  # too large to write out; the values are not the real ones"
 
 
@@ -85,18 +90,18 @@ def _example(node: Node) -> str:
     if isinstance(value, torch.Tensor):
         size = tuple(hint_of(s, 8) for s in value.shape)
         stride = tuple(hint_of(s, 1) for s in value.stride()) if value.layout == torch.strided else ()
-        where = f"dtype={value.dtype}, device={str(value.device)!r}"
+        place = literal(str(value.device))
         extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=False))
         if 0 in size:
             extent = 0
-        source = f"torch.rand({extent}, device={str(value.device)!r}).to({value.dtype})"
+        source = f"torch.rand({extent}, device={place}).to({value.dtype})"
         if "float4" in str(value.dtype):
-            source = f"torch.zeros({extent}, dtype=torch.uint8, device={str(value.device)!r}).view({value.dtype})"
+            source = f"torch.zeros({extent}, dtype=torch.uint8, device={place}).view({value.dtype})"
         elif not (value.is_floating_point() or value.is_complex()):
-            source = f"torch.zeros({extent}, {where})"
+            source = f"torch.zeros({extent}, dtype={value.dtype}, device={place})"
         return f"torch.as_strided({source}, {size}, {stride})"
     if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-        return repr(hint_of(value, 8))
+        return value_text(int(hint_of(value, 8)))
     if isinstance(value, torch.SymFloat):
         return "1.0"
-    return repr(value) if isinstance(value, (bool, float, type(None))) else "None"
+    return value_text(value, not_written)

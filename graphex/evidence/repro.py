@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 import tempfile
 import zlib
 from pathlib import Path
@@ -14,28 +13,32 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.evidence.dump import DebugFiles
-from graphex.evidence.output_code import bindings_text
+from graphex.evidence.output_code import NOT_WRITTEN, bindings_text, not_written
 from graphex.folders import write_text
+from graphex.quoting import file_name, literal, value_text
 from graphex.runtime.codegen import generate
 
 LARGEST_INPUTS = 16 * 2**20  # bytes of inputs that are still put into the script
 
-_SCRIPT = '''"""graphex: the graph before and after pass '{name}' disagree.
-
-{problem}
+_SCRIPT = '''"""Two versions of a graph, before and after a pass, that disagree. Written by graphex.
 
 The script needs torch and whatever defines the custom ops in it (if any), not graphex.
 """
 
 import base64
+import importlib
 import io
 import math
 import operator
 import zlib
 
 import torch
-from torch import device, inf, nan  # noqa: F401
 
+PASS = {name}
+PROBLEM = {problem}
+
+
+{not_written}
 
 def before_pass():
 {before}
@@ -56,6 +59,7 @@ def values(tensor):
 
 
 if __name__ == "__main__":
+    print("the graphs before and after pass", ascii(PASS), "disagree:", ascii(PROBLEM)[1:-1])
     with torch.no_grad():
         given, given_again = example_inputs(), example_inputs()
         torch.manual_seed(0)
@@ -79,9 +83,14 @@ def write_repro(
 ) -> Path:
     """Write the script beside the debug files, or into a fresh temporary directory, and say where it is."""
     directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
-    path = directory / f"repro_{re.sub(r'[^A-Za-z0-9_]', '_', name)}.py"
+    path = directory / f"repro_{file_name(name)}.py"
     text = _SCRIPT.format(
-        name=name, problem=problem, before=_function(before), after=_function(after), inputs=_inputs(args)
+        name=literal(name),
+        problem=literal(problem),
+        not_written=NOT_WRITTEN,
+        before=_function(before),
+        after=_function(after),
+        inputs=_inputs(args),
     )
     write_text(path, text)
     return path
@@ -94,30 +103,33 @@ def _function(gm: GraphModule) -> str:
 
 def _inputs(args: list[Any]) -> str:
     """The inputs themselves if they are small enough, random ones of the same layout if not."""
-    plain = [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in args]
-    size = sum(value.untyped_storage().nbytes() for value in plain if isinstance(value, torch.Tensor))
-    devices = [str(value.device) if isinstance(value, torch.Tensor) else None for value in args]
-    if size <= LARGEST_INPUTS:
+    tensors = [value.detach().cpu() for value in args if isinstance(value, torch.Tensor)]
+    if sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= LARGEST_INPUTS:
         stream = io.BytesIO()
-        torch.save(plain, stream)
-        data = base64.b64encode(zlib.compress(stream.getvalue())).decode()
-        load = f"torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data!r}))))"
-        place = f"[v.to(d) if d else v for v, d in zip({load}, {devices!r})]"
-        return f"def example_inputs():\n    return {place}"
+        torch.save(tensors, stream)
+        data = literal(base64.b64encode(zlib.compress(stream.getvalue())).decode())
+        load = f"saved = iter(torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data})))))"
+        return f"def example_inputs():\n    {load}\n    return [{', '.join(map(_saved, args))}]"
     shapes = ", ".join(_random(value) for value in args)
     remark = "# random: the real inputs are too large to keep here"
     return f"def example_inputs():  {remark}\n    torch.manual_seed(0)\n    return [{shapes}]"
 
 
+def _saved(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return value_text(value, not_written)
+    return f"next(saved).to({literal(str(value.device))})"
+
+
 def _random(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return value_text(value, not_written)
     size, stride = tuple(value.shape), tuple(value.stride())
     extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    where = f"{extent}, device={str(value.device)!r}"
-    filled = f"torch.randn({where}).to({value.dtype})"
+    place = f"device={literal(str(value.device))}"
+    filled = f"torch.randn({extent}, {place}).to({value.dtype})"
     if "float4" in str(value.dtype):  # nothing is converted to two numbers in a byte
-        filled = f"torch.randint(256, ({extent},), dtype=torch.uint8, device={str(value.device)!r}).view({value.dtype})"
+        filled = f"torch.randint(256, ({extent},), dtype=torch.uint8, {place}).view({value.dtype})"
     elif not (value.is_floating_point() or value.is_complex()):
-        filled = f"torch.zeros({where}, dtype={value.dtype})"
+        filled = f"torch.zeros({extent}, {place}, dtype={value.dtype})"
     return f"{filled}.as_strided({size}, {stride})"

@@ -7,6 +7,7 @@ from torch.fx import Graph
 from graphex.analysis import placement
 from graphex.analysis.launches import is_work
 from graphex.analysis.synchronisation import CURRENT, synchronisation
+from graphex.quoting import remark
 
 
 def timelines(graph: Graph) -> dict[str, list[str]]:
@@ -25,5 +26,5 @@ def timelines(graph: Graph) -> dict[str, list[str]]:
 
 def timelines_text(graph: Graph) -> str:
     """The same as comments under the text of a graph."""
-    lines = [f"#   {stream}: {', '.join(names)}" for stream, names in timelines(graph).items()]
+    lines = [f"#   {remark(stream)}: {', '.join(map(remark, names))}" for stream, names in timelines(graph).items()]
     return "\n".join(["", "# streams", *lines, ""]) if lines else ""

@@ -25,7 +25,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from graphex.analysis import Aliases
 from graphex.analysis.effects import is_effectful, is_random, written_arguments
 from graphex.passes.base import inherit
-from graphex.torch_private.graphs import qualified_name
+from graphex.torch_private.graphs import graph_module, qualified_name, write_code
 
 NEVER_ALONE = frozenset({"torch.ops.aten.view", "_operator.getitem"})  # torch's defaults
 
@@ -82,7 +82,7 @@ class Partitioner:
         for number, partition in enumerate(partitions):
             _fuse(gm, sorted(partition.nodes), f"{prefix}{number}")
         gm.graph.lint()
-        gm.recompile()
+        write_code(gm)
         return gm
 
     def partition_and_fuse(self, prefix: str = "fused_") -> GraphModule:
@@ -250,7 +250,7 @@ def _extracted(gm: GraphModule, nodes: list[Node], name: str) -> tuple[GraphModu
     outputs = [node for node in nodes if any(user not in members for user in node.users)]
     returned = [copies[node] for node in outputs]
     graph.output(returned[0] if len(returned) == 1 else tuple(returned))
-    return GraphModule(gm, graph, class_name=name), inputs, outputs
+    return graph_module(gm, graph, class_name=name), inputs, outputs
 
 
 def _inputs(node: Node) -> Iterable[Node]:

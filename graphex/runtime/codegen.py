@@ -24,9 +24,6 @@ A graph with several streams says which one its calls are for, and keeps values 
 
 from __future__ import annotations
 
-import builtins
-import keyword
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,20 +31,37 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import last_uses, placement
-from graphex.analysis.effects import operator_of
+from graphex.analysis.effects import node_leaves, operator_of
 from graphex.analysis.launches import is_work
 from graphex.analysis.liveness import frees
 from graphex.analysis.synchronisation import synchronisation
 from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
 from graphex.ops.scope import NOTHING_TO_RUN
+from graphex.quoting import (
+    attribute,
+    identifier,
+    is_identifier,
+    kind_of,
+    literal,
+    module_text,
+    object_text,
+    remark,
+    value_text,
+)
 from graphex.runtime.core_limits import PART
 from graphex.runtime.spelling import spell
+from graphex.torch_private.graphs import is_writable
 
 Boxed = Callable[[list[Any]], Any]
+
+_OF_SCRIPTS = (  # what the scripts around a program call their own
+    *("torch", "base64", "importlib", "io", "math", "operator", "zlib"),
+    *("PASS", "PROBLEM", "forward", "before_pass", "after_pass", "example_inputs", "saved", "not_written"),
+)
 
 
 @dataclass
@@ -62,8 +76,8 @@ class Code:
     texts: dict[str, str] = field(default_factory=dict)
 
     def function(self, filename: str = "<graphex>") -> Boxed:
-        namespace = dict(self.bindings)
-        exec(compile(self.source, filename, "exec"), namespace)
+        namespace = {name: _callable(value) for name, value in self.bindings.items()}
+        exec(compile(self.source, remark(filename), "exec"), namespace)
         forward: Boxed = namespace["forward"]
         return forward
 
@@ -80,17 +94,14 @@ class _Writer:
         self._lane_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
         self.code = Code()
         self.lines: list[str] = []
-        self.names: dict[Node, str] = {}
-        self._taken = {_identifier(node.name) for node in gm.graph.nodes} | {"forward"}
-        self._inputs = next(name for name in ("args", "boxed_args", "_boxed_args_") if name not in self._taken)
-        self._taken.add(self._inputs)
-        self._bound: dict[int | str, str] = {}
+        self._taken = set(_OF_SCRIPTS)
+        self.names = {node: self._new_name(node.name) for node in gm.graph.nodes}
+        self._inputs = self._new_name("args")
+        self._bound: dict[object, str] = {}
 
     def write(self) -> Code:
         dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph)
         placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
-        for node in self.gm.graph.nodes:
-            self.names[node] = _identifier(node.name)
         if placeholders:
             self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = {self._inputs}")
         self.lines.append(f"{self._inputs}.clear()")
@@ -115,7 +126,8 @@ class _Writer:
         elif node.op == "output":
             self.lines.append(f"return {self._returned(node.args[0])}")
         elif node.op == "get_attr":
-            self.names[node] = self._bind(attribute_of(self.gm, str(node.target)), str(node.target))
+            value = attribute_of(self.gm, str(node.target))
+            self.names[node] = self._bind(value, object_text(value), hint=str(node.target))
         else:
             self.lines.append(f"{self.names[node]} = {self._call(node)}")
 
@@ -126,83 +138,88 @@ class _Writer:
             self._lane_now = lane
 
     def _lane(self, name: str, *args: object) -> None:
-        function = self._bind(getattr(self.lanes, name), f"graphex.device.one_stream.{name}", hint=name)
-        self.lines.append(f"{function}({', '.join(map(repr, args))})")
+        text = attribute(module_text("graphex.device.one_stream"), name)
+        function = self._bind(getattr(self.lanes, name), text, hint=name)
+        self.lines.append(f"{function}({self._arguments(args, {})})")
 
     def _call(self, node: Node) -> str:
         if node.op == "call_module":
-            module = self.gm.get_submodule(str(node.target))
-            target = f"self.{node.target}"
-            return f"{self._bind(module, target)}({self._arguments(node.args, node.kwargs)})"
+            module = self._bind(self.gm.get_submodule(str(node.target)), "", hint=f"self.{node.target}")
+            return f"{module}({self._arguments(node.args, node.kwargs)})"
         if node.op == "call_method":
             owner, *rest = node.args
-            return f"{self._value(owner)}.{node.target}({self._arguments(tuple(rest), node.kwargs)})"
+            method = attribute(self._owner(owner), str(node.target))
+            return f"{method}({self._arguments(tuple(rest), node.kwargs)})"
         if node.op != "call_function":
             raise GraphexError(f"node '{node.name}' has op '{node.op}', which cannot be run.")
-        if node.target is operator.getitem:
-            return f"{self._value(node.args[0])}[{self._value(node.args[1])}]"
+        if node.target is operator.getitem and len(node.args) == 2:
+            return f"{self._owner(node.args[0])}[{self._value(node.args[1])}]"
         op = operator_of(node)
         if op is not None:
             spelling = spell(node)
             if spelling.function is operator.getitem:
-                return f"{self._value(spelling.args[0])}[{self._subscript(spelling.args[1])}]"
+                return f"{self._owner(spelling.args[0])}[{self._subscript(spelling.args[1])}]"
             function = self._bind(spelling.function, spelling.text, hint=_hint(op, spelling.text))
             return f"{function}({self._arguments(spelling.args, spelling.kwargs)})"
-        return f"{self._bind(node.target, _text_of(node.target))}({self._arguments(node.args, node.kwargs)})"
+        function = self._bind(node.target, object_text(node.target), hint=_name_of(node.target))
+        return f"{function}({self._arguments(node.args, node.kwargs)})"
+
+    def _owner(self, value: Any) -> str:
+        """What stands before a dot or a bracket: `(1).conjugate()`"""
+        return self.names[value] if isinstance(value, Node) else f"({self._value(value)})"
 
     def _subscript(self, key: Any) -> str:
         """`slice(1, 3)` as `1:3`"""
-        if isinstance(key, tuple) and key:
+        if type(key) is tuple and key:
             return ", ".join(self._subscript(item) for item in key)
-        if isinstance(key, slice):
+        if type(key) is slice:
             start, stop = ("" if edge is None else self._value(edge) for edge in (key.start, key.stop))
             return f"{start}:{stop}" if key.step is None else f"{start}:{stop}:{self._value(key.step)}"
         return self._value(key)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         given = [self._value(value) for value in args]
-        return ", ".join(given + [f"{name}={self._value(value)}" for name, value in kwargs.items()])
+        given += [f"{name}={self._value(value)}" for name, value in kwargs.items() if is_identifier(name)]
+        odd = [f"{literal(name)}: {self._value(kwargs[name])}" for name in kwargs if not is_identifier(name)]
+        return ", ".join(given + ([f"**{{{', '.join(odd)}}}"] if odd else []))
 
     def _returned(self, value: Any) -> str:
         """AOTAutograd returns flat tuples; exported programs may return trees."""
-        return self._value(tuple(value) if isinstance(value, (list, tuple)) else value)
+        return self._value(tuple(value) if type(value) is not tuple and isinstance(value, (list, tuple)) else value)
 
     def _value(self, value: Any) -> str:
+        return value_text(value, self._other)
+
+    def _other(self, value: Any) -> str:
+        """What is not written as itself: a node by its name, any object by a name it is bound to."""
         if isinstance(value, Node):
             return self.names[value]
-        if isinstance(value, tuple):
-            return f"({''.join(self._value(item) + ', ' for item in value)})"
-        if isinstance(value, list):
-            return f"[{', '.join(self._value(item) for item in value)}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{key!r}: {self._value(item)}' for key, item in value.items())}}}"
-        if isinstance(value, slice):
-            return f"slice({self._value(value.start)}, {self._value(value.stop)}, {self._value(value.step)})"
-        if value is None or value is Ellipsis or isinstance(value, (bool, int, str)):
-            return repr(value)
-        if isinstance(value, float):
-            return repr(value) if math.isfinite(value) else f"float('{value}')"
-        if isinstance(value, complex):
-            return f"complex({self._value(value.real)}, {self._value(value.imag)})"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise GraphexError(f"a node has the symbolic value {value} as an argument; pass the node that computes it.")
-        return self._bind(value, _text_of(value))
+        if isinstance(value, tuple) and hasattr(value, "_fields") and any(node_leaves(value)):
+            kind = self._bind(type(value), object_text(type(value)), hint=type(value).__name__)
+            return f"{kind}({self._arguments(tuple(value), {})})"
+        if any(node_leaves(value)):
+            raise GraphexError(f"a node is inside of {kind_of(value)}, which cannot be written as code.")
+        return self._bind(value, object_text(value), hint=_name_of(value))
 
-    def _bind(self, value: Any, text: str, hint: str = "") -> str:
+    def _bind(self, value: Any, text: str, hint: str) -> str:
         """A free name of the program for an object; the same object gets the same name."""
-        identity = text if isinstance(value, (torch.device, torch.dtype, MethodType)) else id(value)
-        known = self._bound.get(identity)
+        known = self._bound.get(identity := _identity(value))
         if known is not None:
             return known
-        base = _identifier(hint or text.removeprefix("torch."))
-        name, copy = base, 0
+        name = self._bound[identity] = self._new_name(hint)
+        self.code.bindings[name] = value
+        self.code.texts[name] = text
+        return name
+
+    def _new_name(self, hint: str) -> str:
+        base = name = identifier(hint)
+        copy = 0
         while name in self._taken:
             copy += 1
             name = f"{base}_{copy}"
         self._taken.add(name)
-        self._bound[identity] = name
-        self.code.bindings[name] = value
-        self.code.texts[name] = text
         return name
 
     def _free(self, values: list[Node]) -> None:
@@ -224,29 +241,31 @@ def attribute_of(gm: GraphModule, target: str) -> Any:
     return value
 
 
-def _identifier(text: str) -> str:
-    name = "".join(character if character.isalnum() and character.isascii() else "_" for character in text)
-    if not name or name[0].isdigit():
-        name = f"_{name}"
-    return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else name
-
-
 def _hint(op: torch._ops.OpOverload, text: str) -> str:
     """`aten_mm` for a function that serves every overload, `aten_slice_Tensor` for the overload itself."""
     return str(op) if text.startswith("torch.ops.") else str(op.overloadpacket)
 
 
-def _text_of(value: Any) -> str:
-    """An expression for values that Python can write down: types, devices, ops, functions."""
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+def _name_of(value: Any) -> str:
+    """A hint for the name of an object: `float32`, `my_module.gelu`, `float64_value`."""
+    text = object_text(value)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    name = getattr(value, "__qualname__", None)
+    if text and type(name) is str:
+        return f"{value.__module__}.{name}"
+    return f"{type(value).__name__}_value"
+
+
+def _identity(value: Any) -> object:
+    """What is equal for one object met twice. A bound method is made anew wherever it is asked for."""
+    if type(value) is torch.device:
         return str(value)
-    if isinstance(value, torch.device):
-        return f"torch.device('{value}')"
-    if isinstance(value, torch._ops.OpOverload):
-        return f"torch.ops.{value}"
-    if isinstance(value, torch._ops.HigherOrderOperator):
-        return f"torch.ops.higher_order.{value.name()}"
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if module and name and "<" not in name:
-        return f"{'operator' if module == '_operator' else module}.{name}"
-    return ""
+    return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)
+
+
+def _callable(value: Any) -> Any:
+    """A subgraph is called as torch wrote it, unless torch could not write all that is in it."""
+    if not isinstance(value, GraphModule) or is_writable(value.graph):
+        return value
+    return lambda *args: Interpreter(value).run(*args)

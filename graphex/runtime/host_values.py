@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.effects import is_size_arithmetic, node_leaves
 from graphex.runtime.codegen import Boxed, generate
+from graphex.torch_private.graphs import graph_module
 
 
 def sizes_that_matter(gm: GraphModule) -> list[int]:
@@ -46,7 +47,7 @@ def host_outputs(gm: GraphModule) -> tuple[list[int], Boxed] | None:
         if node.op == "placeholder" or node in needed:
             copies[node] = copy.node_copy(node, copies.__getitem__)
     copy.output(tuple(copies[leaves[index]] for index in places))
-    return places, generate(GraphModule(gm, copy)).function("<graphex host values>")
+    return places, generate(graph_module(gm, copy)).function("<graphex host values>")
 
 
 def _reaches_an_op(node: Node) -> bool:

@@ -24,6 +24,7 @@ from graphex.analysis.launches import is_kernel, is_number
 from graphex.device import Device
 from graphex.runtime.capturable import why_not_captured
 from graphex.runtime.crossing import Crossing, Crossings
+from graphex.torch_private.graphs import graph_module
 
 WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
 
@@ -155,7 +156,7 @@ def _piece(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if node in needed] + numbers
     graph.output(tuple(copies[node] for node in outputs))
-    return Piece(GraphModule(gm, graph), captured, inputs, outputs)
+    return Piece(graph_module(gm, graph), captured, inputs, outputs)
 
 
 def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node, map_arg
 
 from graphex.analysis.effects import operator_of
+from graphex.quoting import op_text
 from graphex.torch_private.kernels import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS
 from graphex.torch_private.tracing import TorchDispatchMode
 
@@ -50,7 +51,7 @@ def spell(node: Node) -> Spelling:
     """The best proven spelling of a `call_function` node whose target is an operator."""
     op = operator_of(node)
     assert op is not None
-    plain = Spelling(op._op, f"torch.ops.{op}._op", tuple(node.args), dict(node.kwargs))
+    plain = Spelling(op._op, f"{op_text(op)}._op", tuple(node.args), dict(node.kwargs))
     if op.namespace != "aten":
         return plain
     return next((candidate for candidate in _candidates(node, op) if _is_same_call(candidate, node, op)), plain)
@@ -96,7 +97,7 @@ def _slice_index(node: Node) -> tuple[Any, ...] | None:
         return None
     given: tuple[Any, ...] = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim, start, end, step = given
-    if not isinstance(dim, int) or step != 1:
+    if type(dim) is not int or type(step) is not int or step != 1:
         return None
     return (slice(None),) * (dim % max(tensor.dim(), 1)) + (slice(start, end),)
 

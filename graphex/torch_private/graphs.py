@@ -1,12 +1,20 @@
-"""FX graphs: copies that share nothing but values, and the names of what nodes call."""
+"""FX graphs: copies that share nothing but values, modules around graphs, and the names of what nodes call.
+
+torch writes a graph as code, by the `repr` of its arguments, whenever a module gets a graph. That is wasted where
+graphex runs the graph, and cannot be done at all for an argument whose `repr` is no code.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import _get_qualified_name
+
+from graphex.errors import GraphexError
+from graphex.quoting import object_text, value_text
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
@@ -27,6 +35,62 @@ def copy_graph(graph: Graph) -> Graph:
     return copy
 
 
+def graph_module(root: torch.nn.Module, graph: Graph, class_name: str = "GraphModule") -> GraphModule:
+    """A module that runs a graph, with the submodules, parameters and constants of `root`.
+
+    Its code is written when it is first called or looked at.
+    """
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return GraphModule(root, graph, class_name)
+    return _LazyGraphModule(root, graph, class_name)
+
+
 def copy_module(gm: GraphModule) -> GraphModule:
     """A module with a graph of its own; submodules, parameters and constants are shared."""
-    return GraphModule(gm, copy_graph(gm.graph))
+    return graph_module(gm, copy_graph(gm.graph))
+
+
+def set_graph(gm: GraphModule, graph: Graph) -> None:
+    """Give a module another graph."""
+    if is_writable(graph):
+        gm.graph = graph
+    else:
+        gm._graph = graph
+        graph.owning_module = gm
+        write_code(gm)
+
+
+def write_code(gm: GraphModule) -> None:
+    """Let the module's code be that of its graph; it raises if it is called where torch cannot write it."""
+    if is_writable(gm.graph):
+        gm.recompile()
+    else:
+        type(gm).forward = _without_code  # the class is the module's own
+
+
+def is_writable(graph: Graph) -> bool:
+    """Whether torch's code for a graph says what the graph does: by `repr`, all of its arguments can be written."""
+    return all(_is_writable(value) for node in graph.nodes for value in (node.args, node.kwargs))
+
+
+def _is_writable(value: Any) -> bool:
+    try:
+        value_text(value, _text_for_torch)
+    except (TypeError, RecursionError):
+        return False
+    return True
+
+
+def _text_for_torch(value: Any) -> str:
+    """torch writes nodes, its own types and functions by their names. Others it may, and nobody can rely on it."""
+    if isinstance(value, (Node, torch.SymInt, torch.SymFloat, torch.SymBool)) or object_text(value):
+        return ""
+    raise TypeError
+
+
+def _without_code(gm: GraphModule, *_: Any, **__: Any) -> Any:
+    raise GraphexError(
+        "a node of this graph has an argument that cannot be written as code; run it with torch.fx.Interpreter."
+    )
