@@ -37,13 +37,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import last_uses, placement
+from graphex.analysis.accesses import Memory
 from graphex.analysis.effects import operator_of
-from graphex.analysis.launches import is_work
+from graphex.analysis.launches import does_nothing, is_work
 from graphex.analysis.liveness import frees
 from graphex.analysis.synchronisation import synchronisation
 from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
-from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.runtime.core_limits import PART
 from graphex.runtime.spelling import spell
 
@@ -68,15 +68,19 @@ class Code:
         return forward
 
 
-def generate(gm: GraphModule, lanes: Lanes | None = None) -> Code:
-    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one."""
-    return _Writer(gm, lanes).write()
+def generate(gm: GraphModule, lanes: Lanes | None = None, memory: Memory | None = None) -> Code:
+    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one.
+
+    `memory` says what values on several streams live in, where the graph alone does not show it.
+    """
+    return _Writer(gm, lanes, memory).write()
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule, lanes: Lanes | None) -> None:
+    def __init__(self, gm: GraphModule, lanes: Lanes | None, memory: Memory | None) -> None:
         self.gm = gm
         self.lanes = lanes
+        self.memory = memory
         self._lane_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
         self.code = Code()
         self.lines: list[str] = []
@@ -87,7 +91,7 @@ class _Writer:
         self._bound: dict[int | str, str] = {}
 
     def write(self) -> Code:
-        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph)
+        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph, self.memory)
         placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
         for node in self.gm.graph.nodes:
             self.names[node] = _identifier(node.name)
@@ -107,7 +111,7 @@ class _Writer:
     def _statement(self, node: Node) -> None:
         if self.lanes is not None:
             self._enter(None if node.op == "output" else placement(node), node)
-        if _does_nothing(node):
+        if does_nothing(node):
             if self.lanes is not None and (sync := synchronisation(node)) is not None:
                 self._lane(sync.kind, sync.what, sync.stream)
                 if len(self._lane_now) == 2:
@@ -206,15 +210,9 @@ class _Writer:
         return name
 
     def _free(self, values: list[Node]) -> None:
-        names = [self.names[value] for value in values if value.op != "get_attr" and not _does_nothing(value)]
+        names = [self.names[value] for value in values if value.op != "get_attr" and not does_nothing(value)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
-
-
-def _does_nothing(node: Node) -> bool:
-    """Whether a node is about streams only: one that `lanes` see to, or one that says that memory is in use."""
-    op = operator_of(node)
-    return op is not None and op._schema.name in NOTHING_TO_RUN
 
 
 def attribute_of(gm: GraphModule, target: str) -> Any:
