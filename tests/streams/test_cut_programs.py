@@ -62,7 +62,8 @@ def check_programs(monkeypatch, program, where, wanted, clone_output, seed):
     try:
         done = Finished(placed(traced(program), where, wanted), clone_output=clone_output)
     except graphex.StreamError as error:
-        assert "may still be reading" in str(error)
+        if "may still be reading" not in str(error):
+            raise
         return
     for _ in range(CALLS):
         torch.testing.assert_close(results(done.run), right, rtol=0, atol=0, equal_nan=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
-from tests.streams.support import Finished, find, ours, scoped, trace
+from tests.runtime.support import compile_it, reasons, replays, same, statuses
+from tests.streams.support import Finished, find, ours, scoped
 
 CALLS = 6
 
