@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.aliasing import Storage
 from graphex.analysis.clocks import Stream
 from graphex.analysis.effects import written_arguments
 from graphex.analysis.launches import is_work
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync, synchronisation
+
+
+class Memory(Protocol):
+    """Who says which storages a value may live in: `Aliases`, or what knows more than the graph itself shows."""
+
+    def storages(self, node: Node) -> frozenset[Storage]: ...
 
 
 @dataclass(frozen=True)
@@ -30,13 +37,13 @@ class Access:
     keeps: bool = False
 
 
-def accesses(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Access | Sync | None]]:
+def accesses(graph: Graph, memory: Memory) -> Iterator[tuple[Node, Access | Sync | None]]:
     """Every node in order, with what it does to memory or to the order of streams, if anything."""
     for node in graph.nodes:
-        yield node, _access(node, aliases)
+        yield node, _access(node, memory)
 
 
-def _access(node: Node, aliases: Aliases) -> Access | Sync | None:
+def _access(node: Node, memory: Memory) -> Access | Sync | None:
     if not node.op.startswith("call"):
         return None
     if (sync := synchronisation(node)) is not None:
@@ -44,9 +51,9 @@ def _access(node: Node, aliases: Aliases) -> Access | Sync | None:
     keeps = node.target is torch.ops.graphex.used_on.default
     if not keeps and not is_work(node):
         return None
-    read = frozenset().union(*(aliases.storages(value) for value in node.all_input_nodes))
+    read = frozenset().union(*(memory.storages(value) for value in node.all_input_nodes))
     if keeps:
         return Access(node, placement(node), read, frozenset(), keeps=True)
-    written = frozenset().union(*(aliases.storages(value) for value in written_arguments(node)))
-    fresh = frozenset(storage for storage in aliases.storages(node) if storage[0] is node)
+    written = frozenset().union(*(memory.storages(value) for value in written_arguments(node)))
+    fresh = frozenset(storage for storage in memory.storages(node) if storage[0] is node)
     return Access(node, placement(node), read, written | fresh)

@@ -19,6 +19,12 @@ def is_number(node: Node) -> bool:
     return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def does_nothing(node: Node) -> bool:
+    """Whether a node is about streams only: an event, or a word on where memory is in use."""
+    op = operator_of(node)
+    return op is not None and op._schema.name in NOTHING_TO_RUN
+
+
 def is_kernel(node: Node) -> bool:
     """Whether a node launches something: views, numbers, parts of tuples and events do not."""
     if node.op in ("placeholder", "get_attr", "output") or is_number(node):

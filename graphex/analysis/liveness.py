@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from graphex.analysis.accesses import Access, accesses
+from graphex.analysis.accesses import Access, Memory, accesses
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Clocks, Stream
 from graphex.analysis.source import placement
@@ -33,7 +33,7 @@ def last_uses(graph: Graph) -> dict[Node, list[Node]]:
     return dying
 
 
-def frees(graph: Graph) -> dict[Node, list[Node]]:
+def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
     """`last_uses` for a graph with several streams: for each node, the values to let go of behind it.
 
     Memory belongs to the stream it was allocated on, whose next allocation may take it. So a value is kept until that
@@ -42,13 +42,13 @@ def frees(graph: Graph) -> dict[Node, list[Node]]:
         a = sin(x)  side;  b = cos(a)  main;  c = exp(x)  side           `a` stays: `exp` could be given its memory
         ...                event: side waits for b                       here it may go
     """
-    aliases = Aliases(graph)
+    memory = memory or Aliases(graph)
     dying = last_uses(graph)
     clocks = Clocks()
     used: dict[Storage, dict[Stream, int]] = {}  # the last use of a memory on each stream
     held: list[Node] = []
     free: dict[Node, list[Node]] = {}
-    for position, (node, what) in enumerate(accesses(graph, aliases)):
+    for position, (node, what) in enumerate(accesses(graph, memory)):
         if isinstance(what, Access):
             clocks.run(what.stream, position)
             for storage in what.reads | what.writes:
@@ -56,7 +56,7 @@ def frees(graph: Graph) -> dict[Node, list[Node]]:
         elif isinstance(what, Sync):
             (clocks.record if what.kind == "record" else clocks.wait)(what.what, what.stream)
         asked = [*held, *dying.get(node, ())] if isinstance(what, Sync) else dying.get(node, [])
-        going = [value for value in asked if _nobody_else_runs(aliases.storages(value), used, clocks)]
+        going = [value for value in asked if _nobody_else_runs(memory.storages(value), used, clocks)]
         if going:
             free[node] = going
         if isinstance(what, Sync):

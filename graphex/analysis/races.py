@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from graphex.analysis.accesses import Access, accesses
+from graphex.analysis.accesses import Access, Memory, accesses
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Clock, Clocks, Stream
 from graphex.analysis.source import node_line, stream_name
@@ -62,8 +62,9 @@ class _Memory:
 class Walk:
     """One walk over the graph in the order its work is given out. `missing` and `race` say what to do about a find."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, memory: Memory | None = None) -> None:
         self.graph = graph
+        self._storages = memory or Aliases(graph)
         self.clocks = Clocks()
         self.races: list[Race] = []
         self.last: dict[Stream, Done] = {}
@@ -74,7 +75,7 @@ class Walk:
         self.clocks.learn(None, self.begin.clock)
 
     def run(self) -> None:
-        for node, what in list(accesses(self.graph, Aliases(self.graph))):
+        for node, what in list(accesses(self.graph, self._storages)):
             if isinstance(what, Sync):
                 self._synchronise(node, what)
             elif isinstance(what, Access):
@@ -86,7 +87,7 @@ class Walk:
 
     def missing(self, done: Done, stream: Stream, node: Node, kind: str) -> None:
         """`stream` is to do `node`, and has not waited for `done`."""
-        self.races.append(Race(kind, done.node, node, _unordered(done, stream, node, kind)))
+        self.races.append(Race(kind, done.node, node, unordered(done, stream, node, kind)))
 
     def race(self, access: Access, reader: Done, storage: Storage) -> None:
         """`access` writes to memory that `reader`, on another stream, may still be reading."""
@@ -142,7 +143,7 @@ class Walk:
         return self._memory.setdefault(storage, _Memory(self.begin))
 
 
-def _unordered(done: Done, stream: Stream, node: Node, kind: str) -> str:
+def unordered(done: Done, stream: Stream, node: Node, kind: str) -> str:
     if kind == "begin":
         return f"'{node.name}' on {stream_name(stream)} does not wait for what the caller has done{_lines(node)}."
     if kind == "end":

@@ -48,7 +48,7 @@ def in_turn(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node]
 
 def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> dict[Node, set[Node]]:
     before = what_runs_before(graph, Aliases(graph))
-    _turns(nodes, before)
+    keep_turns(nodes, before)
     first = [node for node in nodes if node.op == "placeholder"]
     barrier: Node | None = None
     since: list[Node] = []
@@ -66,12 +66,16 @@ def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> 
     return before
 
 
-def _turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
-    """A node follows the event of its turn, and the next event of its stream follows it."""
+def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
+    """Add to `before` what turns ask for: a node follows the event of its turn, and the next event of its stream
+    follows it. Events without a turn were added for what values and memory ask for already.
+    """
     events: dict[object, dict[int, Node]] = defaultdict(dict)
     records: dict[object, Node] = {}
     waits = []
     for node, sync in placed_events(nodes):
+        if not sync.turn:
+            continue
         events[sync.stream][sync.turn] = node
         if sync.kind == "record":
             records[sync.what] = node

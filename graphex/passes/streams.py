@@ -21,12 +21,12 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import placement
-from graphex.analysis.accesses import Access
+from graphex.analysis.accesses import Access, Memory
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.clocks import Stream
 from graphex.analysis.launches import is_work
 from graphex.analysis.plan import OUTSIDE, PLAN, Outside, StreamPlan
-from graphex.analysis.races import Done, Walk, racing
+from graphex.analysis.races import Done, Walk, racing, unordered
 from graphex.analysis.source import node_line, stream_name
 from graphex.analysis.synchronisation import placed_events, synchronisation
 from graphex.analysis.turns import in_turn
@@ -84,27 +84,26 @@ def _forget_events(work: Work, rule: str) -> None:
 _EVENTS = (ours.event_record.default, ours.event_wait.default, ours.used_on.default)
 
 
-class _Schedule(Walk):
-    """Adds the events that are missing, and refuses the races that are left."""
+class AddingEvents(Walk):
+    """Adds the events that are missing. A write waits for the reads before it, as the order of the graph says."""
 
-    def __init__(self, work: Work, rule: str) -> None:
-        super().__init__(work.graph)
-        self.work = work
-        self.rule = rule
-        self.names = {str(sync.what) for _, sync in placed_events(list(work.graph.nodes))}
+    def __init__(self, graph: Graph, memory: Memory | None = None) -> None:
+        super().__init__(graph, memory)
+        self.names = {str(sync.what) for _, sync in placed_events(list(graph.nodes))}
         self.users = len(self.names)
 
     def missing(self, done: Done, stream: Stream, node: Node, kind: str) -> None:
-        if kind == "value" and self.work.config.stream_safety == "strict":
-            super().missing(done, stream, node, kind)
-            raise StreamError(f"{self.races[-1].sentence} stream_safety='auto' would add it.")
         if not done.event:
             done.event = self._name("begin" if done is self.begin else done.node.name)
             self._insert(ours.event_record.default, done.event, done.stream, done.node)
         self._insert(ours.event_wait.default, done.event, stream, node.prev)
 
     def race(self, access: Access, reader: Done, storage: Storage) -> None:
-        raise StreamError(racing(access, reader, storage))
+        self.missing(reader, access.stream, access.node, "write")
+        self.clocks.learn(access.stream, reader.clock)
+
+    def added(self, node: Node, event: str, stream: Stream) -> None:
+        """`node` is new in the graph."""
 
     def _name(self, wanted: str) -> str:
         name, copy = wanted, 1
@@ -118,6 +117,27 @@ class _Schedule(Walk):
         with self.graph.inserting_after(place):
             node = self.graph.call_function(op, (event, label_of(stream), 0))
         node.meta["val"] = None
+        self.added(node, event, stream)
+
+
+class _Schedule(AddingEvents):
+    """The same for a graph as the user's program has it: a write that nothing orders is refused."""
+
+    def __init__(self, work: Work, rule: str) -> None:
+        super().__init__(work.graph)
+        self.work = work
+        self.rule = rule
+
+    def missing(self, done: Done, stream: Stream, node: Node, kind: str) -> None:
+        if kind == "value" and self.work.config.stream_safety == "strict":
+            sentence = unordered(done, stream, node, kind)
+            raise StreamError(f"{sentence} stream_safety='auto' would add it.")
+        super().missing(done, stream, node, kind)
+
+    def race(self, access: Access, reader: Done, storage: Storage) -> None:
+        raise StreamError(racing(access, reader, storage))
+
+    def added(self, node: Node, event: str, stream: Stream) -> None:
         self.work.rewired(node, rule=self.rule, because=f"{stream_name(stream)} meets another one at '{event}'")
 
     def note_plan(self) -> None:

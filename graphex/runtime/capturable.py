@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from graphex.analysis import is_collective
 from graphex.analysis.effects import operator_of
+from graphex.analysis.launches import does_nothing
 from graphex.device import Device
 from graphex.torch_private.symbolic import free_unbacked_symbols
 from graphex.torch_private.trees import pytree
@@ -27,7 +28,7 @@ _UNSAFE_TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
 
 def why_not_captured(node: Node, device: Device) -> str:
     """Why a node cannot be part of a device graph; empty if nothing is known to be in the way."""
-    if node.op in ("placeholder", "get_attr", "output"):
+    if node.op in ("placeholder", "get_attr", "output") or does_nothing(node):
         return ""
     value = node.meta.get("val")
     read = [argument.meta.get("val") for argument in node.all_input_nodes]

@@ -34,13 +34,13 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import last_uses, placement
+from graphex.analysis.accesses import Memory
 from graphex.analysis.effects import node_leaves, operator_of
-from graphex.analysis.launches import is_work
+from graphex.analysis.launches import does_nothing, is_work
 from graphex.analysis.liveness import frees
 from graphex.analysis.synchronisation import synchronisation
 from graphex.device.lanes import Lanes
 from graphex.errors import GraphexError
-from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.quoting import (
     attribute,
     identifier,
@@ -82,15 +82,19 @@ class Code:
         return forward
 
 
-def generate(gm: GraphModule, lanes: Lanes | None = None) -> Code:
-    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one."""
-    return _Writer(gm, lanes).write()
+def generate(gm: GraphModule, lanes: Lanes | None = None, memory: Memory | None = None) -> Code:
+    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one.
+
+    `memory` says what values on several streams live in, where the graph alone does not show it.
+    """
+    return _Writer(gm, lanes, memory).write()
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule, lanes: Lanes | None) -> None:
+    def __init__(self, gm: GraphModule, lanes: Lanes | None, memory: Memory | None) -> None:
         self.gm = gm
         self.lanes = lanes
+        self.memory = memory
         self._lane_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
         self.code = Code()
         self.lines: list[str] = []
@@ -100,7 +104,7 @@ class _Writer:
         self._bound: dict[object, str] = {}
 
     def write(self) -> Code:
-        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph)
+        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph, self.memory)
         placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
         if placeholders:
             self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = {self._inputs}")
@@ -118,7 +122,7 @@ class _Writer:
     def _statement(self, node: Node) -> None:
         if self.lanes is not None:
             self._enter(None if node.op == "output" else placement(node), node)
-        if _does_nothing(node):
+        if does_nothing(node):
             if self.lanes is not None and (sync := synchronisation(node)) is not None:
                 self._lane(sync.kind, sync.what, sync.stream)
                 if len(self._lane_now) == 2:
@@ -223,15 +227,9 @@ class _Writer:
         return name
 
     def _free(self, values: list[Node]) -> None:
-        names = [self.names[value] for value in values if value.op != "get_attr" and not _does_nothing(value)]
+        names = [self.names[value] for value in values if value.op != "get_attr" and not does_nothing(value)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
-
-
-def _does_nothing(node: Node) -> bool:
-    """Whether a node is about streams only: one that `lanes` see to, or one that says that memory is in use."""
-    op = operator_of(node)
-    return op is not None and op._schema.name in NOTHING_TO_RUN
 
 
 def attribute_of(gm: GraphModule, target: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.accesses import Memory
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.launches import is_kernel
 from graphex.analysis.plan import StreamPlan, stream_plan
@@ -93,7 +94,7 @@ def _build(
         ways = dict.fromkeys(_kept_by_torch(compilation, gm, folder), "copied")
         given = Given((), {}) if _is_backward(folder) else None
         return Capturing(compilation, graph_name, device, run, gm, static_inputs, ways=ways, given=given, above=above)
-    if not division.captured or lanes is not None:  # streams would have to meet at every cut
+    if not division.captured:
         node, reason = next(iter(division.obstacles.items()))
         compilation.fall_back(
             graph_name,
@@ -103,7 +104,7 @@ def _build(
             line=node_line(node),
         )
         return _uncaptured(run, gm)
-    return _in_pieces(compilation, graph_name, folder, gm, division, device, static_inputs, above)
+    return _in_pieces(compilation, graph_name, folder, gm, division, device, lanes, static_inputs, above)
 
 
 def _why_not_at_all(gm: GraphModule) -> str:
@@ -175,6 +176,7 @@ def _in_pieces(
     gm: GraphModule,
     division: Division,
     device: Device,
+    lanes: Lanes | None,
     static_inputs: Sequence[int],
     above: AboveAutograd,
 ) -> Boxed:
@@ -192,7 +194,8 @@ def _in_pieces(
     for number, piece in enumerate(division.pieces):
         name = f"{graph_name} piece {number}"
         counter = compilation.journal.counter(name)
-        run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter)
+        on_lanes = lanes if piece.memory is not None else None
+        run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter, on_lanes, piece.memory)
         crossing = piece.crossing
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
@@ -238,12 +241,13 @@ def eager_program(
     counter: Counter[str],
     lanes: Lanes | None = None,
     above: AboveAutograd | None = None,
+    memory: Memory | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     from graphex.evidence.output_code import write_output_code
 
     try:
-        code = generate(gm, lanes)
+        code = generate(gm, lanes, memory)
         body = code.function(f"<graphex {graph_name}>")
     except Exception as error:
         compilation.fall_back(graph_name, "the graph is interpreted node by node", error)

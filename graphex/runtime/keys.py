@@ -16,10 +16,10 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
-from graphex.analysis.libraries import may_use_cudnn
+from graphex.analysis.libraries import libraries_of
 from graphex.device import Device
 from graphex.runtime.host_values import sizes_that_matter
-from graphex.torch_private.numerics import SWITCHES, WITHOUT_CUDNN, states
+from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
 Key = tuple[Any, ...]
@@ -46,7 +46,7 @@ class KeyReader:
                 elif index not in self._whole:
                     self._whole.append(index)
         self._settings = device.settings
-        self.switches = SWITCHES if may_use_cudnn(gm.graph) else WITHOUT_CUDNN
+        self.switches = switches_for(libraries_of(gm.graph))
         self._numbers = sorted(numbers)
         self._fractions = [index for index in self._numbers if isinstance(values[index], (float, torch.SymFloat))]
         self._dims = sorted(found.values())

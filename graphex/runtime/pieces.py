@@ -6,7 +6,8 @@
               2 by itself  n = item(count); c = slice(b, 0, n)
 
 Every node gets the number of the first piece it can be in: captured pieces have odd numbers, the others even ones.
-What has to stay in order does: values, reads and writes of the same memory, and everything with an effect.
+What has to stay in order does: values, reads and writes of the same memory, everything with an effect, and what the
+user's events order. Streams meet at every cut (see `meeting`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.analysis.dependencies import what_runs_before
 from graphex.analysis.effects import node_leaves
-from graphex.analysis.launches import is_kernel, is_number
+from graphex.analysis.launches import does_nothing, is_kernel, is_number
 from graphex.device import Device
 from graphex.runtime.capturable import why_not_captured
 from graphex.runtime.crossing import Crossing, Crossings
+from graphex.runtime.meeting import (
+    MemoryOfPiece,
+    add_missing_events,
+    is_on_streams,
+    keep_order,
+    with_events,
+)
 from graphex.torch_private.graphs import graph_module
 
 WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it saves
@@ -31,13 +39,17 @@ WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it save
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a graph as a graph of its own. `inputs` and `outputs` are nodes of the whole graph."""
+    """A part of a graph as a graph of its own. `inputs` and `outputs` are nodes of the whole graph.
+
+    `memory` says what the values of a piece on several streams live in; None for a piece on the current stream.
+    """
 
     gm: GraphModule
     captured: bool
     inputs: list[Node]
     outputs: list[Node]
     crossing: Crossing = field(default_factory=Crossing)
+    memory: MemoryOfPiece | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,9 @@ def divide(gm: GraphModule, device: Device) -> Division:
         return Division([Piece(gm, True, inputs, [])], {})
     free |= {node for node in gm.graph.nodes if is_number(node) and node not in obstacles}
     aliases = Aliases(gm.graph)
+    free |= {node for node in gm.graph.nodes if does_nothing(node)}
     before = what_runs_before(gm.graph, aliases)
+    keep_order(gm.graph, before)
     outside = set(obstacles)
     while True:
         levels = _levels(gm.graph, before, free, outside)
@@ -115,6 +129,7 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
     for node, level in levels.items():
         if node not in free:
             members.setdefault(level, []).append(node)
+    members = with_events(members, levels)
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
     leaves = list(node_leaves(output.args))
     returned = [leaf for leaf in leaves if leaf in free and leaf.op not in ("placeholder", "get_attr")]
@@ -126,7 +141,7 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
     found: list[Piece] = []
     for level in reversed(order):
         last = returned if level == order[-1] else []
-        piece = _piece(gm, members[level], last, needed, free, bool(level % 2))
+        piece = _piece(gm, members[level], last, needed, free, aliases, captured=bool(level % 2))
         needed.update(piece.inputs)
         found.append(piece)
     crossings = Crossings(aliases)
@@ -143,7 +158,14 @@ def _with_crossing(piece: Piece, inside: set[Node], crossings: Crossings) -> Pie
 
 
 def _piece(
-    gm: GraphModule, nodes: list[Node], numbers: list[Node], needed: set[Node], free: set[Node], captured: bool
+    gm: GraphModule,
+    nodes: list[Node],
+    numbers: list[Node],
+    needed: set[Node],
+    free: set[Node],
+    aliases: Aliases,
+    *,
+    captured: bool,
 ) -> Piece:
     graph = Graph()
     body = _with_numbers([*nodes, *numbers], free)
@@ -156,7 +178,11 @@ def _piece(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     outputs = [node for node in nodes if node in needed] + numbers
     graph.output(tuple(copies[node] for node in outputs))
-    return Piece(graph_module(gm, graph), captured, inputs, outputs)
+    piece = graph_module(gm, graph)
+    memory = MemoryOfPiece(aliases, copies) if is_on_streams(graph) else None
+    if memory is not None:
+        add_missing_events(piece, memory)
+    return Piece(piece, captured, inputs, outputs, memory=memory)
 
 
 def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:

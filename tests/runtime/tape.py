@@ -37,7 +37,7 @@ class Tape(TorchDispatchMode, Replay):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.device.step("op")
-        self.undo += [(leaf, leaf.clone()) for leaf in _written(func, args, kwargs)]
+        self.undo += [(leaf.detach(), leaf.clone()) for leaf in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
         call = func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)
         self.calls.append(call)
@@ -54,12 +54,19 @@ class Tape(TorchDispatchMode, Replay):
         assert not self.freed, "a graph was replayed after it was freed"
         assert self.places == list(map(_places, self.calls)), "a graph was replayed on memory that is gone"
         self.device.running(self)
-        for func, args, kwargs, result in self.calls:
-            again = func(*args, **kwargs)
-            given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
-                if isinstance(old, Tensor) and _memory(old) not in given:  # else it was written, or is a view
-                    old.copy_(new)
+        self.run_calls()
+
+    def run_calls(self) -> None:
+        for number in range(len(self.calls)):
+            self.run_call(number)
+
+    def run_call(self, number: int) -> None:
+        func, args, kwargs, result = self.calls[number]
+        again = func(*args, **kwargs)
+        given = {_memory(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
+            if isinstance(old, Tensor) and _memory(old) not in given:  # else it was written, or is a view
+                old.copy_(new)
 
     def own(self) -> dict[int, Tensor]:
         """The memory that was allocated while it was recorded, by address."""
@@ -127,6 +134,7 @@ class TapeDevice(Device):
 
     name = "tape"
     captures = True
+    tape_type = Tape
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
@@ -153,7 +161,7 @@ class TapeDevice(Device):
         return f"pool {self.pools}"
 
     def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
-        tape = Tape(self, pool, error_mode)
+        tape = self.tape_type(self, pool, error_mode)
         state = torch.get_rng_state()
         assert self._busy.acquire(blocking=False), "two captures at a time"
         try:

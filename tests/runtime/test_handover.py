@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from tests.runtime.support import check_with_weights_replaced, compile_it, count, in_threads, replays, same, statuses
@@ -197,6 +202,9 @@ COMPUTED = {
     "a product": lambda x: (x @ x).relu() + 1,
     "a fused op": lambda x: torch.nn.functional.rms_norm(x, (4,), eps=1e-6) + 1,
     "a convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None]
+    ),
     "a custom op": lambda x: torch.ops.graphex_tests.handed_on(x) + 1,
 }
 
@@ -209,14 +217,47 @@ def handed_on(x: Tensor) -> Tensor:
 handed_on.register_fake(torch.empty_like)
 
 
+@contextmanager
+def opposite(get: Callable[[], Any], put: Callable[[Any], None]) -> Iterator[None]:
+    before = get()
+    put(not before)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def in_reverse() -> Iterator[None]:
+    """The same implementations of attention are allowed, and the last one is asked first."""
+    with sdpa_kernel(SDPA[::-1], set_priority=True):
+        yield
+
+
+SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]
+SWITCHED: dict[str, Callable[[], Any]] = {  # torch's own tests freeze the flags of torch.backends
+    "reductions": lambda: opposite(
+        torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation
+    ),
+    "attention": lambda: opposite(torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    "order of attention": in_reverse,
+    "cudnn": lambda: opposite(torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+}
+
+
 @pytest.mark.parametrize(
     ("computed", "switch", "captures"),
     [
-        ("a product", "attention", 2),
+        ("a product", "reductions", 2),
+        ("a product", "attention", 1),
+        ("a product", "order of attention", 1),
         ("a product", "cudnn", 1),
         ("a fused op", "cudnn", 1),
         ("a convolution", "cudnn", 2),
+        ("attention", "attention", 2),
+        ("attention", "order of attention", 2),
         ("a custom op", "cudnn", 2),  # whatever it may call
+        ("a custom op", "order of attention", 2),
     ],
 )
 @torch.no_grad()
@@ -226,17 +267,9 @@ def test_a_switch_that_is_set_between_two_replays_is_noticed_if_it_may_matter(co
     x = torch.randn(4, 4, device=where)
     for _ in range(3):
         compiled(x)
-    get, put = {  # torch's own tests freeze the flags of torch.backends
-        "attention": (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-        "cudnn": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    }[switch]
-    before = get()
-    put(not before)
-    try:
+    with SWITCHED[switch]():
         for _ in range(3):
-            same(compiled(x), function(x))
-    finally:
-        put(before)
+            torch.testing.assert_close(compiled(x), function(x))
     assert statuses(compiled) == ["captured"] * captures
 
 

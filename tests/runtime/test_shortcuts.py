@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphex
@@ -20,7 +21,7 @@ from graphex.runtime import capture, native
 from graphex.runtime.addresses import Addresses
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.shortcuts import Questions, what_fits
-from graphex.torch_private.numerics import SWITCHES, states
+from graphex.torch_private.numerics import states, switches_for
 from tests.runtime.support import compile_it, count, in_threads, same, statuses
 from tests.runtime.tape import TapeDevice
 
@@ -90,8 +91,9 @@ class World:
     def deterministic(self) -> None:
         torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
 
-    def attention(self) -> None:
-        torch._C._set_sdp_use_flash(not torch._C._get_flash_sdp_enabled())  # Dynamo does not look at this one
+    def accumulation(self) -> None:
+        # Dynamo does not look at this one.
+        torch._C._set_cublas_allow_fp16_accumulation(not torch._C._get_cublas_allow_fp16_accumulation())
 
     def inference(self) -> None:
         self.toggle("inference", torch.inference_mode)
@@ -128,10 +130,10 @@ CHANGES = [name for name, found in vars(World).items() if callable(found) and na
 @pytest.fixture
 def world(tape) -> Iterator[Callable[..., World]]:
     """Makes one; the switches of the process are put back."""
-    attention = torch._C._get_flash_sdp_enabled()
+    accumulation = torch._C._get_cublas_allow_fp16_accumulation()
     with torch._dynamo.config.patch(recompile_limit=64), torch.no_grad():
         yield lambda **options: World(tape, **options)
-    torch._C._set_sdp_use_flash(attention)
+    torch._C._set_cublas_allow_fp16_accumulation(accumulation)
     torch.use_deterministic_algorithms(False)
 
 
@@ -375,6 +377,8 @@ def assigned(thing: Any, name: str, value: Any) -> Iterator[None]:
         setattr(thing, name, before)
 
 
+SWITCHES = switches_for({"cublas", "cudnn", "attention", "linalg"})
+
 ELSEWHERE: dict[str, Callable[[Limited], Any]] = {
     "inference mode": lambda device: torch.inference_mode(),
     "a mode": lambda device: Doubling(),
@@ -388,6 +392,7 @@ ELSEWHERE: dict[str, Callable[[Limited], Any]] = {
     "fp16 and bf16 reductions in attention": lambda device: switched("math_sdp_allow_fp16_bf16_reduction"),
     "cudnn": lambda device: switched("cudnn_enabled"),
     "deterministic": lambda device: switched("deterministic_algorithms"),
+    "an error where nothing is deterministic": lambda device: deterministic_with_warnings(),
     "deterministic fill": lambda device: switched("deterministic_fill_uninitialized_memory"),
     "cudnn deterministic": lambda device: switched("cudnn_deterministic"),
     "cudnn benchmark": lambda device: switched("cudnn_benchmark"),
@@ -395,9 +400,33 @@ ELSEWHERE: dict[str, Callable[[Limited], Any]] = {
     "TF32 in convolutions": lambda device: assigned(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
     **{
         f"{name} attention": lambda device, name=name: switched_attention(name)
-        for name in ("flash", "mem_efficient", "math", "cudnn")
+        for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
     },
+    "the order of attentions": lambda device: sdpa_kernel(
+        [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], True
+    ),
+    "a part of the device for products": lambda device: carved_out(8),
 }
+
+
+@contextlib.contextmanager
+def deterministic_with_warnings() -> Iterator[None]:
+    before = torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+    torch._C._set_deterministic_algorithms(before[0], warn_only=not before[1])
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextlib.contextmanager
+def carved_out(cores: int) -> Iterator[None]:
+    put = torch._C._set_sm_carveout_experimental
+    put(cores)
+    try:
+        yield
+    finally:
+        put(None)
 
 
 @contextlib.contextmanager

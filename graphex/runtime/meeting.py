@@ -1,0 +1,92 @@
+"""Streams of a graph that is cut: they meet at every cut, and part again behind it.
+
+    graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
+
+    pieces:   1   record("begin", current); wait("begin", side); a = sin(x)  side; record("a", side); wait("a", current)
+              2   n = item(count)
+              3   record("begin", current); wait("begin", side); b = cos(a)  side; record("b", side); wait("b", current)
+                  c = add(b, n)
+
+An event of the user's whose record and wait are in one piece stays. What any other asks for, the cut between the two
+gives. The rest is added as for a whole graph, from what the piece reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import Aliases, placement
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.launches import does_nothing, is_work
+from graphex.analysis.synchronisation import placed_events
+from graphex.analysis.turns import keep_turns
+from graphex.passes.streams import AddingEvents
+from graphex.runtime.core_limits import PART
+
+_HOST_WAITS = torch.ops.graphex.host_wait.default
+
+
+class MemoryOfPiece:
+    """What the values of a piece live in, as the whole graph knows it: two inputs of a piece may share their memory,
+    and belong to the stream of a node that is in another piece.
+    """
+
+    def __init__(self, aliases: Aliases, copies: Mapping[Node, Node]) -> None:
+        """`copies` are the nodes of the piece, by those of the whole graph."""
+        self._aliases, self._copies = aliases, copies
+        self._originals = {copy: node for node, copy in copies.items()}
+
+    def storages(self, node: Node) -> frozenset[Storage]:
+        if node not in self._originals:  # an event that was added
+            return frozenset()
+        found = self._aliases.storages(self._originals[node])
+        return frozenset((self._copies.get(owner, owner), index) for owner, index in found)
+
+
+def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
+    """Add to `before` what the user's events order, and that nothing crosses a wait of the host."""
+    nodes = list(graph.nodes)
+    keep_turns(nodes, before)
+    barrier: Node | None = None
+    since: list[Node] = []
+    for node in nodes:
+        if barrier is not None:
+            before[node].add(barrier)
+        if node.target is _HOST_WAITS:
+            before[node].update(since)
+            barrier, since = node, []
+        since.append(node)
+
+
+def with_events(members: dict[int, list[Node]], levels: dict[Node, int]) -> dict[int, list[Node]]:
+    """The nodes of each piece with those that order its streams: both ends of an event are in one piece, or neither."""
+    kept = {node for node in levels if does_nothing(node)}
+    recorded: dict[Hashable, Node] = {}
+    together: set[Node] = set()
+    for node, sync in placed_events(list(levels)):
+        kept.discard(node)
+        if not sync.turn:
+            continue  # added again where it is needed
+        if sync.kind == "record":
+            recorded[sync.what] = node
+        elif (record := recorded.get(sync.what)) is not None and levels[record] == levels[node]:
+            together |= {record, node}
+    found: dict[int, list[Node]] = {level: [] for level in members}
+    inside = {node for nodes in members.values() for node in nodes} | kept | together
+    for node, level in levels.items():
+        if node in inside and level in found:
+            found[level].append(node)
+    return found
+
+
+def is_on_streams(graph: Graph) -> bool:
+    """Whether some work of a piece is on another stream than the current one, or limited to some cores."""
+    return any(PART in node.meta or placement(node) is not None for node in graph.nodes if is_work(node))
+
+
+def add_missing_events(gm: GraphModule, memory: MemoryOfPiece) -> None:
+    """Let the streams of a piece begin behind the current one, meet where they have to, and join it in the end."""
+    AddingEvents(gm.graph, memory).run()
