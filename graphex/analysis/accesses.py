@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Stream
-from graphex.analysis.effects import written_arguments
 from graphex.analysis.launches import is_work
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync, synchronisation
@@ -44,9 +43,8 @@ def _access(node: Node, aliases: Aliases) -> Access | Sync | None:
     keeps = node.target is torch.ops.graphex.used_on.default
     if not keeps and not is_work(node):
         return None
-    read = frozenset().union(*(aliases.storages(value) for value in node.all_input_nodes))
+    read = aliases.read_by(node)
     if keeps:
         return Access(node, placement(node), read, frozenset(), keeps=True)
-    written = frozenset().union(*(aliases.storages(value) for value in written_arguments(node)))
     fresh = frozenset(storage for storage in aliases.storages(node) if storage[0] is node)
-    return Access(node, placement(node), read, written | fresh)
+    return Access(node, placement(node), read, aliases.written_by(node) | fresh)

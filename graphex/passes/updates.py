@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal
 from graphex.analysis.twins import in_place_twin
@@ -48,6 +48,9 @@ ARRANGEMENTS = frozenset(
         aten.view.default,
     }
 )
+
+
+_VERSION = "graphex_version_of_input"
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,22 @@ def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain 
         return None
     found = _trace(value, lambda each: each is target, whole, declared)
     return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
+
+
+def mark_versions(graph: Graph) -> None:
+    """Mark, in a graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
+
+    The user has no other name for these than the input. A value that passes later find to be the same (`n` in
+    `x.copy_(n)`) is one that the user can also get at in another way, and has no mark.
+    """
+    for node in graph.nodes:
+        chain = find_chain(node, (), declared=False)
+        for place in chain.places[1:] if chain is not None else ():
+            place.node.meta[_VERSION] = True
+
+
+def is_version(node: Node) -> bool:
+    return _VERSION in node.meta
 
 
 def updated(step: Node, *, declared: bool) -> Any:
