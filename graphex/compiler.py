@@ -14,7 +14,6 @@ from graphex.compilation import Compilation
 from graphex.evidence.graph_dump import dump_graph
 from graphex.ops.definition import has_triton
 from graphex.passes.metadata import correct_layouts, stamp_origins
-from graphex.passes.updates import mark_versions
 from graphex.pipeline import optimise, optimise_joint, stages
 from graphex.readiness import wait_for_triton
 from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
@@ -99,7 +98,6 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
 def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     name = compilation.name_graph(phase)
     stamp_origins(gm.graph)
-    mark_versions(gm.graph)
     correct_layouts(gm)
     devices = tuple(sorted(str(device) for device in devices_of(gm)))
     inputs, outputs = _sizes(gm.graph)

@@ -70,8 +70,8 @@ class Flight:
 
     def reason(self) -> str:
         if self.landed and self.last is not None:
-            return f"'{self.node.name}' may use it until '{self.last.name}' has waited for that"
-        return f"'{self.node.name}' may still use it when the graph ends: nothing in it waits for that"
+            return f"'{self.node.name}' goes on using it until '{self.last.name}'"
+        return f"'{self.node.name}' goes on using it, and nothing in the graph waits for its results"
 
 
 def _which_result(value: Node, launched: Node) -> object:

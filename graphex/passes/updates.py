@@ -139,10 +139,11 @@ def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain 
 
 
 def mark_versions(graph: Graph) -> None:
-    """Mark, in a graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
+    """Mark, in an inference graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
 
-    The user has no other name for these than the input. A value that passes later find to be the same (`n` in
-    `x.copy_(n)`) is one that the user can also get at in another way, and has no mark.
+    In the user's program each of them is the input, written in place. A value that a pass finds to be the same (`n` in
+    `x.copy_(n)`) has memory of its own there, and no mark. Training graphs are not marked: their partitioner has merged
+    equal values.
     """
     for node in graph.nodes:
         chain = find_chain(node, (), declared=False)
