@@ -15,8 +15,10 @@ from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does 
 from graphex import scope as scope
 
 if TYPE_CHECKING:
+    from graphex.analysis.asynchronous import register_asynchronous
     from graphex.analysis.deadlock import register_core_need
     from graphex.analysis.declared_twins import register_inplace_twin
+    from graphex.analysis.keeping import register_keeps_nothing
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
@@ -54,8 +56,10 @@ __all__ = [
     "journal",
     "node_info",
     "random_orders",
+    "register_asynchronous",
     "register_core_need",
     "register_inplace_twin",
+    "register_keeps_nothing",
     "register_replacement",
     "replacement",
     "replayer",
@@ -89,8 +93,10 @@ _HOMES = {
     "random_orders": "evidence.orders",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
+    "register_asynchronous": "analysis.asynchronous",
     "register_core_need": "analysis.deadlock",
     "register_inplace_twin": "analysis.declared_twins",
+    "register_keeps_nothing": "analysis.keeping",
     "replayer": "runtime.replayer",
     "warm_up": "runtime.warm_up",
 }

@@ -14,16 +14,19 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.clocks import Stream
-from graphex.analysis.effects import written_arguments
 from graphex.analysis.launches import is_work
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync, synchronisation
 
 
 class Memory(Protocol):
-    """Who says which storages a value may live in: `Aliases`, or what knows more than the graph itself shows."""
+    """The storages of values and who reads and writes them: `Aliases`, or facts that the graph alone does not show."""
 
     def storages(self, node: Node) -> frozenset[Storage]: ...
+
+    def read_by(self, node: Node) -> frozenset[Storage]: ...
+
+    def written_by(self, node: Node) -> frozenset[Storage]: ...
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,8 @@ def _access(node: Node, memory: Memory) -> Access | Sync | None:
     keeps = node.target is torch.ops.graphex.used_on.default
     if not keeps and not is_work(node):
         return None
-    read = frozenset().union(*(memory.storages(value) for value in node.all_input_nodes))
+    read = memory.read_by(node)
     if keeps:
         return Access(node, placement(node), read, frozenset(), keeps=True)
-    written = frozenset().union(*(memory.storages(value) for value in written_arguments(node)))
     fresh = frozenset(storage for storage in memory.storages(node) if storage[0] is node)
-    return Access(node, placement(node), read, written | fresh)
+    return Access(node, placement(node), read, memory.written_by(node) | fresh)

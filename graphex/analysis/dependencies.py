@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
-from graphex.analysis.effects import PURE_NAMESPACES, is_effectful, is_random, operator_of, written_arguments
+from graphex.analysis.effects import PURE_NAMESPACES, is_effectful, is_random, operator_of
 from graphex.analysis.synchronisation import synchronisation
 
 
@@ -14,28 +16,42 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
 
     Events are left out: what they order is the matter of `graphex.analysis.turns`.
     """
-    before: dict[Node, set[Node]] = {}
-    last_write: dict[Storage, Node] = {}
-    reads: dict[Storage, list[Node]] = {}
+    before = {node: set(node.all_input_nodes) for node in graph.nodes}
     last_effect: Node | None = None
     for node in graph.nodes:
-        found = set(node.all_input_nodes)
-        written = {storage for value in written_arguments(node) for storage in aliases.storages(value)}
-        read = {storage for value in node.all_input_nodes for storage in aliases.storages(value)}
-        for storage in read | written:
-            if storage in last_write:
-                found.add(last_write[storage])
+        if keeps_its_turn(node):
+            if last_effect is not None:
+                before[node].add(last_effect)
+            last_effect = node
+    for earlier, later in hazards(graph, aliases):
+        before[later].add(earlier)
+    return before
+
+
+def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
+    """Pairs of nodes of which the first reads or writes memory before the second writes or reads it.
+
+    A custom op may read all that was kept before it, so it keeps its place among the writes to that.
+    """
+    last_write: dict[Storage, Node] = {}
+    reads: dict[Storage, list[Node]] = {}
+    last_keeper: Node | None = None
+    to_kept: list[Node] = []  # writes to kept memory since the last op that may keep things
+    for node in graph.nodes:
+        read, written = aliases.read_by(node), aliases.written_by(node)
+        earlier = [last_write[storage] for storage in read | written if storage in last_write]
         for storage in written:
-            found.update(reads.pop(storage, ()))
+            earlier += reads.pop(storage, ())
             last_write[storage] = node
         for storage in read - written:
             reads.setdefault(storage, []).append(node)
-        if keeps_its_turn(node):
-            if last_effect is not None:
-                found.add(last_effect)
-            last_effect = node
-        before[node] = found - {node}
-    return before
+        if aliases.may_keep(node):
+            earlier += to_kept
+            last_keeper, to_kept = node, []
+        elif last_keeper is not None and any(aliases.was_kept(storage, node) for storage in written):
+            earlier.append(last_keeper)
+            to_kept.append(node)
+        yield from ((other, node) for other in dict.fromkeys(earlier) if other is not node)
 
 
 def keeps_its_turn(node: Node) -> bool:

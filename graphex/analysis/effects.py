@@ -13,7 +13,9 @@ from torch.fx import GraphModule, Node
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
-COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
+COLLECTIVE_NAMESPACES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"}
+)
 
 UNINITIALISED = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
@@ -40,6 +42,24 @@ def node_leaves(value: Any) -> Iterator[Node]:
 def operator_of(node: Node) -> torch._ops.OpOverload | None:
     """The ATen or custom operator a node calls; None for everything else (Python functions, higher-order ops ...)."""
     return node.target if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def operator_called(node: Node) -> torch._ops.OpOverload | None:
+    """The operator a node calls, itself or through a higher-order op that is given it: `auto_functionalized(op, x)`."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return next((given for given in node.args if isinstance(given, torch._ops.OpOverload)), None)
+    return operator_of(node)
+
+
+def bodies_of(node: Node) -> list[GraphModule]:
+    """The graphs that a higher-order op, or a node that calls a module, runs."""
+    if node.op == "call_module":
+        found = [_submodule(node, str(node.target))]
+    elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        found = [_submodule(node, str(value.target)) for value in node.all_input_nodes if value.op == "get_attr"]
+    else:
+        return []
+    return [body for body in found if isinstance(body, GraphModule)]
 
 
 def is_random(node: Node) -> bool:
@@ -139,9 +159,8 @@ def _written_by_higher_order(node: Node) -> list[Node]:
         if isinstance(inner, torch._ops.OpOverload):
             return list(_written_by_schema(inner, node.args[2:], node.kwargs))
         return list(node.all_input_nodes)
-    bodies = [_submodule(node, str(value.target)) for value in node.all_input_nodes if value.op == "get_attr"]
-    graphs = [body for body in bodies if isinstance(body, GraphModule)]
-    if graphs and not any(_writes_anything(graph) for graph in graphs):
+    bodies = bodies_of(node)
+    if bodies and not any(map(_writes_anything, bodies)):
         return []
     return list(node.all_input_nodes)
 

@@ -6,6 +6,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.accesses import Access, Memory, accesses
 from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.asynchronous import launch_of
 from graphex.analysis.clocks import Clocks, Stream
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync
@@ -17,13 +18,15 @@ def last_uses(graph: Graph) -> dict[Node, list[Node]]:
         before:  a = f(x); b = g(a); c = h(a, b)
         result:  {b: [], c: [a, b]}        (and x dies at a)
 
-    A value that is never used dies where it is defined. What the output returns never dies.
+    A value that is never used dies where it is defined. What the output returns never dies. What an op in flight was
+    given lives until that is waited for, or to the end.
     """
     dying: dict[Node, list[Node]] = {}
     last: dict[Node, Node] = {}
     for node in graph.nodes:
         for value in node.all_input_nodes:
             last[value] = node
+    _hold_what_is_in_flight(graph, last)
     for value in graph.nodes:
         if value.op == "output":
             continue
@@ -31,6 +34,13 @@ def last_uses(graph: Graph) -> dict[Node, list[Node]]:
         if user.op != "output":
             dying.setdefault(user, []).append(value)
     return dying
+
+
+def _hold_what_is_in_flight(graph: Graph, last: dict[Node, Node]) -> None:
+    if all(launch_of(node) is None for node in graph.nodes):
+        return
+    for value, wait in Aliases(graph).in_flight().items():
+        last[value] = max(last[value], wait or graph.output_node())
 
 
 def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:

@@ -22,9 +22,8 @@ from collections.abc import Hashable
 
 from torch.fx import Graph, Node
 
-from graphex.analysis.aliasing import Aliases
+from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Clock, Clocks, later
-from graphex.analysis.effects import written_arguments
 from graphex.analysis.source import placement
 from graphex.analysis.synchronisation import Sync, synchronisation
 
@@ -123,15 +122,14 @@ def _stamps(graph: Graph, aliases: Aliases) -> dict[Node, Stamp]:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        touched = {
-            name for value in node.all_input_nodes for name in _names(aliases, value) if aliases.is_written(value)
-        }
+        touched = {_name(storage) for storage in aliases.read_by(node) if aliases.has_writes_to(storage)}
         if touched:
             stamps[node] = {name: written[name] for name in touched}
-        written.update({name for value in written_arguments(node) for name in _names(aliases, value)})
+        written.update({_name(storage) for storage in aliases.written_by(node)})
     return stamps
 
 
-def _names(aliases: Aliases, node: Node) -> list[str]:
+def _name(storage: Storage) -> str:
     """Memory by the name of the node that owns it."""
-    return [f"{owner.name}[{index}]" if index else owner.name for owner, index in aliases.storages(node)]
+    owner, index = storage
+    return f"{owner.name}[{index}]" if index else owner.name

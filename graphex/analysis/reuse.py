@@ -17,11 +17,15 @@ from graphex.analysis.source import node_line
 
 
 class Obstacle(NamedTuple):
-    """What is in the way of a write, and the node that still needs the old value."""
+    """What is in the way of a write, and the node that still needs the old value.
+
+    `is_news`: no reader in the program says so, so that it is worth a record; `edit` is what the user can do about it.
+    """
 
     reason: str
     reader: Node | None = None
-    on_another_stream: bool = False
+    is_news: bool = False
+    edit: str = ""
 
     def sentence(self) -> str:
         line = node_line(self.reader) if self.reader is not None else ""
@@ -49,7 +53,13 @@ def why_not_reusable(
         return Obstacle("an output would begin at another place of its memory")
     if aliases.shares_with_operands(writer, dead):
         return Obstacle(f"another argument may share memory with '{dead.name}'")
-    if readers := aliases.readers_after(dead, writer):
+    readers = aliases.readers_after(dead, writer)
+    use = aliases.why_in_use(dead, writer)
+    if use is not None and not any(
+        aliases.may_alias(value, dead) for each in readers for value in each.all_input_nodes
+    ):
+        return Obstacle(f"'{dead.name}' is not free: {use.reason}", use.until, is_news=True, edit=use.edit)
+    if readers:
         return Obstacle(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0])
     return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
 
@@ -62,7 +72,7 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
         if user is writer or order.before(user, writer) or order.before(writer, user) or not is_work(user):
             continue
         reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
-        return Obstacle(reason, user, on_another_stream=True)
+        return Obstacle(reason, user, is_news=True)
     return None
 
 

@@ -24,6 +24,7 @@ from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.decompositions import decompositions
 from graphex.frontend.handover import Handover
 from graphex.frontend.streams import keep_stream_calls
+from graphex.passes.updates import mark_versions
 from graphex.records import FellBack
 from graphex.runtime.above import TANGENT, carry_tangents
 from graphex.runtime.capture import Capturing
@@ -93,6 +94,7 @@ def _aot(
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
+                mark_versions(graph.graph)
             return compile_graph(graph, inputs, compilation, phase, static)
 
         return compile_phase

@@ -21,7 +21,7 @@ from graphex.analysis.declared_twins import DeclaredTwin, declared_twin
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.reuse import Obstacle, why_not_reusable
 from graphex.analysis.shapes import known_contiguous
-from graphex.passes.base import Work, inherit
+from graphex.passes.base import Refusal, Work, inherit
 
 RULE = "call_inplace_twin"
 
@@ -96,13 +96,14 @@ def reuse_dead_arguments(work: Work, call: Node) -> None:
     twin = declared_twin(call.target)
     assert twin is not None
     places = range(len(twin.written))
-    reason = why_not_called(call, None)
-    if reason is None:
+    refusal = Refusal(reason) if (reason := why_not_called(call, None)) is not None else None
+    if refusal is None:
         obstacles = (_why_not_dead(work, call, twin, place) for place in places)
-        reason = next((obstacle.sentence() for obstacle in obstacles if obstacle is not None), None)
-    if reason is not None:
+        found = next((obstacle for obstacle in obstacles if obstacle is not None), None)
+        refusal = Refusal(found.sentence(), edit=found.edit) if found is not None else None
+    if refusal is not None:
         moved = sum(bytes_of(value) for value in twin.written_values(call) if isinstance(value, Node))
-        work.refuse(call, reason, rule=RULE, bytes_moved=2 * moved)
+        work.refuse(call, refusal, rule=RULE, bytes_moved=2 * moved)
         return
     for place in places:
         _certify(work, call, twin, place)

@@ -30,7 +30,7 @@ from graphex.passes.base import GraphPass, Refusal, Work, inherit
 from graphex.passes.layouts import laid_out_as
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
 from graphex.passes.mutable_ops import unwrap_mutable_ops
-from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, updated
+from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, is_version, updated
 from graphex.torch_private.mutable_ops import write_directly
 
 aten = torch.ops.aten
@@ -151,6 +151,23 @@ class _Proof:
             return Refusal("an output would begin to share memory with an input", steps[-1]), None
         if any(aliases.is_written(step) for step in steps):
             return Refusal("the new value is written to", steps[-1]), None
+        return self._why_in_use(steps)
+
+    def _why_in_use(self, steps: list[Node]) -> tuple[Refusal, Update | None] | None:
+        """Whether somebody looks at the memory of the input, or of its versions, who is not a reader in the graph.
+
+        Where a version was an update of the input in the user's program, it lived in the input's memory there too.
+        """
+        chain, aliases = self.chain, self.aliases
+        for step in steps:
+            if not is_version(step) and (use := aliases.why_escaped(step)):
+                return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None
+        for step in chain.steps:
+            writer = _writer(step)
+            if use := aliases.why_in_flight(chain.target, writer):
+                return Refusal(f"the old value is not free: {use.reason}", step, use.edit), None
+            if not is_version(step) and (reader := aliases.keeper_between(chain.target, writer, chain.epilogue)):
+                return Refusal(f"'{reader.name}' may read the old value, which a custom op may have kept", step), None
         return None
 
     def _why_not_update(self, update: Update) -> Refusal | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from graphex.passes.base import Work
+from graphex.analysis.memory import bytes_of
+from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import Watch, fake_mode_of, repair
 from graphex.torch_private.mutable_ops import WRAPPER, WRAPPERS, unwrap, write_directly, written_bases
 
@@ -28,7 +29,12 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
     for node in wrapped:
         if node.target is WRAPPER and work.config.inplace_pass and work.allows(RULE):
             for base in written_bases(node):
-                if isinstance(base, Node) and _is_dead(work, node, base):
+                if not isinstance(base, Node) or not _is_unread(work, node, base):
+                    continue
+                if use := work.aliases.why_in_use(base, node):
+                    refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
+                    work.refuse(node, refusal, rule=RULE, bytes_moved=2 * bytes_of(base))
+                else:
                     write_directly(node, base)
                     work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
     with Watch(work.gm) as watch:
@@ -37,8 +43,9 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
     work.changes += len(wrapped)
 
 
-def _is_dead(work: Work, node: Node, base: Node) -> bool:
+def _is_unread(work: Work, node: Node, base: Node) -> bool:
     aliases = work.aliases
-    if aliases.is_owned_elsewhere(base) or aliases.readers_after(base, node):
+    readers = (value for each in aliases.readers_after(base, node) for value in each.all_input_nodes)
+    if aliases.is_owned_elsewhere(base) or any(aliases.may_alias(value, base) for value in readers):
         return False
     return not aliases.shares_with_operands(node, base)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from graphex.analysis import Aliases
+from graphex.analysis.dependencies import hazards
 from graphex.analysis.effects import is_effectful, is_random, written_arguments
 from graphex.passes.base import inherit
 from graphex.torch_private.graphs import graph_module, qualified_name, write_code
@@ -129,33 +130,13 @@ def order_of(gm: GraphModule) -> Edges:
                 if kind in last:
                     before[node].append(last[kind])
                 last[kind] = node
-    for earlier, later in _hazards(gm):
+    for earlier, later in hazards(gm.graph, Aliases(gm.graph)):
         before[later].append(earlier)
     return before
 
 
 def _has_effect(node: Node) -> bool:
     return node.op.startswith("call") and is_effectful(node) and not is_random(node) and not written_arguments(node)
-
-
-def _hazards(gm: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Pairs of nodes of which the first reads or writes memory before the second writes or reads it."""
-    aliases = Aliases(gm.graph)
-    if not aliases.has_writes():
-        return
-    writer: dict[object, Node] = {}
-    readers: dict[object, list[Node]] = {}
-    for node in gm.graph.nodes:
-        written = {memory for value in written_arguments(node) for memory in aliases.storages(value)}
-        touched = {m for value in node.all_input_nodes if aliases.is_written(value) for m in aliases.storages(value)}
-        for memory in touched | written:
-            if memory in writer:
-                yield writer[memory], node
-            if memory in written:
-                yield from ((reader, node) for reader in readers.pop(memory, ()) if reader is not node)
-                writer[memory] = node
-            else:
-                readers.setdefault(memory, []).append(node)
 
 
 def _connected(before: Edges, supported: set[Node], levels: dict[Node, int]) -> dict[Node, Node]:

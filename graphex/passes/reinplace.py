@@ -4,9 +4,9 @@
     after:   a = mul(x, y); b = add_(a, x); c = relu_(a)
 
 An op that has an in-place twin writes over its first argument (an op whose twin was declared, over those that the
-declaration names) if the graph has allocated it (it is no input and no tensor that a custom op may have kept), it is
-alone in its storage, has the result's layout, is read by nobody afterwards (not through a view either) and shares no
-memory with the other arguments.
+declaration names) if the graph has allocated it (it is no input and no tensor that a custom op has returned), it is
+alone in its storage, has the result's layout, is read by nobody afterwards (not through a view either), shares no
+memory with the other arguments and is not in use: no op in flight works on it, and no custom op may have kept it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphex.analysis.memory import bytes_of
 from graphex.analysis.reuse import why_not_reusable
 from graphex.analysis.twins import in_place_twin
 from graphex.passes import inplace_twins
-from graphex.passes.base import GraphPass, Work
+from graphex.passes.base import GraphPass, Refusal, Work
 
 
 class ReuseDeadMemory(GraphPass):
@@ -46,8 +46,9 @@ class ReuseDeadMemory(GraphPass):
             return
         dead = node.args[0]
         obstacle = why_not_reusable(work.aliases, work.order, node, dead, node.meta.get("val"), node)
-        if obstacle is not None and obstacle.on_another_stream:
-            work.refuse(node, obstacle.sentence(), rule=self.rule)
+        if obstacle is not None and obstacle.is_news:
+            refusal = Refusal(obstacle.sentence(), node, obstacle.edit)
+            work.refuse(node, refusal, rule=self.rule, bytes_moved=bytes_of(node))
         if obstacle is None:
             proof = work.certificate(dead, node, bytes_of(node))
             work.aliases.join(node, dead)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal
 from graphex.analysis.twins import in_place_twin
@@ -48,6 +48,9 @@ ARRANGEMENTS = frozenset(
         aten.view.default,
     }
 )
+
+
+_VERSION = "graphex_version_of_input"
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,23 @@ def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain 
         return None
     found = _trace(value, lambda each: each is target, whole, declared)
     return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
+
+
+def mark_versions(graph: Graph) -> None:
+    """Mark, in an inference graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
+
+    In the user's program each of them is the input, written in place. A value that a pass finds to be the same (`n` in
+    `x.copy_(n)`) has memory of its own there, and no mark. Training graphs are not marked: their partitioner has merged
+    equal values.
+    """
+    for node in graph.nodes:
+        chain = find_chain(node, (), declared=False)
+        for place in chain.places[1:] if chain is not None else ():
+            place.node.meta[_VERSION] = True
+
+
+def is_version(node: Node) -> bool:
+    return _VERSION in node.meta
 
 
 def updated(step: Node, *, declared: bool) -> Any:

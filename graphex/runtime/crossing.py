@@ -11,7 +11,6 @@ case; what is written as well has to get back to where the others look for it.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +19,8 @@ from torch.fx import Node
 
 from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.effects import PURE_NAMESPACES, operator_of
+from graphex.analysis.asynchronous import launch_of
+from graphex.analysis.keeping import who_may_keep
 
 _CALLERS = ("placeholder", "get_attr")  # what somebody outside of the graph holds
 
@@ -35,12 +35,13 @@ class Obstacle(NamedTuple):
 @dataclass(frozen=True)
 class Crossing:
     """`handed_on` are the outputs of a piece that are at one place in every call, `written_later` those that others
-    write to. `moving` are the inputs that it writes to and that are elsewhere in every call; True if somebody sees what
-    is written.
+    write to, `held` those that a custom op may have kept or an op in flight works on. `moving` are the inputs that it
+    writes to and that are elsewhere in every call; True if somebody sees what is written.
     """
 
     handed_on: list[int] = field(default_factory=list)
     written_later: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     moving: dict[int, bool] = field(default_factory=dict)
     obstacle: Obstacle | None = None
 
@@ -66,7 +67,8 @@ class Crossings:
         written_later = [
             place for place, node in enumerate(outputs) if not inside.issuperset(self._aliases.writes(node))
         ]
-        return Crossing(self._handed_on(outputs, inside), written_later, moving)
+        held = [place for place, node in enumerate(outputs) if self._is_held(node, inside)]
+        return Crossing(self._handed_on(outputs, inside), written_later, held, moving)
 
     def _moves(self, node: Node) -> bool:
         """Whether the value is made in each call, outside of device graphs. A part of an input is where that is."""
@@ -80,8 +82,7 @@ class Crossings:
         users = [user for user in aliases.users_of_memory(node) if user not in inside]
         later = aliases.position(written_by)
         return aliases.is_owned_elsewhere(node) or any(
-            aliases.position(user) > later or (user.target is not operator.getitem and _may_keep(user))
-            for user in users
+            aliases.position(user) > later or _may_keep(user) for user in users
         )
 
     def _handed_on(self, outputs: list[Node], inside: set[Node]) -> list[int]:
@@ -100,12 +101,16 @@ class Crossings:
 
     def _is_kept(self, node: Node, inside: set[Node]) -> bool:
         """Whether somebody could hold the value when the graph is replayed the next time."""
-        readers = [reader for reader in self._aliases.readers_after(node, node) if reader not in inside]
-        return self._aliases.reaches_output(node) or any(map(_may_keep, readers))
+        return self._aliases.reaches_output(node) or self._is_held(node, inside)
+
+    def _is_held(self, node: Node, inside: set[Node]) -> bool:
+        """Whether somebody else than the caller could."""
+        readers = self._aliases.readers_after(node, node)
+        return any(_may_keep(reader) for reader in readers if reader not in inside)
 
 
 def _may_keep(reader: Node) -> bool:
-    return (op := operator_of(reader)) is None or op.namespace not in PURE_NAMESPACES
+    return bool(who_may_keep(reader)) or launch_of(reader) is not None
 
 
 def _shared(writer: Node, written: Node, other: Node) -> Obstacle:

@@ -195,14 +195,17 @@ def _in_pieces(
         name = f"{graph_name} piece {number}"
         counter = compilation.journal.counter(name)
         on_lanes = lanes if piece.memory is not None else None
-        run = eager_program(compilation, name, f"{folder}/piece_{number}", piece.gm, counter, on_lanes, piece.memory)
+        run = eager_program(
+            compilation, name, f"{folder}/piece_{number}", piece.gm, counter, on_lanes, memory=piece.memory
+        )
         crossing = piece.crossing
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
             received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
             handed_on.update(piece.outputs[place] for place in crossing.handed_on)
             copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
-            ways = dict.fromkeys([*copied, *crossing.written_later], "copied")  # what is written to stays shared
+            # What is written to stays shared; what others than the caller hold is not the next call's.
+            ways = dict.fromkeys([*copied, *crossing.written_later, *crossing.held], "copied")
             ways |= dict.fromkeys(crossing.handed_on, "handed on")
             given = Given(received, crossing.moving)
             run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)

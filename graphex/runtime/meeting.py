@@ -13,7 +13,7 @@ gives. The rest is added as for a whole graph, from what the piece reads and wri
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -40,10 +40,18 @@ class MemoryOfPiece:
         self._originals = {copy: node for node, copy in copies.items()}
 
     def storages(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.storages, node)
+
+    def read_by(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.read_by, node)
+
+    def written_by(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.written_by, node)
+
+    def _asked(self, question: Callable[[Node], frozenset[Storage]], node: Node) -> frozenset[Storage]:
         if node not in self._originals:  # an event that was added
             return frozenset()
-        found = self._aliases.storages(self._originals[node])
-        return frozenset((self._copies.get(owner, owner), index) for owner, index in found)
+        return frozenset((self._copies.get(owner, owner), index) for owner, index in question(self._originals[node]))
 
 
 def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:

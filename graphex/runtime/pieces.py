@@ -42,6 +42,7 @@ class Piece:
     """A part of a graph as a graph of its own. `inputs` and `outputs` are nodes of the whole graph.
 
     `memory` says what the values of a piece on several streams live in; None for a piece on the current stream.
+    `holds` are values that stay alive until it has run: it waits for an op in flight that was given them.
     """
 
     gm: GraphModule
@@ -50,6 +51,7 @@ class Piece:
     outputs: list[Node]
     crossing: Crossing = field(default_factory=Crossing)
     memory: MemoryOfPiece | None = None
+    holds: list[Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,27 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
         order.append(max(order, default=0) + 2 - max(order, default=0) % 2)
         members[order[-1]] = []
     needed = set(leaves)
+    held = _held(levels, free, order[-1], aliases)
     found: list[Piece] = []
     for level in reversed(order):
         last = returned if level == order[-1] else []
+        needed.update(held.get(level, ()))
         piece = _piece(gm, members[level], last, needed, free, aliases, captured=bool(level % 2))
         needed.update(piece.inputs)
-        found.append(piece)
+        found.append(replace(piece, holds=held.get(level, [])))
     crossings = Crossings(aliases)
     return [
         _with_crossing(piece, set(members[level]), crossings) for level, piece in zip(order, found[::-1], strict=True)
     ]
+
+
+def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) -> dict[int, list[Node]]:
+    """For each level the values that ops in flight were given which it waits for; the last waits for the rest."""
+    held: dict[int, list[Node]] = {}
+    for value, wait in aliases.in_flight().items():
+        if value not in free or value.op == "placeholder":
+            held.setdefault(end if wait is None else levels[wait], []).append(value)
+    return held
 
 
 def _with_crossing(piece: Piece, inside: set[Node], crossings: Crossings) -> Piece:

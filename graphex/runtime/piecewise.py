@@ -64,7 +64,7 @@ class Piecewise:
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         self._returns_one = not isinstance(output.args[0], (list, tuple))
         self.reads_numbers = any(map(_is_read_back, output_leaves(gm)))
-        last = {slots[node]: place for place, piece in enumerate(pieces) for node in piece.inputs}
+        last = {slots[node]: place for place, piece in enumerate(pieces) for node in (*piece.inputs, *piece.holds)}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
         self._steps = [
             Step(

@@ -1,0 +1,153 @@
+"""Ops that work on after they have returned, and the ops that wait for them.
+
+r = all_gather_into_tensor(h, 2, group)      reads `h` and writes `r` from here ...
+y = relu(h)
+w = wait_tensor(r)                           ... to here, and returns `r`
+
+functional collectives                       until `wait_tensor` of their results
+other ops of c10d                            to the end of the graph: their `Work` is no part of it
+copies from or to the host, non_blocking     to the end of the graph, as far as memory of the host is concerned: what
+                                             is on the device is used in the order of its stream
+record_stream                                to the end of the graph
+`register_asynchronous(op, waited_by=...)`   until `waited_by` of their results
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from graphex.analysis.effects import COLLECTIVE_NAMESPACES, bodies_of, operator_called, written_arguments
+from graphex.analysis.handles import Handle
+from graphex.errors import InputError
+from graphex.torch_private.schemas import holds_tensors, overload_of
+
+Op = torch._ops.OpOverload
+
+_WAITS = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
+_WAITED_BY_NOBODY = frozenset({"c10d"})  # namespaces whose ops return a `Work`
+_AT_ONCE = _WAITS | {"_c10d_functional::_wrap_tensor_autograd"}
+# Sends and receives return, or write to, what they are given, and their schemas do not say so.
+_POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
+_COPIES = frozenset({"aten::_to_copy", "aten::copy", "aten::copy_", "prims::device_put"})
+_RECORD_STREAM = "aten::record_stream"
+
+_declared: dict[Op, str] = {}  # and the name of the op that waits for it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What an op goes on using after it has returned.
+
+    `waits` are the names of the ops that wait for it, called on its results; empty if a graph cannot wait for it.
+    """
+
+    reads: tuple[Node, ...]
+    writes: tuple[Node, ...] = ()
+    writes_results: bool = True
+    waits: frozenset[str] = frozenset()
+
+
+def launch_of(node: Node) -> Launch | None:
+    """What a node goes on using; None for an op that is done when it returns."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return None
+    op = operator_called(node)
+    if op is None:
+        if any(launch_of(each) is not None for body in bodies_of(node) for each in body.graph.nodes):
+            return Launch(tuple(node.all_input_nodes), tuple(written_arguments(node)))
+        return None
+    name = op._schema.name
+    if op in _declared:
+        return Launch(tuple(node.all_input_nodes), tuple(written_arguments(node)), waits=frozenset({_declared[op]}))
+    if op.namespace in COLLECTIVE_NAMESPACES:
+        return None if name in _AT_ONCE else _collective(node, op)
+    if name in _COPIES:
+        return _copy(node, op)
+    return Launch(tuple(node.all_input_nodes), writes_results=False) if name == _RECORD_STREAM else None
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for what its arguments are the results of."""
+    op = operator_called(node)
+    return op is not None and (op._schema.name in _WAITS or op._schema.name in _declared.values())
+
+
+def waits_inside(node: Node) -> bool:
+    """Whether a graph that a higher-order op runs waits for something."""
+    return any(is_wait(each) or waits_inside(each) for body in bodies_of(node) for each in body.graph.nodes)
+
+
+def is_declared_asynchronous(op: Op) -> bool:
+    """Whether the op, or one that it waits for, was declared: it keeps nothing beyond what the declaration says."""
+    return bool(_declared) and (op in _declared or op._schema.name in _declared.values())
+
+
+def may_be_asynchronous(op: Op) -> bool:
+    """Whether the op, one of torch's that compute, is asynchronous with some arguments."""
+    return op._schema.name in _COPIES
+
+
+def returns_its_arguments(op: Op) -> bool:
+    """Whether the results are, or may be, the arguments themselves although the schema does not say so."""
+    if op.namespace in COLLECTIVE_NAMESPACES:
+        return op._schema.name in _AT_ONCE or op._schema.name.partition("::")[2] in _POINT_TO_POINT
+    return bool(_declared) and op._schema.name in _declared.values()
+
+
+def _collective(node: Node, op: Op) -> Launch:
+    inputs = tuple(node.all_input_nodes)
+    exchanges = op._schema.name.partition("::")[2] in _POINT_TO_POINT
+    written = inputs if exchanges else tuple(written_arguments(node))
+    return Launch(inputs, written, waits=frozenset() if op.namespace in _WAITED_BY_NOBODY else _WAITS)
+
+
+def _copy(node: Node, op: Op) -> Launch | None:
+    """A copy between a device and the host that is not waited for; `copy(into, source)` reads the second argument."""
+    if not _argument(node, op, "non_blocking"):
+        return None
+    into, source = node.meta.get("val"), node.args[1 if len(op._schema.arguments) > 1 and _is_copy(op) else 0]
+    value = source.meta.get("val") if isinstance(source, Node) else None
+    if not isinstance(into, Tensor) or not isinstance(value, Tensor) or into.device.type == value.device.type:
+        return None
+    if value.device.type == "cpu":
+        assert isinstance(source, Node)
+        return Launch((source,), writes_results=False)
+    return Launch((), tuple(written_arguments(node))) if into.device.type == "cpu" else None
+
+
+def _is_copy(op: Op) -> bool:
+    return op._schema.name in ("aten::copy", "aten::copy_")
+
+
+def _argument(node: Node, op: Op, name: str) -> Any:
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+def register_asynchronous(op: object, *, waited_by: object) -> Handle:
+    """Declare that `op` goes on reading its arguments and writing its results until `waited_by` is called on these.
+
+    After that it holds on to none of them. `waited_by` returns what it is given. Operators are given as
+    `torch.ops.ns.name`, as one of its overloads, or as what `torch.library.custom_op` returned.
+    """
+    started, wait = overload_of(op), overload_of(waited_by)
+    for given, found in ((op, started), (waited_by, wait)):
+        if found is None:
+            raise InputError(f"register_asynchronous takes operators such as torch.ops.ns.name, got {given!r}.")
+    assert started is not None
+    assert wait is not None
+    if not any(holds_tensors(result.type) for result in started._schema.returns):
+        raise InputError(f"register_asynchronous: '{started}' returns no tensor that '{wait}' could wait for.")
+    if not any(holds_tensors(argument.type) for argument in wait._schema.arguments):
+        raise InputError(f"register_asynchronous: '{wait}' takes no tensor, so it waits for nothing.")
+    if started in _declared:
+        raise InputError(f"register_asynchronous: '{started}' is declared already. Remove that declaration first.")
+    _declared[started] = wait._schema.name
+    return Handle(f"{started} works on until {wait}", lambda: _declared.pop(started, None))
