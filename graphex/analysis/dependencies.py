@@ -6,11 +6,13 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.effects import PURE_NAMESPACES, is_effectful, is_random, operator_of, written_arguments
+from graphex.analysis.raising import can_raise
 from graphex.analysis.synchronisation import synchronisation
 
 
 def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
-    """For every node, others that have to run before it: values, uses of one memory, everything with an effect.
+    """For every node, others that have to run before it: values, uses of one memory, everything with an effect, and
+    writes that the caller sees where something raises.
 
     Events are left out: what they order is the matter of `graphex.analysis.turns`.
     """
@@ -18,6 +20,8 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
     last_write: dict[Storage, Node] = {}
     reads: dict[Storage, list[Node]] = {}
     last_effect: Node | None = None
+    last_seen: Node | None = None  # the last write to memory of the caller
+    raising: list[Node] = []  # what may raise since then
     for node in graph.nodes:
         found = set(node.all_input_nodes)
         written = {storage for value in written_arguments(node) for storage in aliases.storages(value)}
@@ -30,6 +34,12 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
             last_write[storage] = node
         for storage in read - written:
             reads.setdefault(storage, []).append(node)
+        if any(map(aliases.lives_in_input, written_arguments(node))):
+            found.update(raising)
+            last_seen, raising = node, []
+        if can_raise(node):
+            found.update([] if last_seen is None else [last_seen])
+            raising.append(node)
         if keeps_its_turn(node):
             if last_effect is not None:
                 found.add(last_effect)

@@ -24,6 +24,7 @@ from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.decompositions import decompositions
 from graphex.frontend.handover import Handover
 from graphex.frontend.streams import keep_stream_calls
+from graphex.passes.program_writes import note_program_writes
 from graphex.records import FellBack
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
@@ -80,10 +81,12 @@ def _aot(
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
     handovers: list[Handover] = []
+    has_out = _may_write_to_out(gm)
     handed_over = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
     def compiler(phase: str) -> Callable[..., Boxed]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+            note_program_writes(graph.graph, has_out=has_out)
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
@@ -109,6 +112,14 @@ def _aot(
         keep_inference_input_mutations=True,
     )
     return handovers[0].around(compiled) if len(handovers) == 1 else compiled
+
+
+def _may_write_to_out(gm: Any) -> bool:
+    """Whether some call in Dynamo's graph may have an `out=`."""
+    if not isinstance(gm, GraphModule):
+        return True
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return any(node.kwargs.get("out") is not None for graph in graphs for node in graph.nodes)
 
 
 def _note_regenerated(gm: GraphModule) -> None:

@@ -24,6 +24,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from graphex.analysis import Aliases
 from graphex.analysis.effects import is_effectful, is_random, written_arguments
+from graphex.analysis.raising import can_raise
 from graphex.passes.base import inherit
 from graphex.torch_private.graphs import qualified_name
 
@@ -129,8 +130,10 @@ def order_of(gm: GraphModule) -> Edges:
                 if kind in last:
                     before[node].append(last[kind])
                 last[kind] = node
-    for earlier, later in _hazards(gm):
-        before[later].append(earlier)
+    aliases = Aliases(gm.graph)
+    if aliases.has_writes():
+        for earlier, later in (*_seen_when_raising(gm, aliases), *_hazards(gm, aliases)):
+            before[later].append(earlier)
     return before
 
 
@@ -138,11 +141,22 @@ def _has_effect(node: Node) -> bool:
     return node.op.startswith("call") and is_effectful(node) and not is_random(node) and not written_arguments(node)
 
 
-def _hazards(gm: GraphModule) -> Iterator[tuple[Node, Node]]:
+def _seen_when_raising(gm: GraphModule, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
+    """Pairs of a node that may raise and a write to memory of the caller, in their order."""
+    written: Node | None = None
+    raising: list[Node] = []
+    for node in gm.graph.nodes:
+        if any(map(aliases.lives_in_input, written_arguments(node))):
+            yield from ((raiser, node) for raiser in raising)
+            written, raising = node, []
+        if can_raise(node):
+            if written is not None and written is not node:
+                yield written, node
+            raising.append(node)
+
+
+def _hazards(gm: GraphModule, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
     """Pairs of nodes of which the first reads or writes memory before the second writes or reads it."""
-    aliases = Aliases(gm.graph)
-    if not aliases.has_writes():
-        return
     writer: dict[object, Node] = {}
     readers: dict[object, list[Node]] = {}
     for node in gm.graph.nodes:

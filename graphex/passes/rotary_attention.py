@@ -202,6 +202,8 @@ class _Proof:
             for user in self.aliases.users_of_memory(cache):
                 if self._is_between(user) and not only_looks(user):
                     return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
+        for raiser in self.work.raising.between(*map(self.aliases.position, (self.site.write, self.site.attention))):
+            return Refusal(f"'{raiser.name}' may raise before attention reads the caches")
         for operand in (*self.site.rows, self.site.positions):
             if writer := self._writer_between(operand):
                 return Refusal(f"'{writer.name}' writes to '{operand.name}' in between")
