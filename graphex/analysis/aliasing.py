@@ -151,6 +151,10 @@ class Aliases:
         """The storages a node may write to, with what an op in flight writes which it waits for."""
         return self._accessed(written_arguments(node), self._besides.get(node, _NO_ACCESS).writes)
 
+    def writes_for_caller(self, node: Node) -> bool:
+        """Whether the node may write to memory that the caller owns (an input or a constant)."""
+        return any(storage in self._inputs for storage in self.written_by(node))
+
     def has_writes_to(self, storage: Storage) -> bool:
         return bool(self._writes.get(storage))
 

@@ -8,11 +8,13 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.effects import PURE_NAMESPACES, is_effectful, is_random, operator_of
+from graphex.analysis.raising import can_raise
 from graphex.analysis.synchronisation import synchronisation
 
 
 def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
-    """For every node, others that have to run before it: values, uses of one memory, everything with an effect.
+    """For every node, others that have to run before it: values, uses of one memory, everything with an effect, and
+    writes that the caller sees where something raises.
 
     Events are left out: what they order is the matter of `graphex.analysis.turns`.
     """
@@ -23,7 +25,7 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
             if last_effect is not None:
                 before[node].add(last_effect)
             last_effect = node
-    for earlier, later in hazards(graph, aliases):
+    for earlier, later in (*hazards(graph, aliases), *seen_when_raising(graph, aliases)):
         before[later].add(earlier)
     return before
 
@@ -52,6 +54,20 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
             earlier.append(last_keeper)
             to_kept.append(node)
         yield from ((other, node) for other in dict.fromkeys(earlier) if other is not node)
+
+
+def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
+    """Pairs of a node that may raise and a write to memory of the caller, in their order."""
+    last_write: Node | None = None
+    raising: list[Node] = []
+    for node in graph.nodes:
+        if aliases.writes_for_caller(node):
+            yield from ((raiser, node) for raiser in raising)
+            last_write, raising = node, []
+        if can_raise(node):
+            if last_write is not None and last_write is not node:
+                yield last_write, node
+            raising.append(node)
 
 
 def keeps_its_turn(node: Node) -> bool:

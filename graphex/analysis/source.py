@@ -64,3 +64,12 @@ def placement(node: Node) -> object:
 def stream_name(stream: object) -> str:
     """A stream as a sentence speaks of it."""
     return "the current stream" if stream is None else f"stream '{stream}'"
+
+
+ORIGINS = "graphex_origins"
+
+
+def origins(node: Node) -> tuple[str, ...]:
+    """The names of the nodes, as AOTAutograd gave them, that this node stands for."""
+    found: tuple[str, ...] = node.meta.get(ORIGINS, ())
+    return found

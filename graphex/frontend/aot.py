@@ -24,6 +24,7 @@ from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.decompositions import decompositions
 from graphex.frontend.handover import Handover
 from graphex.frontend.streams import keep_stream_calls
+from graphex.passes.program_writes import note_program_writes
 from graphex.passes.updates import mark_versions
 from graphex.records import FellBack
 from graphex.runtime.above import TANGENT, carry_tangents
@@ -85,12 +86,14 @@ def _aot(
 ) -> Compiled:
     handovers: list[Handover] = []
     trains = False
+    has_out = _may_write_to_out(gm)
     handed_over = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
     def compiler(phase: str) -> Callable[..., Boxed]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
             nonlocal trains
             trains = trains or phase == "forward"
+            note_program_writes(graph.graph, has_out=has_out)
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
@@ -138,6 +141,14 @@ def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compila
         return gm(*given)
 
     return forward
+
+
+def _may_write_to_out(gm: Any) -> bool:
+    """Whether some call in Dynamo's graph may have an `out=`."""
+    if not isinstance(gm, GraphModule):
+        return True
+    graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+    return any(node.kwargs.get("out") is not None for graph in graphs for node in graph.nodes)
 
 
 def _note_regenerated(gm: GraphModule) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphex.compilation import Compilation, one_line
 from graphex.compiler import Executables, compile_executables
 from graphex.errors import InputError, PassError
 from graphex.frontend.traced import Input, TracedSizes, check_arguments
 from graphex.passes.metadata import propagate_values
+from graphex.passes.program_writes import note_program_writes
 from graphex.records import Journal
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.memory import UNMARKED, is_plain, marks_of
@@ -113,6 +114,7 @@ def _in_order(given: Any, spec: Any) -> Any:
 
 def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilation: Compilation) -> Callable[..., Any]:
     gm = copy_module(gm)  # the caller's module is not touched
+    own = {node for node in gm.graph.nodes if _is_traced(node)}
     example_inputs = _one_for_each_input(gm, example_inputs)
     if example_inputs is not None:
         check_arguments(_inputs_of(gm), example_inputs)
@@ -126,8 +128,14 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
         raise InputError(
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
+    note_program_writes(gm.graph, has_out=True, is_own=own.__contains__)
     executables = compile_executables(gm, values, compilation, "inference", ())
     return CompiledGraph(executables, gm, inputs, values, compilation.journal)
+
+
+def _is_traced(node: Node) -> bool:
+    """Whether a node was traced as it is: a copy that export adds has no value yet, and one by AOTAutograd is tagged."""
+    return "val" in node.meta and "partitioner_tag" not in node.meta
 
 
 def _inputs_of(gm: GraphModule) -> list[Input]:

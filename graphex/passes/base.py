@@ -14,6 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import Order
+from graphex.analysis.program import raising_in
+from graphex.analysis.raising import Raising
+from graphex.analysis.source import ORIGINS, origins
 from graphex.config import CompilerConfig
 from graphex.records import Certificate, Record, Refused, Rewrote
 
@@ -62,6 +65,7 @@ class Work:
         self._write = write
         self._aliases = aliases
         self._order: Order | None = None
+        self._raising: Raising | None = None
 
     @property
     def graph(self) -> Graph:
@@ -82,6 +86,13 @@ class Work:
         if self._order is None:
             self._order = Order(self.graph, data=False)
         return self._order
+
+    @property
+    def raising(self) -> Raising:
+        """What can raise, as the graph stood when this was first asked for."""
+        if self._raising is None:
+            self._raising = raising_in(self.graph)
+        return self._raising
 
     def allows(self, rule: str) -> bool:
         return rule not in self.config.disable_rules
@@ -163,15 +174,6 @@ class GraphPass(ABC):
 
     @abstractmethod
     def apply(self, work: Work) -> None: ...
-
-
-ORIGINS = "graphex_origins"
-
-
-def origins(node: Node) -> tuple[str, ...]:
-    """The names of the nodes, as AOTAutograd gave them, that this node stands for."""
-    found: tuple[str, ...] = node.meta.get(ORIGINS, ())
-    return found
 
 
 def inherit(node: Node, *replaced: Node) -> None:

@@ -7,8 +7,9 @@
     after:   window = slice(cache, 2, a, b); add_(window, k)
 
 A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
-is overwritten, no update reads the memory it writes, and the new value is not handed out as an output of its own (a
-view of the input that the user gets back is none); the refusal names the read that is in the way.
+is overwritten, no update reads the memory it writes, the new value is not handed out as an output of its own (a view
+of the input that the user gets back is none), and whatever raises in between leaves the input as the program would
+(`program_writes`); the refusal names the read, or the node that may raise, that is in the way.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from graphex.passes.base import GraphPass, Refusal, Work, inherit
 from graphex.passes.layouts import laid_out_as
 from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
 from graphex.passes.mutable_ops import unwrap_mutable_ops
+from graphex.passes.program_writes import move_copies_up, why_seen
 from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, is_version, updated
 from graphex.torch_private.mutable_ops import write_directly
 
@@ -53,6 +55,8 @@ class RestoreInputWrites(GraphPass):
         for node in list(work.graph.nodes):
             if work.allows(self.rule):
                 self._restore(work, node)
+        if work.allows(self.rule):
+            move_copies_up(work)
         inplace_twins.call_marked_twins(work)
         unwrap_mutable_ops(work, self.name)
 
@@ -151,7 +155,7 @@ class _Proof:
             return Refusal("an output would begin to share memory with an input", steps[-1]), None
         if any(aliases.is_written(step) for step in steps):
             return Refusal("the new value is written to", steps[-1]), None
-        return self._why_in_use(steps)
+        return self._why_in_use(steps) or why_seen(self.work, chain)
 
     def _why_in_use(self, steps: list[Node]) -> tuple[Refusal, Update | None] | None:
         """Whether somebody looks at the memory of the input, or of its versions, who is not a reader in the graph.

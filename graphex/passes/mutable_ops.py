@@ -12,10 +12,18 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from graphex.analysis.beginnings import whose_place_it_keeps
 from graphex.analysis.memory import bytes_of
 from graphex.passes.base import Refusal, Work
 from graphex.passes.metadata import Watch, fake_mode_of, repair
-from graphex.torch_private.mutable_ops import WRAPPER, WRAPPERS, unwrap, write_directly, written_bases
+from graphex.torch_private.mutable_ops import (
+    WRAPPER,
+    WRAPPERS,
+    finds_views_by_offset,
+    unwrap,
+    write_directly,
+    written_bases,
+)
 
 RULE = "write_argument_in_place"
 
@@ -44,7 +52,10 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
 
 
 def _is_unread(work: Work, node: Node, base: Node) -> bool:
+    """Whether nobody needs `base` as it was, and what the op writes of it is found there as it would be in a copy."""
     aliases = work.aliases
+    if finds_views_by_offset(node) and whose_place_it_keeps(base) is not None:
+        return False  # tracing has counted from the start of a copy; this begins where another value does
     readers = (value for each in aliases.readers_after(base, node) for value in each.all_input_nodes)
     if aliases.is_owned_elsewhere(base) or any(aliases.may_alias(value, base) for value in readers):
         return False

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true, same_layout
 from graphex.analysis.effects import operator_of
+from graphex.analysis.raising import lost_without
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.input_reinplace import first_write_in_place
 
@@ -149,7 +150,7 @@ class RemoveNoops(GraphPass):
             kept = _kept(node, noop)
             if kept is None or not same_layout(node.meta.get("val"), kept.meta.get("val")) or not noop.holds(node):
                 continue
-            if reason := work.aliases.why_not_same(node, kept) or _why_needed(work, node, kept):
+            if reason := work.aliases.why_not_same(node, kept) or _why_needed(work, node, kept) or _why_run(node, noop):
                 work.refuse(node, reason, rule=noop.rule)
             else:
                 work.replace(node, kept, rule=noop.rule, because=noop.reason)
@@ -165,6 +166,13 @@ def _why_needed(work: Work, node: Node, kept: Node) -> str | None:
         if first is not None and aliases.position(node) < aliases.position(first) < aliases.last_read(node):
             return "the original is updated in place while the copy is still read"
     return None
+
+
+def _why_run(node: Node, noop: Noop) -> str | None:
+    """What is overwritten need not be computed, unless the user would no longer see it raise."""
+    overwritten = node.args[0] if noop.keeps else None
+    raiser = lost_without(node, overwritten) if isinstance(overwritten, Node) else None
+    return None if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
 
 
 def _kept(node: Node, noop: Noop) -> Node | None:

@@ -23,7 +23,7 @@ from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from graphex.analysis import Aliases
-from graphex.analysis.dependencies import hazards
+from graphex.analysis.dependencies import hazards, seen_when_raising
 from graphex.analysis.effects import is_effectful, is_random, written_arguments
 from graphex.passes.base import inherit
 from graphex.torch_private.graphs import graph_module, qualified_name, write_code
@@ -130,7 +130,8 @@ def order_of(gm: GraphModule) -> Edges:
                 if kind in last:
                     before[node].append(last[kind])
                 last[kind] = node
-    for earlier, later in hazards(gm.graph, Aliases(gm.graph)):
+    aliases = Aliases(gm.graph)
+    for earlier, later in (*hazards(gm.graph, aliases), *seen_when_raising(gm.graph, aliases)):
         before[later].append(earlier)
     return before
 

@@ -204,6 +204,8 @@ class _Proof:
                     return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
             if reader := self.aliases.keeper_between(cache, self.site.write, self.site.attention):
                 return Refusal(f"'{reader.name}' may read '{cache.name}', which a custom op may have kept")
+        for raiser in self.work.raising.between(*map(self.aliases.position, (self.site.write, self.site.attention))):
+            return Refusal(f"'{raiser.name}' may raise before attention reads the caches")
         for operand in (*self.site.rows, self.site.positions):
             if writer := self._writer_between(operand):
                 return Refusal(f"'{writer.name}' writes to '{operand.name}' in between")

@@ -56,6 +56,7 @@ class _Proof:
         yield self._query_is_used_before()
         yield self._shared_memory()
         yield self._caches_are_used_between()
+        yield self._raises_between()
         yield self._operands_are_written_between()
         yield from map(self._unfit_write, self.writes)
         yield self._unfit_rotary()
@@ -129,6 +130,12 @@ class _Proof:
             if reader := self.aliases.keeper_between(write.cache, write.node, self.place):
                 return self._refusal(f"'{reader.name}' may read '{write.cache.name}', which a custom op may have kept")
         return None
+
+    def _raises_between(self) -> Refusal | None:
+        """Whoever catches what is raised between two writes finds the first one done."""
+        first, last = (find(self.aliases.position(write.node) for write in self.writes) for find in (min, max))
+        raiser = next((node for node in self.work.raising.between(first, last) if node not in self.own), None)
+        return None if raiser is None else self._refusal(f"'{raiser.name}' may raise between the two writes")
 
     def _operands_are_written_between(self) -> Refusal | None:
         end = self.aliases.position(self.place)

@@ -37,6 +37,11 @@ def base_of_result(node: Node, index: int) -> Node | None:
     return found if isinstance(found, Node) else None
 
 
+def finds_views_by_offset(node: Node) -> bool:
+    """Whether a wrapped op is given a view of a tensor that it writes as sizes, strides and a storage offset."""
+    return any(name.endswith("_storage_offset") for name in node.kwargs)
+
+
 def write_directly(node: Node, base: Node) -> None:
     """Let the op write to `base` itself instead of to a copy."""
     chosen = node.meta.setdefault(_NOT_COPIED, set())
