@@ -386,3 +386,16 @@ def test_tangents_of_random_programs_are_those_of_eager(chosen, captured):
         assert (statuses(compiled) == ["captured"]) == captured
         for look in (tangents, LOOKS["vmap"], LOOKS["vjp"]):
             torch.testing.assert_close(look(compiled, x, v), look(chain, x, v))
+
+
+def test_tangents_see_what_verification_left_of_a_graph(tmp_path, monkeypatch):
+    def wrong(gm: torch.fx.GraphModule, inputs: Any, config: Any) -> None:
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.aten.sin.default:
+                node.target = torch.ops.aten.cos.default
+
+    monkeypatch.chdir(tmp_path)
+    x, v = torch.randn(4, 3), torch.randn(4, 3)
+    compiled = graphex.compile_fx(make_fx(model)(x), [x], {"post_grad_custom_pre_pass": wrong, "verify": True})
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(tangents(compiled, x, v), tangents(model, x, v))
