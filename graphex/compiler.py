@@ -72,7 +72,7 @@ def compile_executables(
             second = GraphModule(runner.gm, copy_graph(functional))
             executable = with_two_streams(runner, second, executable, static_inputs, above)
         if config.verify:
-            executable = verifying_executable(original, runner, executable, phase, static_inputs)
+            executable = verifying_executable(original, runner, executable, phase, static_inputs, above)
     compilation.files.journal(compilation.journal, compilation.compile_id)
     return Executables(executable, above)
 

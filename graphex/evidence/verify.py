@@ -61,12 +61,17 @@ class Verdict:
 
 
 def verifying_executable(
-    original: GraphModule, runner: Runner, executable: Boxed, phase: str, static_inputs: Sequence[int]
+    original: GraphModule,
+    runner: Runner,
+    executable: Boxed,
+    phase: str,
+    static_inputs: Sequence[int],
+    above: AboveAutograd,
 ) -> Boxed:
     """A boxed callable that verifies its first call and then is `executable`, or what verification left of it."""
 
     def roll_back(gm: GraphModule) -> Boxed:
-        above = AboveAutograd(runner.compilation, runner.graph_name, gm, gm.graph)
+        above.use(gm, gm.graph)
         return build_executable(runner.compilation, runner.graph_name, phase, gm, static_inputs, above)
 
     current: list[Boxed] = []

@@ -35,7 +35,7 @@ class CompiledGraph:
         self, executables: Executables, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
     ) -> None:
         self.boxed, self._above = executables  # `boxed` takes one list of the flat inputs, which it empties
-        self._traced = [_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
+        self._traced = [_traced_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
         self._sizes = TracedSizes(inputs, values)
@@ -88,9 +88,14 @@ class CompiledGraph:
 
 def _kind(value: torch.Tensor) -> str:
     """What a tensor is besides memory of some layout."""
-    if not isinstance(value, FakeTensor) and not is_plain(value):
+    if not is_plain(value):
         return "one of symbolic zeros" if type(value) is torch.Tensor else f"a {type(value).__name__}"
     return _KINDS[marks_of(value)]
+
+
+def _traced_kind(value: torch.Tensor) -> str:
+    """A fake tensor stands for a plain one."""
+    return _KINDS[marks_of(value)] if isinstance(value, FakeTensor) else _kind(value)
 
 
 _KINDS = {

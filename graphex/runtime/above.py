@@ -31,16 +31,23 @@ class AboveAutograd:
 
     def __init__(self, compilation: Compilation, graph_name: str, gm: GraphModule, functional: Graph) -> None:
         """`gm` is the module that holds what the functional graph takes from attributes."""
-        self._compilation, self._graph_name, self._gm, self._graph = compilation, graph_name, gm, functional
+        self._compilation, self._graph_name = compilation, graph_name
+        self._said: set[str] = set()
+        self.use(gm, functional)
+
+    def use(self, gm: GraphModule, functional: Graph) -> None:
+        """Run this graph from now on."""
+        self._gm, self._graph = gm, functional
         targets = {str(node.target) for node in functional.nodes if node.op == "get_attr"}
         values = [attribute_of(gm, target) for target in sorted(targets)]
         self.held = [value for value in values if isinstance(value, Tensor)]
-        self._said: set[str] = set()
 
     def why(self, args: Sequence[Any]) -> str:
         """Why a call has to run here; empty if it need not."""
         if is_transformed():
             return TRANSFORM
+        if dual_level() < 0:
+            return ""
         return TANGENT if carry_tangents((*args, *self.held)) else ""
 
     def __call__(self, args: list[Any], reason: str) -> Any:

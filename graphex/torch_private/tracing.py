@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -34,16 +35,18 @@ modes_enabled = torch._C._is_torch_function_mode_enabled
 without_modes = torch._C.DisableTorchFunction
 
 
-dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", int)
+dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many TorchDispatchModes see the ops that run."""
 
-transform = torch._C._functorch.peek_interpreter_stack
-"""The innermost functorch transform (vmap, grad ...) at work; None outside of all."""
+transform = torch._C._functorch.maybe_current_level
+"""The level of the innermost functorch transform (vmap, grad ...) at work; None outside of all."""
 
-batches_gradients = partial(torch._C._dispatch_tls_is_dispatch_key_included, "VmapMode")
+batches_gradients = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C._parse_dispatch_key("VmapMode") or "VmapMode"
+)
 """Whether the older vmap is at work, with which autograd takes many gradients at once (`is_grads_batched`)."""
 
-dual_level = partial(getattr, forward_ad, "_current_level", -1)
+dual_level: Callable[[], int] = partial(vars(forward_ad).__getitem__, "_current_level")
 """The level of forward-mode AD that the process is in; -1 outside of all. No frame of Python runs to say so."""
 
 

@@ -26,6 +26,7 @@ Function = Callable[[Tensor], Any]
 Look = Callable[[Function, Tensor, Tensor], Any]
 KINDS = ["straight line", "captured", "pieces", "padded", "training"]
 SAID = "an input carries a tangent (forward-mode AD)"
+SAID_OF_VMAP = "the call is inside of a transform of torch.func (vmap, grad, jvp ...), or gradients are batched"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +117,7 @@ def test_tangents_go_through_every_kind_of_program(kind, look, monkeypatch):
         x, v = torch.randn(4, 3), torch.randn(4, 3)
         torch.testing.assert_close(look(compiled, x, v), look(function, x, v))
     assert replays(compiled) == before
-    assert any(record.graph and "runs" in record.what for record in graphex.journal(compiled).fallbacks)
+    assert set(reasons(compiled)) <= {SAID, SAID_OF_VMAP}  # torch 2.15 does not call a backend's program with them
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,13 +132,14 @@ def test_a_dual_level_without_tangents_changes_nothing(kind, monkeypatch):
     assert reasons(compiled) == []
 
 
-def test_what_takes_tangents_is_captured_again_after_them(monkeypatch):
-    function, compiled = program("captured", monkeypatch)
+def test_calls_behind_one_with_tangents_are_replays_again(tape):
     x, v = torch.randn(4, 3), torch.randn(4, 3)
-    tangents(compiled, x, v)
-    before = replays(compiled)
-    torch.testing.assert_close(compiled(x), function(x))
-    assert replays(compiled) == before + 1
+    compiled = compiled_graph(model, x)
+    for _ in range(2):
+        tangents(compiled, x, v)
+        before = replays(compiled)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert replays(compiled) == before + 1
     assert reasons(compiled) == [SAID]
 
 
@@ -384,3 +386,16 @@ def test_tangents_of_random_programs_are_those_of_eager(chosen, captured):
         assert (statuses(compiled) == ["captured"]) == captured
         for look in (tangents, LOOKS["vmap"], LOOKS["vjp"]):
             torch.testing.assert_close(look(compiled, x, v), look(chain, x, v))
+
+
+def test_tangents_see_what_verification_left_of_a_graph(tmp_path, monkeypatch):
+    def wrong(gm: torch.fx.GraphModule, inputs: Any, config: Any) -> None:
+        for node in gm.graph.nodes:
+            if node.target is torch.ops.aten.sin.default:
+                node.target = torch.ops.aten.cos.default
+
+    monkeypatch.chdir(tmp_path)
+    x, v = torch.randn(4, 3), torch.randn(4, 3)
+    compiled = graphex.compile_fx(make_fx(model)(x), [x], {"post_grad_custom_pre_pass": wrong, "verify": True})
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(tangents(compiled, x, v), tangents(model, x, v))
