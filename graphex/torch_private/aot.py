@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -31,6 +32,8 @@ def counted() -> Iterator[None]:
     counts["total"] += 1
     try:
         yield
+    except TensorifyScalarRestartAnalysis:  # Dynamo begins again
+        raise
     except Exception:
         counts["not_ok"] += 1
         raise
