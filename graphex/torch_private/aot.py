@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -60,6 +61,8 @@ def counted() -> Iterator[None]:
     counts["total"] += 1
     try:
         yield
+    except TensorifyScalarRestartAnalysis:  # Dynamo begins again
+        raise
     except Exception:
         counts["not_ok"] += 1
         raise

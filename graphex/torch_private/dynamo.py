@@ -54,7 +54,7 @@ _registering = threading.RLock()
 def register_backend(compiler_fn: Callable[..., Any], name: str) -> None:
     """Make a backend known to torch.compile by name. The same one under the same name again is as good as once."""
     with _registering:
-        if registry._COMPILER_FNS.get(name) is not compiler_fn:
+        if getattr(registry, "_COMPILER_FNS", {}).get(name) is not compiler_fn:
             registry.register_backend(compiler_fn, name=name)
 
 
@@ -67,22 +67,20 @@ def allow_registering_again(name: str) -> None:
     """
     with _registering:
         table = getattr(registry, "_COMPILER_FNS", None)
-        if type(table) is dict:  # else it is one of these, or this torch keeps its backends in another way
-            registry._COMPILER_FNS = _Backends(table)
-            registry._COMPILER_FNS.update(table)  # another backend may have been registered in between
-        if isinstance(registry._COMPILER_FNS, _Backends):
-            registry._COMPILER_FNS.free.add(name)
+        if type(table) is dict:  # else this torch keeps its backends in another way
+            registry._COMPILER_FNS = again = _Backends(table, name)
+            again.update(table)  # another backend may have been registered in between
 
 
 class _Backends(dict[str, Any]):
-    """torch's table of backends, with names that are never taken: a lookup loads their entry point every time."""
+    """torch's table of backends, with a name that is never taken: every lookup of it loads the entry point."""
 
-    def __init__(self, table: dict[str, Any]) -> None:
+    def __init__(self, table: dict[str, Any], free: str) -> None:
         super().__init__(table)
-        self.free: set[str] = set()
+        self.free = free
 
     def __contains__(self, name: object) -> bool:
-        return name not in self.free and super().__contains__(name)
+        return name != self.free and super().__contains__(name)
 
 
 def disable(fn: F, reason: str) -> F:

@@ -1,7 +1,7 @@
 """Training in two processes: the same three steps with aot_eager and with graphex, one scenario for each way to do it.
 
-A scenario takes a backend (aot_eager or graphex) and yields, step by step, what has to be equal bit for bit: losses
-and, at the end, parameters. Where the backend is graphex it also says which journal is that of its compiled object.
+A scenario trains with a backend (aot_eager or graphex) and returns what has to be equal bit for bit: losses, and
+parameters and buffers at the end. With graphex, the journal of what it compiled comes along.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""Files that several processes write: each rank has its own, and nobody ever reads half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import graphex
+from graphex.cli import main
+from graphex.folders import path_of_rank, rank_and_size, write_named, write_text, written_whole
+
+LAUNCHERS = {
+    "torchrun": {"RANK": "3", "WORLD_SIZE": "4"},
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
+    "MPICH": {"PMI_RANK": "3", "PMI_SIZE": "4"},
+    "MVAPICH": {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4"},
+    "Slurm": {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
+}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for variables in LAUNCHERS.values():
+        for name in variables:
+            monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def become(monkeypatch, rank: int, size: int) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rank_is_known_before_torch_is_told(launcher, alone):
+    for name, value in LAUNCHERS[launcher].items():
+        alone.setenv(name, value)
+    assert rank_and_size() == (3, 4)
+    assert path_of_rank(Path("a/report.html")) == Path("a/report_rank_3.html")
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "all"}, {"RANK": "5", "WORLD_SIZE": "2"}]
+)
+def test_a_process_alone_writes_where_it_was_told(variables, alone):
+    for name, value in variables.items():
+        alone.setenv(name, value)
+    assert path_of_rank(Path("report.html")) == Path("report.html")
+
+
+def test_a_name_that_was_made_for_the_rank_stays(alone):
+    become(alone, 1, 2)
+    assert path_of_rank(Path("run_0_rank1.html")) == Path("run_0_rank1.html")
+    assert path_of_rank(Path("run_1_0.html")) == Path("run_1_0_rank_1.html")
+
+
+def test_no_two_ranks_share_a_file(alone):
+    for name in ("report.html", "report_0.html", "v1_0.json", "7"):
+        names = set()
+        for rank in range(8):
+            become(alone, rank, 8)
+            names.add(path_of_rank(Path(name)))
+        assert len(names) == 8
+
+
+def test_saved_reports_of_two_ranks_are_two_files(alone, tmp_path):
+    report = graphex.explain(lambda x: x + 1, (torch.ones(2),))
+    written = []
+    for rank in range(2):
+        become(alone, rank, 2)
+        written += [report.save(tmp_path / "report.html"), report.save(tmp_path / "report.json")]
+    names = ["report_rank_0.html", "report_rank_0.json", "report_rank_1.html", "report_rank_1.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names == sorted(path.name for path in written)
+
+
+def test_explained_scripts_of_two_ranks_leave_two_reports(alone, tmp_path):
+    script = tmp_path / "model.py"
+    script.write_text("import torch\ntorch.compile(lambda x: x + 1, backend='graphex')(torch.ones(2))\n")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for rank in range(2):
+        become(alone, rank, 2)
+        torch._dynamo.reset()
+        done = CliRunner().invoke(main, ["explain", "-o", str(folder / "report.html"), "--json", str(script)])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["report"] == str(folder / f"report_rank_{rank}.html")
+    assert sorted(path.name for path in folder.iterdir()) == ["report_rank_0.html", "report_rank_1.html"]
+
+
+def test_a_reader_never_sees_a_part(tmp_path):
+    path = tmp_path / "report.html"
+    write_text(path, "a" * 100_000)
+
+    def write(letter: str) -> None:
+        for _ in range(100):
+            write_text(path, letter * 100_000)
+
+    writers = [threading.Thread(target=write, args=(letter,)) for letter in "bc"]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        text = path.read_text()
+        seen.add((text[0], text[-1], len(text)))
+    assert seen <= {(letter, letter, 100_000) for letter in "abc"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+    path = tmp_path / "report.html"
+    write_text(path, "old")
+
+    def write() -> None:
+        with written_whole(path) as file:
+            file.write(b"ne")
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_that_the_user_names_stays_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "report.html", tmp_path / "there" / "page.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_named(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_named(pipe, "text")
+    reader.join()
+    assert read == ["text"]
+    assert pipe.is_fifo()
+
+
+def test_the_file_has_the_mode_of_any_new_file(tmp_path):
+    (tmp_path / "plain").write_text("")
+    write_text(tmp_path / "ours", "")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode

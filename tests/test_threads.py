@@ -1,0 +1,60 @@
+"""The first use of graphex in a process may come from several threads at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import sys, threading, traceback
+import torch
+{before}
+
+def first_use(number):
+    def function(x):
+        return (x * 2).relu() + number
+
+    x = torch.randn(3, 4 + number)
+    together.wait()
+    try:
+        {use}
+        assert torch.equal(compiled(x), function(x))
+        import graphex
+        assert len(graphex.journal(compiled).graphs) == 1
+    except BaseException:
+        traceback.print_exc()
+        failed.append(number)
+
+failed, together = [], threading.Barrier(6)
+threads = [threading.Thread(target=first_use, args=(number,)) for number in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+sys.exit(len(failed))
+"""
+BY_NAME = "compiled = torch.compile(function, backend='graphex')"
+BOTH = """import graphex
+        compiled = torch.compile(function, backend="graphex" if number % 2 else graphex.get_backend())"""
+
+
+@pytest.mark.parametrize(
+    ("before", "use"),
+    [
+        pytest.param("", BY_NAME, id="by name"),
+        pytest.param("import graphex", BY_NAME, id="by name, imported before"),
+        pytest.param("", BOTH, id="by name and as an object"),
+    ],
+)
+def test_threads_that_compile_first_together_all_can(before, use, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = PROGRAM.format(before=before, use=use)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
