@@ -166,7 +166,7 @@ def _staying(value: Any) -> set[int]:
     A lazy module becomes one of another class in its first call. A module that is sharded over processes moves its
     parameters, and those of the modules in it, to and fro.
     """
-    modules: list[torch.nn.Module] = [value] if isinstance(value, LazyModuleMixin) else []
+    modules: list[Any] = [value] if isinstance(value, LazyModuleMixin) else []
     if isinstance(value, torch.nn.Module) and type(value).__module__.startswith("torch.distributed."):
         modules = list(value.modules())
     return {each for module in modules for each in (id(module), *map(id, vars(module).values()))}
