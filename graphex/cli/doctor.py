@@ -139,7 +139,7 @@ def _compilation() -> Finding:
     except Exception as error:
         return Finding("compilation", "broken", one_line(error), "set TORCH_LOGS=+graphex and report it")
     journal = seen.journal
-    if seen.worst_difference > 1e-4 or any(verdict.status == "mismatch" for verdict in journal.verifications):
+    if not seen.worst_difference <= 1e-4 or any(verdict.status == "mismatch" for verdict in journal.verifications):
         return Finding("compilation", "broken", f"results differ by {seen.worst_difference:.3g}", "please report it")
     replays = sum(counts["replays"] for counts in journal.counts.values())
     how = f"captured, replayed {replays} times" if replays else "straight-line code, no device graph"

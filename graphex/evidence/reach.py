@@ -3,9 +3,9 @@
     for path, value in reached({"model": model, "args": args}):
         ...                                     # "model.layers[0].cache['k']", tensor(...)
 
-The walk looks into containers, into modules and objects of the user's classes, and into functions of the user's files.
-It does not look into objects of torch's machinery, of the standard library and of the packages in `CLOSED`: they hold
-caches and handles, and no results.
+The walk looks into containers, into modules and into objects of the user's classes; into the closures of functions, and
+into the globals of functions that stand in a file with a `forward` of the model. It does not look into objects of
+torch's machinery, of the standard library and of the packages in `CLOSED`: they hold caches and handles, no results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import inspect
 import re
 import sys
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,48 +29,44 @@ CLOSED = frozenset({"torch", "triton", "numpy", "graphex", "builtins"}) | sys.st
 _OPEN = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils._pytree")
 _SHUT = ("torch.nn.parallel.", "torch.distributed.")  # modules that talk to other processes: state in C++
 _OPEN_TYPES = (types.SimpleNamespace, UserDict, UserList)
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    type(None),
-    type(...),
-)
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
+_VALUES = (*_PLAIN, type(None), type(...))
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_ENTRIES = ("forward", "__call__")
+
 Part = tuple[str, Any]
 
 
+@dataclass(frozen=True, eq=False)
 class Again:
     """A mutable object that the walk has met before, under another path."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    path: str
+
+
+@dataclass(frozen=True, eq=False)
+class Hidden:
+    """Something that may hold state and that the walk does not look into."""
+
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Rebound:
+    """The globals that functions of a file give other values: those they declare `global`."""
+
+    namespace: dict[str, Any]
+    names: tuple[str, ...]
 
 
 def reached(roots: Mapping[str, Any]) -> Iterator[Part]:
     """Each value under its path, holders before what they hold; a mutable object is looked into once."""
-    met: dict[int, str] = {}
-    waiting = list(reversed(list(roots.items())))
-    while waiting:
-        path, value = waiting.pop()
-        if not isinstance(value, (Tensor, tuple, *_PLAIN)):
-            if id(value) in met:
-                yield path, Again(met[id(value)])
-                continue
-            met[id(value)] = path
-        yield path, value
-        waiting.extend(reversed(list(_parts(path, value))))
+    return _Walk().of(roots)
 
 
 def is_value(value: Any) -> bool:
     """Whether something is known by `==` alone."""
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _VALUES)
 
 
 def is_looked_into(value: Any) -> bool:
@@ -76,19 +74,17 @@ def is_looked_into(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module):
         return not kind.__module__.startswith(_SHUT)
-    return is_open(kind) and not isinstance(value, (type, types.ModuleType, types.FunctionType, *_PLAIN))
+    return is_open(kind) and not isinstance(value, (*_CODE, *_VALUES))
 
 
 def is_open(kind: type) -> bool:
     """Whether objects of a class may hold what a caller sees."""
-    name = f"{kind.__module__}."
-    return issubclass(kind, _OPEN_TYPES) or name.startswith(_OPEN) or name.partition(".")[0] not in CLOSED
+    return issubclass(kind, _OPEN_TYPES) or f"{kind.__module__}.".startswith(_OPEN) or is_users(kind.__module__)
 
 
-def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, from its dictionary and its slots."""
-    slots = {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
-    return dict(getattr(value, "__dict__", None) or {}) | slots
+def is_users(module: str | None) -> bool:
+    """Whether a module belongs to the user's program, or to a library that is part of it."""
+    return str(module).partition(".")[0] not in CLOSED
 
 
 def slots_of(value: Any) -> list[str]:
@@ -98,15 +94,136 @@ def slots_of(value: Any) -> list[str]:
     return [name for name in names if not name.startswith("__")]
 
 
-def rebound_globals(function: types.FunctionType) -> list[str]:
-    """The globals that a function gives another value: those it declares `global`."""
+def shown(path: str) -> str:
+    """A path as a person writes it: ``model.linear.weight``, not through the dictionaries of modules."""
+    return re.sub(r"\._(?:parameters|buffers|modules)\['(\w+)'\]", r".\1", path).replace(".__dict__", "")
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self._met: dict[int, Part] = {}
+        self._homes: set[str] = set()  # the files whose functions may run in the call
+
+    def of(self, roots: Mapping[str, Any]) -> Iterator[Part]:
+        for root in roots.values():
+            self._add_home(root)
+        waiting = list(reversed(list(roots.items())))
+        while waiting:
+            path, value = waiting.pop()
+            if not isinstance(value, (Tensor, tuple, *_VALUES)):
+                if id(value) in self._met:
+                    yield path, Again(self._met[id(value)][0])
+                    continue
+                self._met[id(value)] = path, value
+            yield path, value
+            waiting.extend(reversed(list(self._parts(path, value))))
+
+    def _add_home(self, value: Any) -> None:
+        while isinstance(value, (functools.partial, types.MethodType)):
+            value = value.func if isinstance(value, functools.partial) else value.__func__
+        entries = [value] if isinstance(value, types.FunctionType) else _methods(value)[:1]
+        self._homes |= {_file_of(entry) for entry in map(inspect.unwrap, entries) if is_users(_file_of(entry))}
+
+    def _parts(self, path: str, value: Any) -> Iterator[Part]:
+        if isinstance(value, Tensor):
+            if value.is_leaf and value.grad is not None:
+                yield f"{path}.grad", value.grad
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(path, value)
+        elif isinstance(value, types.MethodType):
+            yield from ((f"{path}.__self__", value.__self__), (path, value.__func__))
+        elif isinstance(value, functools.partial):
+            yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        elif isinstance(value, types.CellType):
+            yield from _of_cell(path, value)
+        elif isinstance(value, type):
+            yield from _of_class(path, value)
+        elif not is_value(value):
+            yield from _items(path, value)
+            yield from self._of_object(path, value)
+
+    def _of_object(self, path: str, value: Any) -> Iterator[Part]:
+        if is_looked_into(value):
+            slots = {name: getattr(value, name) for name in slots_of(value) if hasattr(value, name)}
+            for name, part in (dict(getattr(value, "__dict__", None) or {}) | slots).items():
+                yield f"{path}.{name}", part
+            kinds = [kind for kind in type(value).__mro__ if is_users(kind.__module__)]
+            yield from ((f"{kind.__module__}.{kind.__qualname__}", kind) for kind in kinds)
+        elif isinstance(value, nn.Module):
+            for name in ("_parameters", "_buffers", "_modules"):
+                yield f"{path}.{name}", getattr(value, name)
+        if isinstance(value, nn.Module):
+            self._add_home(value)
+            yield from ((f"{type(value).__qualname__}.{each.__name__}", each) for each in _methods(value))
+
+    def _of_function(self, path: str, function: types.FunctionType) -> Iterator[Part]:
+        if not is_users(function.__module__):
+            return
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            yield f"{path}.{name}", cell
+        yield from (
+            (f"{path}.{name}", getattr(function, name)) for name in ("__dict__", "__defaults__", "__kwdefaults__")
+        )
+        home = _file_of(function)
+        if home not in self._homes:
+            return
+        yield f"{home} of {path}", Rebound(function.__globals__, tuple(_rebound(function)))
+        for name, value in _named_globals(function).items():
+            if not isinstance(value, types.FunctionType) or _file_of(value) in self._homes:
+                yield f"{home}.{name}", value
+            elif is_users(value.__module__) and (names := list(_rebound(value))):
+                yield f"{home}.{name}", Hidden(f"it writes the globals {', '.join(names)} of {_file_of(value)}")
+
+
+def _items(path: str, value: Any) -> Iterator[Part]:
+    if isinstance(value, dict):
+        for place, (key, part) in enumerate(list(value.items())):
+            yield f"{path}[{key!r}]" if is_value(key) else f"{path}[key {place}]", part
+    elif isinstance(value, (list, tuple, deque)):
+        fields = getattr(value, "_fields", ())
+        for place, part in enumerate(list(value)):
+            yield (f"{path}.{fields[place]}" if place < len(fields) else f"{path}[{place}]"), part
+
+
+def _of_cell(path: str, cell: types.CellType) -> Iterator[Part]:
+    try:
+        yield path, cell.cell_contents
+    except ValueError:  # nothing has been put into it yet
+        return
+
+
+def _of_class(path: str, kind: type) -> Iterator[Part]:
+    """State that a class keeps for all of its objects."""
+    if is_users(kind.__module__):
+        for name, value in list(vars(kind).items()):
+            if not name.startswith("__") and isinstance(value, (Tensor, list, dict, set, deque, *_PLAIN)):
+                yield f"{path}.{name}", value
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+
+def _methods(value: Any) -> list[types.FunctionType]:
+    """The methods that run when an object is called: its `forward`, and those that are named from there on."""
+    names = [name for name in _ENTRIES if is_users(getattr(getattr(type(value), name, None), "__module__", "builtins"))]
+    found: dict[types.FunctionType, None] = {}
+    for name in names:
+        method = inspect.getattr_static(type(value), name, None)
+        function = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
+        if isinstance(function, types.FunctionType) and is_users(function.__module__) and function not in found:
+            found[function] = None
+            inner = inspect.unwrap(function)
+            names += [each for code in _codes(inner) for each in code.co_names if each not in names]
+    return list(found)
+
+
+def _file_of(function: Any) -> str:
+    return str(getattr(function, "__globals__", {}).get("__name__", "builtins"))
+
+
+def _rebound(function: types.FunctionType) -> Iterator[str]:
     steps = (step for code in _codes(function) for step in dis.get_instructions(code))
-    return list(dict.fromkeys(step.argval for step in steps if step.opname == "STORE_GLOBAL"))
-
-
-def is_users_function(value: Any) -> bool:
-    """Whether a function comes from a file of the user's, so that the walk looks at its closure and its globals."""
-    return isinstance(value, types.FunctionType) and str(value.__module__).partition(".")[0] not in CLOSED
+    yield from dict.fromkeys(step.argval for step in steps if step.opname == "STORE_GLOBAL")
 
 
 def _named_globals(function: types.FunctionType) -> dict[str, Any]:
@@ -122,83 +239,3 @@ def _codes(function: types.FunctionType) -> list[types.CodeType]:
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return codes
-
-
-# -- what is inside of a value -----------------------------------------------------------------------------------------
-
-
-def _parts(path: str, value: Any) -> Iterator[Part]:
-    if isinstance(value, Tensor):
-        if value.is_leaf and value.grad is not None:
-            yield f"{path}.grad", value.grad
-        return
-    if is_value(value):
-        return
-    yield from _items(path, value)
-    if isinstance(value, types.FunctionType):
-        yield from _of_function(path, value)
-    elif isinstance(value, types.MethodType):
-        yield from ((f"{path}.__self__", value.__self__), (path, value.__func__))
-    elif isinstance(value, functools.partial):
-        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords))
-    elif isinstance(value, types.CellType):
-        yield from _of_cell(path, value)
-    elif isinstance(value, type):
-        yield from _of_class(path, value)
-    elif isinstance(value, nn.Module) and not is_looked_into(value):
-        for name in ("_parameters", "_buffers", "_modules"):
-            yield from _items(f"{path}.{name}", getattr(value, name))
-    elif is_looked_into(value):
-        for name, part in attributes(value).items():
-            yield f"{path}.{name}", part
-        yield from ((f"{kind.__module__}.{kind.__qualname__}", kind) for kind in type(value).__mro__ if _is_users(kind))
-
-
-def _items(path: str, value: Any) -> Iterator[Part]:
-    if isinstance(value, dict):
-        for place, (key, part) in enumerate(list(value.items())):
-            yield f"{path}[{key!r}]" if is_value(key) else f"{path}[key {place}]", part
-    elif isinstance(value, (list, tuple, deque)):
-        fields = getattr(value, "_fields", ())
-        for place, part in enumerate(list(value)):
-            yield (f"{path}.{fields[place]}" if place < len(fields) else f"{path}[{place}]"), part
-
-
-def _of_function(path: str, function: types.FunctionType) -> Iterator[Part]:
-    if not is_users_function(function):
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        yield f"{path}.{name}", cell
-    yield from ((f"{path}.__dict__", function.__dict__), (f"{path}.__defaults__", function.__defaults__))
-    yield f"{path}.__kwdefaults__", function.__kwdefaults__
-    home = function.__globals__.get("__name__")
-    for name, value in _named_globals(function).items():
-        if not isinstance(value, types.FunctionType) or value.__module__ == home:
-            yield f"{home}.{name}", value
-
-
-def _of_cell(path: str, cell: types.CellType) -> Iterator[Part]:
-    try:
-        yield path, cell.cell_contents
-    except ValueError:  # nothing has been put into it yet
-        return
-
-
-def _of_class(path: str, kind: type) -> Iterator[Part]:
-    """State that a class keeps for all of its objects, and the functions that may know of more."""
-    if not _is_users(kind):
-        return
-    for name, value in list(vars(kind).items()):
-        inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        inner = inner.fget if isinstance(inner, property) else inner
-        if isinstance(inner, types.FunctionType) or not (name.startswith("__") or isinstance(inner, type)):
-            yield f"{path}.{name}", inner
-
-
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in CLOSED
-
-
-def shown(path: str) -> str:
-    """A path as a person writes it: ``model.linear.weight``, not through the dictionaries of modules."""
-    return re.sub(r"\._(?:parameters|buffers|modules)\['(\w+)'\]", r".\1", path).replace(".__dict__", "")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.evidence.reach import is_looked_into, is_open, is_users_function, rebound_globals, slots_of
+from graphex.evidence.reach import Rebound, is_looked_into, is_users, slots_of
 from graphex.evidence.tensors import is_plain
 from graphex.torch_private.memory import whole_storage
 
@@ -90,13 +90,13 @@ def _content(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _globals(function: types.FunctionType) -> Restorer:
-    names = rebound_globals(function) if is_users_function(function) else []
-    return _names(function.__globals__, names, function.__globals__.__setitem__, function.__globals__.__delitem__)
+def _globals(rebound: Rebound) -> Restorer:
+    namespace = rebound.namespace
+    return _names(namespace, rebound.names, namespace.__setitem__, namespace.__delitem__)
 
 
 def _class(kind: type) -> Restorer:
-    names = [name for name in vars(kind) if not name.startswith("__")] if is_open(kind) else []
+    names = [name for name in vars(kind) if not name.startswith("__")] if is_users(kind.__module__) else []
     return _names(vars(kind), names, partial(setattr, kind), partial(delattr, kind))
 
 
@@ -155,7 +155,7 @@ _KINDS: tuple[tuple[Any, Callable[[Any], Restorer]], ...] = (
     (dict, _dict),
     ((set, deque), _bag),
     (types.CellType, _cell),
-    (types.FunctionType, _globals),
+    (Rebound, _globals),
     (type, _class),
 )
 

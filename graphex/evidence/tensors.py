@@ -152,7 +152,8 @@ def _flattened(tensor: Any) -> Parts:
     found: dict[str, Tensor] = {}
     facts = {"context": context}
     for name in names:
-        inner = parts_of(getattr(tensor, name))
+        value = getattr(tensor, name)
+        inner = parts_of(value) if isinstance(value, Tensor) else Parts(facts={"": value})
         if inner.why_not:
             return inner
         found |= {f"{name}.{each}".rstrip("."): value for each, value in inner.tensors.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from graphex.evidence.reach import CLOSED, Again, is_looked_into, is_value, reached, shown
+from graphex.evidence.reach import Again, Hidden, Rebound, is_looked_into, is_users, is_value, reached, shown
 from graphex.evidence.restoring import Memory, Restorer, restorers, tensor_restorer
 from graphex.evidence.tensors import (
     INFINITE,
@@ -41,7 +41,15 @@ from graphex.evidence.tensors import (
     traits,
 )
 
-_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, types.ModuleType, types.CellType)
+_CODE = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    type,
+    types.ModuleType,
+    types.CellType,
+    Rebound,
+)
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,7 @@ class Snapshot:
         self.generators: list[torch.Generator] = []
         staying: set[int] = set()
         for path, value in reached(roots):
-            if isinstance(value, LazyModuleMixin):  # the first call makes a module of another class out of it
-                staying |= {id(value), *map(id, vars(value).values())}
+            staying |= _staying(value)
             if isinstance(value, torch.Generator):
                 self.generators.append(value)
             elif isinstance(value, Tensor):
@@ -153,6 +160,18 @@ class Snapshot:
         return seen
 
 
+def _staying(value: Any) -> set[int]:
+    """The objects (by id) that stay as a call leaves them, because torch has changed more about them than they know of.
+
+    A lazy module becomes one of another class in its first call. A module that is sharded over processes moves its
+    parameters, and those of the modules in it, to and fro.
+    """
+    modules: list[Any] = [value] if isinstance(value, LazyModuleMixin) else []
+    if isinstance(value, torch.nn.Module) and type(value).__module__.startswith("torch.distributed."):
+        modules = list(value.modules())
+    return {each for module in modules for each in (id(module), *map(id, vars(module).values()))}
+
+
 def _memory_of(tensor: Tensor) -> list[Tensor]:
     plain = tensor.detach()
     if plain.is_quantized and type(plain) is Tensor:
@@ -166,7 +185,7 @@ def _seen(path: str, value: Any, copies: dict[int, Tensor], owners: dict[int, st
         return _seen_tensor(path, value, copies, owners)
     if isinstance(value, Again):
         return SeenObject(Again, again=shown(value.path))
-    if is_value(value):
+    if is_value(value) or isinstance(value, Hidden):
         return value
     if isinstance(value, (list, dict, tuple, deque)):
         return SeenObject(type(value), len(value))
@@ -201,7 +220,7 @@ def compare(found: Observation, original: Observation) -> Comparison:
         problem, error = _difference(ours, theirs)
         if error != error:
             unknown.append(NotCompared(path, problem))
-            compared &= ours is theirs or _is_same_opaque(ours, theirs)
+            compared &= isinstance(ours, Hidden) or _is_same_opaque(ours, theirs)
         elif problem:
             differences.append(f"{path}: {problem}")
             worst = max(worst, error)
@@ -218,6 +237,8 @@ def _difference(found: Any, original: Any) -> tuple[str, float]:
         return f"{_told(found)} instead of {_told(original)}", INFINITE
     if isinstance(original, SeenTensor):
         return _tensor_difference(found, original)
+    if isinstance(original, Hidden):
+        return original.reason, UNKNOWN
     if isinstance(original, SeenOpaque):
         return _opaque_difference(found.value, original.value)
     if isinstance(original, (int, float, complex)) and not isinstance(original, bool):
@@ -257,7 +278,7 @@ def _number_difference(found: Any, original: Any) -> tuple[str, float]:
 def _opaque_difference(found: Any, original: Any) -> tuple[str, float]:
     kind = type(original)
     if found is original:
-        may_change = hasattr(original, "__next__") or kind.__module__.partition(".")[0] not in CLOSED
+        may_change = hasattr(original, "__next__") or is_users(kind.__module__)
         return (f"a {kind.__name__} cannot be looked into", UNKNOWN) if may_change else ("", 0.0)
     try:
         same = type(found) is kind and bool(found == original)

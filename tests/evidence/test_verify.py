@@ -35,6 +35,16 @@ def _(x):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("graphex_test::nothing_in_float64", mutates_args=())
+def nothing_in_float64(x: Tensor) -> Tensor:
+    return x * float("nan") if x.dtype == torch.float64 else x * 2
+
+
+@nothing_in_float64.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 def verified(fn, *passes, **options):
     return torch.compile(
         fn, backend="graphex", options={"verify": True, "post_grad_custom_pre_pass": list(passes), **options}
@@ -267,6 +277,22 @@ def test_the_stride_of_a_single_row_is_no_difference():
 def test_nan_where_there_was_none_is_found():
     fast = verified(lambda x: x.sin(), harmful(by=float("nan")))
     assert torch.equal(expect_mismatch(fast, X), X.sin())
+
+
+def test_values_that_float64_has_none_for_are_compared_with_the_original_graph():
+    fast = verified(lambda x: nothing_in_float64(x.sin()), harmful())
+    assert torch.equal(expect_mismatch(fast, X), X.sin() * 2)
+    fast = verified(lambda x: nothing_in_float64(x.sin()), harmless())
+    fast(X)
+    assert verdict(fast).status == "equal"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex64], ids=str)
+def test_results_of_every_type_are_compared(dtype):
+    x = torch.tensor([0.5, 1.5, 2.5])
+    fast = verified(lambda x: (x.sin() * 10).to(dtype), harmful(by=0.0))
+    found = expect_mismatch(fast, x)
+    assert torch.equal(found.to(torch.complex64), (x.sin() * 10).to(dtype).to(torch.complex64))
 
 
 def test_the_other_infinity_is_found():

@@ -133,6 +133,20 @@ def test_a_wrong_result_is_a_difference_and_a_right_one_is_none(forward):
 
 
 @torch.no_grad()
+def test_results_of_transformers_are_compared():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    report = wrong(lambda x: outputs.BaseModelOutput(last_hidden_state=x + 1, hidden_states=(x,)))
+    assert report.worst_difference == 2
+    assert right(lambda x: outputs.BaseModelOutput(last_hidden_state=x + 1)).worst_difference == 0
+
+
+@torch.no_grad()
+def test_results_without_elements_are_compared_by_their_shape():
+    assert right(lambda x: x[:0] + 1).worst_difference == 0
+    assert different(lambda x: x[:0], lambda x: x[:0].view(0, 2)).worst_difference == float("inf")
+
+
+@torch.no_grad()
 def test_integers_that_floats_cannot_tell_apart_are_different():
     big = torch.tensor([2**60])
     report = graphex.explain(lambda x: x + 1, (big,), options=WRONG)
