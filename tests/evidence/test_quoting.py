@@ -43,14 +43,8 @@ ATTACKS = [
     "lambda",
     "",
 ]
-HOSTILE = st.one_of(
-    st.text(
-        st.sampled_from(
-            ["'", '"', '"""', "\n", "\r", "\\", "\0", "#", "{", "}", "\u2028", "\x0c", "\ud800", ";a(b)", "é", "/", "."]
-        )
-    ),
-    st.sampled_from(ATTACKS),
-)
+PIECES = ["'", '"', '"""', "\n", "\r", "\\", "\0", "#", "{", "}", "\u2028", "\x0c", "\ud800", ";a(b)", "é", "/", "."]
+HOSTILE = st.one_of(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from(ATTACKS))
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -59,6 +53,9 @@ class _Blank(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name("name", node.ctx)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return ast.arg("name")
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("text") if isinstance(node.value, str) else node
@@ -147,7 +144,7 @@ def dumped(gm: GraphModule, folder: Path, **options: Any) -> Path:
 
 
 @quick
-@given(names=st.lists(HOSTILE, min_size=4, max_size=4))
+@given(names=st.lists(HOSTILE, min_size=4, max_size=4, unique=True))
 @example(names=["a.b", "a_b", "a b", "a-b"])
 @example(names=["max", "max_", "forward", "args"])
 @example(names=["torch", "operator", "example_inputs", "not_written"])
@@ -156,8 +153,7 @@ def test_names_of_nodes_are_names_in_a_dumped_program(names, tmp_path_factory):
     wanted = statements(dumped(trace(model, X), folder / "plain"))
     script = dumped(trace(model, X), folder, post_grad_custom_post_pass=renaming(names))
     assert statements(script) == wanted
-    (result,) = (program := runpy.run_path(str(script)))["forward"]([X])
-    assert torch.equal(result, model(X)), program
+    assert torch.equal(runpy.run_path(str(script))["forward"]([X]), model(X))
 
 
 @quick
@@ -176,7 +172,7 @@ def test_names_of_constants_and_submodules_are_names_in_a_dumped_program(name, t
     text = script.read_text()
     assert RAN not in "\n".join(line.strip() for line in text.splitlines() if line.strip().startswith("raise Ass"))
     with pytest.raises(
-        SystemExit, match="the torch.nn.modules.linear.Identity of this graph cannot be written as text"
+        SystemExit, match=r"the torch\.nn\.modules\.linear\.Identity of this graph cannot be written as text"
     ):
         runpy.run_path(str(script))
 
