@@ -166,7 +166,7 @@ def _compile(
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
     compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
     if torch.cuda.is_available():
-        get_ready_meanwhile()
+        get_ready_meanwhile(journal)
     if journal.film is not None:
         journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
     if compilation.files.wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,10 +25,20 @@ _LAUNCHERS = (
 
 
 def cache_directory() -> Path:
-    """$GRAPHEX_CACHE_DIR or ~/.cache/graphex"""
+    """$GRAPHEX_CACHE_DIR, or graphex in $XDG_CACHE_HOME or ~/.cache, or one for this user where temporary files are.
+
+    Raises OSError where there is none of these.
+    """
     if chosen := os.environ.get(DIRECTORY):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphex"
+        return Path(chosen).absolute()
+    above = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if above.is_absolute():  # the specification has others ignored
+        return above / "graphex"
+    try:
+        return Path.home().absolute() / ".cache" / "graphex"
+    except (RuntimeError, KeyError):  # this user has no home
+        user = os.geteuid() if hasattr(os, "geteuid") else "user"
+        return Path(tempfile.gettempdir()) / f"graphex-{user}"
 
 
 def rank_and_size() -> tuple[int, int]:

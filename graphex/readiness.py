@@ -10,9 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 
+from graphex.compilation import one_line
 from graphex.ops.definition import has_triton
+from graphex.records import FellBack, Journal
 from graphex.runtime import native
 
 OFTEN = 0.0005  # seconds that a thread works before it lets another one
@@ -20,17 +21,21 @@ LONGEST = 60.0  # seconds to wait for a thread
 
 _begun: list[threading.Thread] = []
 _beginning = threading.Lock()
+_is_begun = False
 
 
-def get_ready_meanwhile() -> None:
-    """Begin, once in a process. What fails here fails again, or is done without."""
-    with _beginning:  # `cache` alone lets two threads in
-        _begin()
+def get_ready_meanwhile(journal: Journal) -> None:
+    """Begin, once in a process. What fails here fails again, or is done without; the journal says what and why."""
+    global _is_begun
+    with _beginning:
+        if not _is_begun:
+            _is_begun = True
+            _begin(journal)
 
 
-@cache
-def _begin() -> None:
-    threading.Thread(target=_get_native_ready, name="graphex: compiling C++", daemon=True).start()
+def _begin(journal: Journal) -> None:
+    about = "graphex: compiling C++"
+    threading.Thread(target=_get_native_ready, args=(journal,), name=about, daemon=True).start()
     if has_triton():
         import triton  # noqa: F401  (not in the thread: others may be importing it)
 
@@ -45,9 +50,11 @@ def wait_for_triton() -> None:
         thread.join(LONGEST)
 
 
-def _get_native_ready() -> None:
-    with suppress(Exception):
-        native.load()
+def _get_native_ready(journal: Journal) -> None:
+    try:
+        native.load(lambda what, reason: journal.fall_back(FellBack("-", what, reason)))
+    except Exception as error:
+        journal.fall_back(FellBack("-", "replays are checked in Python", one_line(error)), warn=False)
 
 
 def _get_triton_ready() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.analysis.source import raised_in
+from graphex.analysis.values import value_key
 from graphex.compilation import Compilation, one_line, readable
 from graphex.errors import PassError, RuleError, StreamError
 from graphex.interface import check_graph, check_numbers, check_results, interface_of
@@ -209,5 +210,7 @@ def _targets(graph: Graph) -> Counter[str]:
     return Counter(str(node.target) if node.op.startswith("call") else node.op for node in graph.nodes)
 
 
-def _signature(graph: Graph) -> list[tuple[Any, ...]]:
-    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
+def _signature(graph: Graph) -> list[Hashable]:
+    return [
+        (node, node.op, value_key(node.target), value_key(node.args), value_key(node.kwargs)) for node in graph.nodes
+    ]

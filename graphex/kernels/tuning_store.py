@@ -4,7 +4,7 @@
         tuning/nvidia-h200-5f1c0a52e2c1.json        {"device": ..., "choices": {kind: {signature: {"name", "us"}}}}
 
 Processes may share it: a choice is added under a lock to what the file says then, and the file is replaced as a whole.
-A file that cannot be read is as good as none, and is said once.
+A file that cannot be read, or that another user may have written, is as good as none, and is said once.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphex.cache_files import Folder, open_folder
 from graphex.errors import GraphexWarning
-from graphex.folders import DIRECTORY, cache_directory, write_text
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system: a choice of two that are written at once may be lost
-    fcntl = None  # type: ignore[assignment]
+from graphex.folders import DIRECTORY, cache_directory
 
 Choices = dict[str, dict[str, dict[str, Any]]]
+
+_LONGEST = 1e12  # microseconds
 
 
 @cache
@@ -60,39 +58,47 @@ class Store:
     def __init__(self, conditions: Mapping[str, str], directory: Path | None = None) -> None:
         self.conditions = dict(conditions)
         digest = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
-        folder = directory or cache_directory() / "tuning"
-        self.path = folder / f"{file_name(self.conditions['device'])}-{digest}.json"
+        self.name = f"{file_name(self.conditions['device'])}-{digest}.json"
+        self._directory = directory
         self._has_warned = False
+
+    @property
+    def path(self) -> Path:
+        return (self._directory or cache_directory() / "tuning") / self.name
 
     def read(self) -> Choices:
         try:
-            return self._parsed(self.path.read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (OSError, ValueError) as error:
-            self._warn(f"the measured choices in {self.path} cannot be read and are measured again: {error}")
+            with self._folder() as folder:
+                return self._read(folder)
+        except OSError as error:
+            self._warn(f"measured choices cannot be looked up ({error}); set {DIRECTORY}")
             return {}
 
     def add(self, kind: str, signature: str, entry: dict[str, Any]) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path.with_suffix(".lock")):
-                choices = self.read()
+            with self._folder() as folder, folder.lock(f"{self.name}.lock"):
+                choices = self._read(folder)
                 choices.setdefault(kind, {})[signature] = entry
-                write_text(self.path, json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True))
+                text = json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True)
+                folder.replace(self.name, text.encode())
         except OSError as error:
-            self._warn(f"measured choices cannot be kept in {self.path.parent} ({error}); set {DIRECTORY}")
+            self._warn(f"measured choices cannot be kept ({error}); set {DIRECTORY}")
 
-    def _parsed(self, text: str) -> Choices:
-        found = json.loads(text)
-        if not isinstance(found, dict) or not isinstance(found.get("choices"), dict):
-            raise ValueError("it is not a file of choices")
-        if any(found.get(name) != value for name, value in self.conditions.items()):
-            raise ValueError("it was written under other conditions")
-        for kind in found["choices"].values():
-            if not isinstance(kind, dict) or not all(_is_entry(entry) for entry in kind.values()):
-                raise ValueError("it is not a file of choices")
-        choices: Choices = found["choices"]
+    def _folder(self) -> AbstractContextManager[Folder]:
+        return open_folder(self._directory) if self._directory else open_folder(cache_directory(), "tuning")
+
+    def _read(self, folder: Folder) -> Choices:
+        """What the file says; nothing, and a word about it, if that cannot be relied on."""
+        try:
+            found, choices = parsed(folder.read(self.name).decode())
+            if any(found.get(name) != value for name, value in self.conditions.items()):
+                raise ValueError("it was written under other conditions")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            path = folder.path / self.name
+            self._warn(f"the measured choices in {path} cannot be read and are measured again: {error}")
+            return {}
         return choices
 
     def _warn(self, text: str) -> None:
@@ -101,15 +107,28 @@ class Store:
             warnings.warn(f"graphex: {text}", GraphexWarning, stacklevel=2)
 
 
+def parsed(text: str) -> tuple[dict[str, Any], Choices]:
+    """A file of choices: everything in it, and the choices. Raises ValueError for any other text."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is not a file of choices") from error
+    kinds = found.get("choices") if isinstance(found, dict) else None
+    if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
+        raise ValueError("it is not a file of choices")
+    if not all(_is_entry(entry) for kind in kinds.values() for entry in kind.values()):
+        raise ValueError("it is not a file of choices")
+    return found, kinds
+
+
 def _is_entry(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("us"), dict)
+    """The name of a candidate, and times of some. What ships with graphex has no times."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    times = entry.get("us", {})
+    return isinstance(times, dict) and all(_is_time(time) for time in times.values())
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    if fcntl is None:
-        yield
-        return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed
-        yield
+def _is_time(time: object) -> bool:
+    """JSON may hold integers beyond all floats, infinity and NaN."""
+    return type(time) in (int, float) and 0 <= time < _LONGEST  # type: ignore[operator]

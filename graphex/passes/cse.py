@@ -11,13 +11,12 @@ are. Where both results reach the user, or one of them is written to, merging wo
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
-import torch
 from torch.fx import Node
 
 from graphex.analysis import is_effectful, placement
 from graphex.analysis.effects import UNINITIALISED, operator_of
+from graphex.analysis.values import value_key
 from graphex.passes.base import GraphPass, Work
 
 
@@ -35,8 +34,6 @@ class MergeCommonSubexpressions(GraphPass):
             if not _is_mergeable(node):
                 continue
             key = _key(node)
-            if key is None:
-                continue
             kept = first_seen.setdefault((key, repr(placement(node))), node)
             if kept is node:
                 elsewhere = anywhere.setdefault(key, node)
@@ -64,26 +61,6 @@ def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
     return any(work.aliases.written_between(value, kept, until) for value in kept.all_input_nodes)
 
 
-def _key(node: Node) -> Hashable | None:
-    """A hashable that is equal for equal calls; None if some argument cannot be compared."""
-    try:
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _frozen(value: Any) -> Hashable:
-    """1, 1.0 and True are equal in Python and different here; so are 0.0 and -0.0."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
-    if isinstance(value, dict):
-        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
-    if isinstance(value, (float, complex)):
-        return (type(value), repr(value))
-    if isinstance(value, slice):
-        return (slice, _frozen((value.start, value.stop, value.step)))
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise TypeError("a symbolic value that is not a node has no identity")
-    return (type(value), value)
+def _key(node: Node) -> Hashable:
+    """Equal for equal calls."""
+    return node.target, value_key(node.args), value_key(node.kwargs)

@@ -21,6 +21,7 @@ from graphex.analysis import known_equal, placement
 from graphex.analysis.launches import is_work
 from graphex.analysis.source import ORIGINS
 from graphex.analysis.turns import TURN, turn_of
+from graphex.analysis.values import value_key
 from graphex.errors import PassError
 from graphex.passes.base import inherit
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode
@@ -143,7 +144,7 @@ def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
                 continue
             target, args, kwargs = watch.calls[old]
             mapped = map_arg((node.args, node.kwargs), lambda value: counterpart.get(value, value))
-            if node.target == target and mapped == (args, kwargs):
+            if node.target == target and value_key(mapped) == value_key((args, kwargs)):
                 counterpart[node] = old
                 node.meta.update(watch.metas[old])
     return {node for node in counterpart if node.op != "placeholder"}
@@ -199,7 +200,7 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
 
 def _is_changed(node: Node, watch: Watch) -> bool:
     call = watch.calls.get(node)
-    return call is None or call != (node.target, node.args, node.kwargs)
+    return call is None or value_key(call) != value_key((node.target, node.args, node.kwargs))
 
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:

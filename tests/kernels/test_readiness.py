@@ -10,12 +10,18 @@ import pytest
 pytest.importorskip("triton", reason="needs triton (Linux)")
 
 PROGRAM = """
-import sys, threading
+import os, sys, tempfile, threading
+from pathlib import Path
+os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
+Path(os.environ["GRAPHEX_CACHE_DIR"], "native").write_text("")
 interval = sys.getswitchinterval()
 from graphex import readiness
+from graphex.records import Journal
 readiness.wait_for_triton()  # nothing was begun
-readiness.get_ready_meanwhile()
-readiness.get_ready_meanwhile()
+journal = Journal()
+readiness.get_ready_meanwhile(journal)
+readiness.get_ready_meanwhile(Journal())
+compiling = [thread for thread in threading.enumerate() if "C++" in thread.name]
 begun = [thread for thread in threading.enumerate() if "Triton" in thread.name]
 assert len(begun) <= 1, begun
 readiness.wait_for_triton()
@@ -23,9 +29,12 @@ assert not any(thread.is_alive() for thread in begun)
 from triton.runtime.cache import triton_key
 assert triton_key.cache_info().misses == 1
 assert sys.getswitchinterval() == interval
+assert len(compiling) == 1
+compiling[0].join()
+assert any("native is no folder" in record.reason for record in journal.fallbacks), journal.to_json()
 """
 
 
-def test_triton_is_made_ready_once_and_waited_for():
+def test_what_is_made_ready_is_so_once_and_the_journal_says_what_was_not():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

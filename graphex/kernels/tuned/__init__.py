@@ -8,17 +8,13 @@ one that no longer exists is measured anew.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from graphex.kernels.tuning_store import Choices, file_name
+from graphex.kernels.tuning_store import Choices, file_name, parsed
 
 HERE = Path(__file__).parent
 
 
 def shipped(device: str) -> Choices:
     path = HERE / f"{file_name(device)}.json"
-    if not path.exists():
-        return {}
-    choices: Choices = json.loads(path.read_text())["choices"]
-    return choices
+    return parsed(path.read_text())[1] if path.exists() else {}

@@ -14,7 +14,7 @@ import torch
 
 from graphex.folders import write_text
 from graphex.kernels.tuned import HERE
-from graphex.kernels.tuning_store import Choices, Store, conditions, file_name
+from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, parsed
 
 
 @click.command(help=__doc__)
@@ -27,7 +27,7 @@ def main(devices: tuple[str, ...], folder: Path) -> None:
     for device in devices or (torch.cuda.get_device_name(),):
         store = Store(conditions(device))
         path = folder / f"{file_name(device)}.json"
-        choices: Choices = json.loads(path.read_text())["choices"] if path.exists() else {}
+        choices: Choices = parsed(path.read_text())[1] if path.exists() else {}
         found = store.read()
         for kind, entries in found.items():
             choices.setdefault(kind, {}).update({s: {"name": entry["name"]} for s, entry in entries.items()})

@@ -1,9 +1,13 @@
 """What every call does for hundreds of inputs, in C++, compiled once on the machine it runs on.
 
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
-        native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so
+        native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so.sealed     a shared object behind its hash
 
 Where there is no compiler, or Python's headers are missing, the same is done in Python and takes the host longer.
+
+A shared object is code, so one is loaded only if this user (or root) wrote it where nobody else can write, and if its
+content has the hash that was written with it. Everything else in its place is compiled again, with one warning. What
+was checked is loaded from a copy in a new folder: nobody can change it in between.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from graphex.cache_files import open_folder, sealed, unsealed
+from graphex.errors import GraphexWarning
 from graphex.folders import cache_directory
 from graphex.torch_private.layout import tensor_layout
 from graphex.torch_private.memory import tensor_begin
@@ -30,6 +37,7 @@ from graphex.torch_private.memory import tensor_begin
 Question = Callable[[], object]
 Places = tuple[bytes, bytes, bytes, bytes, bytearray]
 Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
+Say = Callable[[str, str], None]
 
 fits: Fits | None = None
 """`fits(questions, answers, *places, args)`: whether everything is as it was. See the source, and `addresses`."""
@@ -39,42 +47,102 @@ _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
 _PATIENCE = 60.0  # seconds for a compiler
 
 
-def load() -> None:
-    """Compile, if that was not done before, and use it from now on. Raises OSError or ImportError, saying why not."""
+def _warn(what: str, reason: str) -> None:
+    warnings.warn(f"graphex: {what}: {reason}", GraphexWarning, stacklevel=2)
+
+
+def load(say: Say = _warn) -> None:
+    """Compile, if that was not done before, and use it from now on. Raises OSError or ImportError, saying why not.
+
+    What is wrong with the cache is told to `say`, and done without.
+    """
     global fits
     if tensor_begin is None:
         raise OSError("this torch does not say how to read the address of a tensor")
-    module = _module(_SOURCE)
+    module = _module(_SOURCE, say)
     layout = tensor_layout()
     module.use(tensor_begin, layout or (), (torch.Tensor, torch.nn.Parameter) if layout else ())
     fits = module.fits
 
 
-def _module(source: Path) -> ModuleType:
-    path = _compiled(source)
-    spec = importlib.util.spec_from_file_location(source.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _compiled(source: Path) -> Path:
+def _module(source: Path, say: Say) -> ModuleType:
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     about = (source.read_text(), platform.machine(), *_FLAGS)
     digest = hashlib.sha256("\0".join(about).encode()).hexdigest()[:12]
-    path = cache_directory() / "native" / f"{source.stem}-{digest}{suffix}"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+    name = f"{source.stem}-{digest}{suffix}.sealed"
+    module, reason = _kept(name, source.stem)
+    if module is None:
+        if reason:
+            say("compiled code in the cache is not used, and is compiled again", reason)
+        made = _compiled(source)
+        module = _loaded(source.stem, made)
+        try:
+            with open_folder(cache_directory(), "native") as folder:
+                folder.replace(name, sealed(made))
+        except OSError as error:
+            if not reason:
+                say("compiled code is not kept, and is compiled again by every process", str(error))
+    return module
+
+
+def _kept(name: str, module: str) -> tuple[ModuleType | None, str]:
+    """The module that another process left, or why there is none to rely on; no reason where there is just none."""
+    try:
+        with open_folder(cache_directory(), "native") as folder:
+            content = folder.read(name)
+        return _loaded(module, unsealed(content)), ""
+    except FileNotFoundError:
+        return None, ""
+    except (OSError, ValueError, ImportError) as error:
+        return None, str(error)
+
+
+def _loaded(name: str, content: bytes) -> ModuleType:
+    """A module from the content of a shared object. Its file is gone once it is loaded."""
+    problem: Exception | None = None
+    for folder in _private_folders():
+        try:
+            path = folder / f"{name}.so"
+            path.write_bytes(content)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except (OSError, ImportError) as error:
+            problem = error  # the disk may be full, or nothing on it may be run
+        else:
+            return module
+    raise ImportError(f"it cannot be loaded: {problem}")
+
+
+def _compiled(source: Path) -> bytes:
+    for folder in _private_folders():
+        made = folder / f"{source.stem}.so"
         headers = sysconfig.get_paths()["include"]
-        command = [_compiler(), *_FLAGS, f"-I{headers}", str(source), "-o", str(made)]
-        _run(command)
-        os.replace(made, path)  # as a whole: other processes may be looking for it
-    return path
+        _run([_compiler(), *_FLAGS, f"-I{headers}", str(source), "-o", str(made)])
+        return made.read_bytes()
+    raise OSError("there is no folder for temporary files that can be written to")
+
+
+def _private_folders() -> Iterator[Path]:
+    """New folders of this user alone, gone afterwards: among temporary files, then in the cache."""
+    for above in (_temporary, _in_cache):
+        try:
+            folder = tempfile.TemporaryDirectory(dir=above(), prefix="graphex-", ignore_cleanup_errors=True)
+        except OSError:
+            continue
+        with folder as name:
+            yield Path(name)
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _in_cache() -> Path:
+    with open_folder(cache_directory(), "native") as folder:
+        return folder.path
 
 
 def _run(command: list[str]) -> None:

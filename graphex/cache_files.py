@@ -1,0 +1,199 @@
+"""Files that one process leaves for the next, in folders that nobody else can write to.
+
+    with open_folder(cache_directory(), "native") as folder:
+        folder.read("fits.so")          its bytes, if it is a plain file that only this user, or root, can have written
+        folder.replace("fits.so", ...)  as a whole: a reader sees what was there or what is there now
+        with folder.lock("fits.lock"):  one process at a time
+
+A folder is opened once, its owner and mode are asked of what was opened, and files are opened relative to it, without
+following links: nothing can be swapped in between. A folder or file of another user, or that others may write to, is
+refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash proves
+nothing about the writer; owner and mode do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: what two processes write at once may be lost
+    fcntl = None  # type: ignore[assignment]
+
+LARGEST = 64 * 2**20  # bytes of a file that is read
+PATIENCE = 10.0  # seconds for a lock that another process holds
+_PAUSE = 0.01
+_ROOT = 0  # can write anything anyway, and may have prepared a cache for everybody
+
+
+class UntrustedError(OSError):
+    """A file or folder is not as this process, or another one of its user, left it."""
+
+
+class Folder:
+    """A folder that is open. Names are those of files right in it."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def read(self, name: str) -> bytes:
+        """The content of a file; FileNotFoundError without one, UntrustedError if someone else may have written it."""
+        with self._opened(name, os.O_RDONLY) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > LARGEST:
+                raise UntrustedError(f"{self.path / name} has {size} bytes, more than graphex ever writes")
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return file.read(LARGEST)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file as a whole, whatever stands in its place."""
+        temporary = f".{name}.{secrets.token_hex(8)}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=self._descriptor)
+            raise
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold a lock. What stands in the place of its file and is no such file is taken away."""
+        if fcntl is None:
+            yield
+            return
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            opened = self._open(name, flags)
+        except UntrustedError:
+            os.unlink(name, dir_fd=self._descriptor)
+            opened = self._open(name, flags | os.O_EXCL)
+        try:
+            _wait_for(opened, self.path / name)
+            yield
+        finally:
+            os.close(opened)  # which gives the lock back
+
+    @contextmanager
+    def _opened(self, name: str, flags: int) -> Iterator[int]:
+        descriptor = self._open(name, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open(self, name: str, flags: int) -> int:
+        """O_NONBLOCK: a pipe that stands there must not hang the process before it is seen to be one."""
+        path = self.path / name
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EMLINK):
+                raise UntrustedError(f"{path} is a link") from error
+            if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP):
+                raise UntrustedError(f"{path} is no plain file") from error
+            raise
+        return _checked(descriptor, path, stat.S_ISREG, "no plain file")
+
+
+@contextmanager
+def open_folder(root: Path, *names: str) -> Iterator[Folder]:
+    """The folder `root/names`, made if it is not there, for this user alone. Raises OSError, saying why not.
+
+    `root` may be reached through links, which are a matter of whoever named it; what is below is not.
+    """
+    if not hasattr(os, "geteuid"):
+        raise UntrustedError("this system does not say who a file belongs to")
+    try:
+        descriptor = _descended(root, names)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(f"{os.fspath(root)!r} cannot be the name of a folder: {error}") from error
+    try:
+        yield Folder(descriptor, root.joinpath(*names))
+    finally:
+        os.close(descriptor)
+
+
+def _descended(root: Path, names: tuple[str, ...]) -> int:
+    if not root.exists():
+        os.makedirs(root.parent, mode=0o700, exist_ok=True)
+    path, descriptor = root, _entered(os.fspath(root), root, follow=True)
+    for name in names:
+        path, above = path / name, descriptor
+        try:
+            descriptor = _entered(name, path, above)
+        finally:
+            os.close(above)
+    return descriptor
+
+
+def _entered(name: str, path: Path, above: int | None = None, *, follow: bool = False) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        try:
+            descriptor = os.open(name, flags, dir_fd=above)
+        except FileNotFoundError:
+            with suppress(FileExistsError):  # another process was faster
+                os.mkdir(name, 0o700, dir_fd=above)
+            descriptor = os.open(name, flags, dir_fd=above)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise UntrustedError(f"{path} is no folder") from error
+        raise
+    return _checked(descriptor, path, stat.S_ISDIR, "no folder")
+
+
+def _checked(descriptor: int, path: Path, is_right: Callable[[int], bool], otherwise: str) -> int:
+    """The descriptor, if others cannot have written what it is open on. It is closed if they can."""
+    found = os.fstat(descriptor)
+    reason = ""
+    if not is_right(found.st_mode):
+        reason = f"{path} is {otherwise}"
+    elif found.st_uid not in (os.geteuid(), _ROOT):
+        reason = f"{path} belongs to another user (number {found.st_uid})"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"others may write to {path} (chmod go-w would change that)"
+    if reason:
+        os.close(descriptor)
+        raise UntrustedError(reason)
+    return descriptor
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"another process holds {path} for more than {PATIENCE:.0f} seconds") from error
+            time.sleep(_PAUSE)
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def sealed(content: bytes) -> bytes:
+    """The content behind its hash."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unsealed(data: bytes) -> bytes:
+    """The content of what was sealed. Raises ValueError if it is not what it was."""
+    seal, _, content = data.partition(b"\n")
+    if seal != hashlib.sha256(content).hexdigest().encode():
+        raise ValueError("its content is not what was written")
+    return content
