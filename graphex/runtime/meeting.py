@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, placement
 from graphex.analysis.aliasing import Storage
+from graphex.analysis.effects import operator_of
 from graphex.analysis.launches import does_nothing, is_work
 from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import keep_turns
@@ -98,3 +99,10 @@ def is_on_streams(graph: Graph) -> bool:
 def add_missing_events(gm: GraphModule, memory: MemoryOfPiece) -> None:
     """Let the streams of a piece begin behind the current one, meet where they have to, and join it in the end."""
     AddingEvents(gm.graph, memory).run()
+    gm.recompile()
+
+
+def is_not_understood(node: Node) -> bool:
+    """Whether a node is about streams in a way that nobody has read: where it may stand is not known."""
+    op = operator_of(node)
+    return op is not None and op.namespace == "streams"

@@ -28,6 +28,7 @@ from graphex.runtime.crossing import Crossing, Crossings
 from graphex.runtime.meeting import (
     MemoryOfPiece,
     add_missing_events,
+    is_not_understood,
     is_on_streams,
     keep_order,
     with_events,
@@ -86,7 +87,8 @@ def divide(gm: GraphModule, device: Device) -> Division:
             break
         outside |= small
     pieces = _pieces(gm, levels, free, aliases)
-    return Division([] if _cannot_hand_over(pieces, aliases) else pieces, obstacles)
+    whole = _cannot_hand_over(pieces, aliases) or any(map(is_not_understood, gm.graph.nodes))
+    return Division([] if whole else pieces, obstacles)
 
 
 def _cannot_hand_over(pieces: list[Piece], aliases: Aliases) -> bool:

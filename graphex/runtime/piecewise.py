@@ -14,6 +14,7 @@ from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.runtime import session
 from graphex.runtime.above import AboveAutograd
+from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
@@ -101,6 +102,12 @@ class Piecewise:
                     values[slot] = result
         results = tuple(get(values) for get in self._returned)
         return results[0] if self._returns_one else results
+
+    def free(self) -> None:
+        """Give up the captured graphs of all pieces."""
+        for step in self._steps:
+            if isinstance(step.run, Capturing):
+                step.run.free()
 
     def _timed(self, run: Boxed, given: list[Any]) -> Any:
         """Once, the time that is spent outside of device graphs is measured."""

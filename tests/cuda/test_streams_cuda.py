@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphex
 from tests.runtime.support import compile_it, reasons, replays, statuses
@@ -261,20 +262,152 @@ def test_a_host_that_waits_for_a_stream_inside_has_waited_for_its_work():
         torch.testing.assert_close(compiled(x).clone(), wanted, rtol=1e-3, atol=1e-1)
 
 
+@torch.library.custom_op("graphex_test::scaled_by_sum", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+def scaled_by_sum(x: torch.Tensor) -> torch.Tensor:
+    return x * float(x.mean())
+
+
+scaled_by_sum.register_fake(torch.empty_like)
+
+
 @torch.no_grad()
-def test_what_cannot_be_captured_runs_on_its_streams_and_says_why():
+def test_what_is_not_worth_a_piece_runs_on_its_streams_and_says_why():
     def fn(x):
         with graphex.scope.stream("side"):
-            y = (x @ x).relu()
-        n = int((x > 0).sum())
-        return y + n
+            y = x.relu()
+        return y + scaled_by_sum(x)
 
-    compiled = torch.compile(fn, backend="graphex")
+    compiled = compile_it(fn)
     x = torch.randn(64, 64, device=CUDA)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.warns(graphex.GraphexWarning):
+    with pytest.warns(graphex.GraphexWarning, match="reads a value back"):
         for _ in range(3):
             torch.testing.assert_close(compiled(x), fn(x))
     assert graphex.journal(compiled).streams
+    assert replays(compiled) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["labels", "the user's stream"])
+@pytest.mark.parametrize("clone_output", ["auto", False])
+def test_pieces_with_streams_over_many_calls(kind, clone_output):
+    """Large enough for streams to be at work when the host is in the next piece, and memory is used again and again."""
+    side = torch.cuda.Stream()
+    by_label = kind == "labels"
+
+    def fn(cache, x):
+        with graphex.scope.stream("side") if by_label else torch.cuda.stream(side):
+            a = (x @ x).relu() * 2
+            b = (a @ x).sin() + 1
+        c = x.cos() + cache
+        d = scaled_by_sum(c + b)
+        with graphex.scope.stream("side") if by_label else torch.cuda.stream(side):
+            e = (d @ x).tanh() + a
+            cache.copy_(e.cos() * 0.5)
+        f = (d * 2).sin() + c
+        g = scaled_by_sum(f + e)
+        return (g @ x).tanh() + b, e * 3, cache + f
+
+    compiled = compile_it(fn, clone_output=clone_output)
+    mine, theirs = torch.zeros(1024, 1024, device=CUDA), torch.zeros(1024, 1024, device=CUDA)
+    inputs = [torch.randn(1024, 1024, device=CUDA) / 32 for _ in range(5)]
+    for number in range(60):
+        x = inputs[number % 5]
+        found = compiled(mine, x)
+        wanted = fn(theirs, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+        theirs.copy_(mine)  # differences do not add up
+    assert not [reason for reason in reasons(compiled) if "clone_output" not in reason]
+    assert replays(compiled) > 100
+    assert graphex.journal(compiled).cuts
+
+
+@torch.no_grad()
+def test_results_of_pieces_on_streams_can_be_kept():
+    def fn(x):
+        with graphex.scope.stream("side"):
+            a = (x @ x).relu() * 2
+        b = scaled_by_sum(x.cos() + 1)
+        with graphex.scope.stream("side"):
+            c = (a @ b).sin() + 1
+        return a, c, (b * 2).tanh() + 1
+
+    compiled = compile_it(fn)
+    inputs = [torch.randn(512, 512, device=CUDA) / 22 for _ in range(20)]
+    found = [compiled(x) for x in inputs]
+    for x, results in zip(inputs, found, strict=True):
+        torch.testing.assert_close(results, fn(x), rtol=1e-3, atol=1e-3)
+    assert reasons(compiled) == []
+
+
+@torch.no_grad()
+def test_limits_hold_in_the_pieces_of_a_cut_graph():
+    def f(x):
+        with graphex.scope.limit_core_num(20, 24):
+            before, y = multiprocessors(x), (x @ x).relu() * 2
+        z = scaled_by_sum(y)
+        free = multiprocessors(z)
+        with graphex.scope.limit_core_num(32, 32):
+            after, w = multiprocessors(z), (z @ x).tanh() + 1
+        return before, free, after, w
+
+    compiled = compile_it(f)
+    x = torch.randn(256, 256, device=CUDA) / 16
+    for number in range(20):
+        before, free, after, w = compiled(x)
+        if number % 5 == 4:
+            assert len(before.unique()) == 16
+            assert len(free.unique()) > 64
+            assert len(after.unique()) == 32
+            torch.testing.assert_close(w, f(x)[3], rtol=1e-3, atol=1e-3)
+    assert reasons(compiled) == []
+    assert replays(compiled) > 30
+
+
+@torch.no_grad()
+def test_a_call_in_pieces_is_in_order_with_the_users_stream():
+    side = torch.cuda.Stream()
+
+    def fn(x):
+        with torch.cuda.stream(side):
+            y = (x * 2).abs() + 0
+        z = scaled_by_sum(y * 0 + 1)
+        with torch.cuda.stream(side):
+            w = (y + 0) * z
+        return w + 0
+
+    compiled = compile_it(fn)
+    x = torch.zeros(2**22, device=CUDA)
+    for number in range(1, 20):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            x.fill_(number)
+        y = compiled(x)
+        with torch.cuda.stream(side):
+            z = y + 1
+        torch.cuda.synchronize()
+        assert z.min() == z.max() == 2 * number + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [False, True])
+def test_attention_is_computed_as_the_order_of_backends_says(order):
+    """`graphex::attention` asks torch for an implementation wherever it has no kernel of its own."""
+
+    @torch.library.custom_op(f"graphex_test::attends_{order}", mutates_args=())
+    def attends(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    attends.register_fake(torch.empty_like)
+    compiled = compile_it(lambda x: attends(x) + 1)
+    x = torch.randn(1, 2, 64, 32, device=CUDA, dtype=torch.float16)
+    backends = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    for given in (backends, backends[::-1] if order else backends):
+        with sdpa_kernel(given, set_priority=True):
+            for _ in range(3):
+                torch.testing.assert_close(compiled(x), attends(x) + 1)
+    assert statuses(compiled) == ["captured"] * (1 + order)
 
 
 def test_a_training_step_with_scopes():

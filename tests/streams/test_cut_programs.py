@@ -52,7 +52,7 @@ def results(run: Any) -> list[Tensor]:
 
 @torch.no_grad()
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+    max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
 @given(programs, places, syncs, st.sampled_from(["auto", True, False]), st.integers(0, 99))
 def check_programs(monkeypatch, program, where, wanted, clone_output, seed):
@@ -73,4 +73,4 @@ def check_programs(monkeypatch, program, where, wanted, clone_output, seed):
 
 def test_replayed_pieces_equal_the_graph_in_every_order(monkeypatch):
     check_programs(monkeypatch)
-    assert seen["replayed in pieces"] > 10
+    assert seen["replayed in pieces"] > 8

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 import graphex
 from tests.runtime.support import compile_it, reasons, replays, same, statuses
-from tests.streams.support import Finished, find, ours, scoped
+from tests.streams.support import Finished, find, ours, scoped, trace
 
 CALLS = 6
 
@@ -172,3 +172,24 @@ def branches_of_rows(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     with graphex.scope.stream("side"):
         d = (c @ w).sin() + a
     return (c * 2).tanh() + 1, d * 3
+
+
+def test_a_write_waits_for_reads_although_what_made_it_wait_is_in_another_piece(captured):
+    """What is read back makes the current stream wait; the write behind it needs nothing of it, and runs before."""
+
+    def f(x):
+        a = x * 1
+        b = a + 1
+        left = (a @ a).relu() * 2  # side
+        right = left.sin()  # side
+        c = reads_back(right)
+        a.add_(1)
+        return left, (c * 2).tanh() + 1, a, b
+
+    def placing(gm: GraphModule, example_inputs: Any, config: Any) -> None:
+        scoped(gm, "side", torch.ops.aten.mm.default, torch.ops.aten.sin.default)
+
+    done = Finished(trace(f, torch.randn(4, 4)), passes=placing, inplace_pass=False)
+    check(f, done.run, calls=12)
+    assert len(pieces(done.run)) == 2
+    assert reasons(done.run) == []
