@@ -202,7 +202,7 @@ class _Proof:
             for user in self.aliases.users_of_memory(cache):
                 if self._is_between(user) and not only_looks(user):
                     return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
-            if reader := self.aliases.keeper_between(cache, self.site.write, self.site.attention):
+            if reader := self.aliases.in_use.keeper_between(cache, self.site.write, self.site.attention):
                 return Refusal(f"'{reader.name}' may read '{cache.name}', which a custom op may have kept")
         for operand in (*self.site.rows, self.site.positions):
             if writer := self._writer_between(operand):
