@@ -24,20 +24,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.asynchronous import is_declared_asynchronous, may_be_asynchronous, returns_its_arguments
+from graphex.analysis.asynchronous import is_ordinary, returns_its_arguments
 from graphex.analysis.beginnings import ABSOLUTE_VIEWS, absolutely_addressed, beginning_of, whose_place_it_keeps
 from graphex.analysis.declared_results import Result, declared_results, lists_its_own
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
-    is_collective,
     is_size_arithmetic,
     node_leaves,
     operator_of,
     written_arguments,
 )
-from graphex.analysis.in_use import Access, InUse, Use
+from graphex.analysis.in_use import Access, InUse
 from graphex.analysis.in_use import Storage as Storage
-from graphex.analysis.keeping import keeps_nothing
+from graphex.analysis.keeping import is_declared_to_keep_nothing
 from graphex.analysis.shapes import may_be_empty, same_offset
 
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
@@ -71,7 +70,7 @@ class Aliases:
         self._foreign: set[Storage] = set()
         self._returned: set[Node] = set()
         self._by_memory: dict[int, Storage] = {}
-        self._in_use = InUse()
+        self.in_use = InUse(self.storages, self._position)
         self._besides: dict[Node, Access] = {}  # what nodes read and write besides what their arguments say
         for node in graph.nodes:
             self._visit(node)
@@ -158,40 +157,6 @@ class Aliases:
     def has_writes_to(self, storage: Storage) -> bool:
         return bool(self._writes.get(storage))
 
-    def why_in_use(self, node: Node, writer: Node) -> Use | None:
-        """Why `writer` may not write to the memory of `node` even if nobody reads it later; None if it may."""
-        return self._in_use.why(self.storages(node), self._position[writer], self._position.__getitem__)
-
-    def why_in_flight(self, node: Node, at: Node) -> Use | None:
-        """Why an op may still be working on the memory of `node` when `at` runs; None if none does."""
-        return self._in_use.why_flying(self.storages(node), self._position[at], self._position.__getitem__)
-
-    def why_escaped(self, node: Node) -> Use | None:
-        """Why the memory of `node` may be read after the graph, besides by whoever gets its outputs; None if not."""
-        return self._in_use.why_escaped(self.storages(node))
-
-    def keeper_between(self, node: Node, start: Node, end: Node) -> Node | None:
-        """A custom op between two nodes that may read the memory of `node`, because that was kept before."""
-        return self._in_use.reader_between(self.storages(node), self._position[start], self._position[end])
-
-    def may_keep(self, node: Node) -> bool:
-        """Whether the node calls an op that may hold on to what it is given."""
-        return self._in_use.is_keeper(self._position[node])
-
-    def was_kept(self, storage: Storage, before: Node) -> bool:
-        """Whether an op before a node may have kept a storage."""
-        return self._in_use.is_kept_before(storage, self._position[before])
-
-    def in_flight(self) -> dict[Node, Node | None]:
-        """The arguments of ops in flight, and the node that waits for the last of them; None if none does."""
-        found: dict[Node, Node | None] = {}
-        for flight in self._in_use.flights:
-            end = flight.last if flight.landed else None
-            for value in flight.launch.reads:
-                known = found.setdefault(value, end)
-                found[value] = max(known, end, key=self.position) if known is not None and end is not None else None
-        return found
-
     def written_inputs(self) -> list[int]:
         """The places of the inputs whose memory is written to."""
         inputs = (node for node in self._nodes if node.op == "placeholder")
@@ -261,7 +226,7 @@ class Aliases:
             if kept.target is operator.getitem:  # native_dropout of nothing, for one, hands back its very argument
                 return "the output might become the very tensor that was passed in"
             return None
-        if use := self.why_escaped(node) or self.why_escaped(kept):
+        if use := self.in_use.why_escaped(node) or self.in_use.why_escaped(kept):
             return use.reason
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
@@ -304,10 +269,10 @@ class Aliases:
             inputs = [each for each in self._nodes if each.op == "placeholder"]
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
-            self._note_besides(node, self._in_use.end())
+            self._note_besides(node, self.in_use.end())
             return
         op = operator_of(node)
-        if op is not None and _is_plain(op) and not is_declared_asynchronous(op):
+        if op is not None and _is_plain(op) and is_ordinary(op):
             self._storages[node] = self._with_fake_memory(node, frozenset({(node, 0)}))
             return
         for value in written_arguments(node):
@@ -318,7 +283,7 @@ class Aliases:
             self._foreign |= {storage for storage in self._storages[node] if storage[0] is node}
         for value in absolutely_addressed(node):
             self._absolute |= self._storages.get(value, frozenset())
-        self._note_besides(node, self._in_use.visit(node, position, self._memory_of, self._inputs))
+        self._note_besides(node, self.in_use.visit(node, self._memory_of, self._inputs))
 
     def _note_besides(self, node: Node, access: Access) -> None:
         if access == _NO_ACCESS:
@@ -432,7 +397,7 @@ class Aliases:
         for table in (self._reads, self._writes):
             if storage in table:
                 table[into] = _merged(table.get(into, []), table[storage])
-        self._in_use.merge(storage, into)
+        self.in_use.merge(storage, into)
 
     def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
         if any(storage in self._inputs for storage in theirs):
@@ -449,8 +414,6 @@ class Aliases:
 def _is_plain(op: torch._ops.OpOverload) -> bool:
     """Whether calls of the op only read, and return one result in memory of its own: most nodes are such calls."""
     only_reads = not op._schema.is_mutable and op.namespace in PURE_NAMESPACES and op not in ABSOLUTE_VIEWS
-    if may_be_asynchronous(op):
-        return False
     return only_reads and declared_results(op) == (Result(fresh=True),) and not lists_its_own(op)
 
 
@@ -459,7 +422,7 @@ def _allocates_for_the_graph(node: Node) -> bool:
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
         return True
     op = operator_of(node)
-    return op is not None and (op.namespace in PURE_NAMESPACES or (not is_collective(node) and keeps_nothing(op)))
+    return op is not None and (op.namespace in PURE_NAMESPACES or is_declared_to_keep_nothing(op))
 
 
 def _append(table: dict[Storage, list[int]], storage: Storage, position: int) -> None:

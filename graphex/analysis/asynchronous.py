@@ -15,13 +15,20 @@ record_stream                                to the end of the graph
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis.effects import COLLECTIVE_NAMESPACES, bodies_of, operator_called, written_arguments
+from graphex.analysis.effects import (
+    COLLECTIVE_NAMESPACES,
+    PURE_NAMESPACES,
+    bodies_of,
+    operator_called,
+    written_arguments,
+)
 from graphex.analysis.handles import Handle
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
@@ -87,9 +94,14 @@ def is_declared_asynchronous(op: Op) -> bool:
     return bool(_declared) and (op in _declared or op._schema.name in _declared.values())
 
 
-def may_be_asynchronous(op: Op) -> bool:
-    """Whether the op, one of torch's that compute, is asynchronous with some arguments."""
-    return op._schema.name in _COPIES
+def is_ordinary(op: Op) -> bool:
+    """Whether the op is one that computes, and is done with its arguments when it returns, whatever they are."""
+    return _is_never_asynchronous(op) and not is_declared_asynchronous(op)
+
+
+@cache
+def _is_never_asynchronous(op: Op) -> bool:
+    return op.namespace in PURE_NAMESPACES and op._schema.name not in (*_COPIES, _RECORD_STREAM)
 
 
 def returns_its_arguments(op: Op) -> bool:

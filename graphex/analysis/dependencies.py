@@ -47,10 +47,10 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
             last_write[storage] = node
         for storage in read - written:
             reads.setdefault(storage, []).append(node)
-        if aliases.may_keep(node):
+        if aliases.in_use.may_keep(node):
             earlier += to_kept
             last_keeper, to_kept = node, []
-        elif last_keeper is not None and any(aliases.was_kept(storage, node) for storage in written):
+        elif last_keeper is not None and any(aliases.in_use.was_kept(storage, node) for storage in written):
             earlier.append(last_keeper)
             to_kept.append(node)
         yield from ((other, node) for other in dict.fromkeys(earlier) if other is not node)

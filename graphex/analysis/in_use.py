@@ -11,16 +11,17 @@ one.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from graphex.analysis.asynchronous import Launch, is_wait, launch_of, waits_inside
-from graphex.analysis.effects import operator_called
+from graphex.analysis.asynchronous import Launch, is_ordinary, is_wait, launch_of, waits_inside
+from graphex.analysis.effects import operator_called, operator_of
 from graphex.analysis.keeping import who_may_keep
 from graphex.torch_private.trees import pytree
 
@@ -80,55 +81,112 @@ def _which_result(value: Node, launched: Node) -> object:
 
 
 class InUse:
-    """The ops in flight of one graph, and what was kept. Storages are those from before anything was joined, unless
-    `merge` says otherwise.
-    """
+    """The ops in flight of one graph, and what was kept: a part of `Aliases`, which knows storages and positions."""
 
-    def __init__(self) -> None:
-        self.flights: list[Flight] = []
+    def __init__(self, storages: Callable[[Node], Memory], position: Mapping[Node, int]) -> None:
+        self._storages, self._position = storages, position
+        self._flights: list[Flight] = []
         self._flying: dict[Storage, list[Flight]] = {}
-        self._kept: dict[Storage, list[int]] = {}  # where ops stand that may have kept it
+        self._kept: dict[Storage, int] = {}  # where the first op stands that may have kept it
         self._keepers: list[int] = []
         self._ops: dict[int, tuple[Node, str]] = {}  # the nodes there, and the op that may keep things
 
+    # -- questions ---------------------------------------------------------------------------------------------
+
+    def why(self, node: Node, writer: Node) -> Use | None:
+        """Why `writer` may not write to the memory of `node` even if nobody reads it later; None if it may."""
+        if use := self.why_in_flight(node, writer):
+            return use
+        first = self._first_keeper(node)
+        return self._kept_by(first) if first is not None and first < self._position[writer] else None
+
+    def why_in_flight(self, node: Node, at: Node) -> Use | None:
+        """Why an op may still be working on the memory of `node` when `at` runs; None if none does."""
+        position = self._position[at]
+        for flight in self._flights_of(node):
+            ended = flight.landed and flight.last is not None and self._position[flight.last] < position
+            if flight.start < position and not ended:
+                return Use(flight.reason(), flight.last if flight.landed else None)
+        return None
+
+    def why_escaped(self, node: Node) -> Use | None:
+        """Why the memory of `node` may be read after the graph, besides by whoever gets its outputs; None if not."""
+        for flight in self._flights_of(node):
+            if not flight.landed:
+                return Use(flight.reason())
+        first = self._first_keeper(node)
+        return None if first is None else self._kept_by(first)
+
+    def keeper_between(self, node: Node, start: Node, end: Node) -> Node | None:
+        """A custom op between two nodes that may read the memory of `node`, because that was kept before."""
+        first = self._first_keeper(node)
+        if first is None:
+            return None
+        place = bisect_right(self._keepers, max(first, self._position[start]))
+        return self._ops[self._keepers[place]][0] if place < bisect_left(self._keepers, self._position[end]) else None
+
+    def may_keep(self, node: Node) -> bool:
+        """Whether the node calls an op that may hold on to what it is given."""
+        return self._position[node] in self._ops
+
+    def was_kept(self, storage: Storage, before: Node) -> bool:
+        """Whether an op before a node may have kept a storage."""
+        return self._kept.get(storage, math.inf) < self._position[before]
+
+    def arguments_in_flight(self) -> dict[Node, Node | None]:
+        """What ops in flight were given, and the node that waits for the last of them; None if none does."""
+        found: dict[Node, Node | None] = {}
+        for flight in self._flights:
+            end = flight.last if flight.landed else None
+            for value in flight.launch.reads:
+                found[value] = self._later(found.get(value, end), end)
+        return found
+
+    def _later(self, one: Node | None, other: Node | None) -> Node | None:
+        """The later of two ends, of which None is the last."""
+        return max(one, other, key=self._position.__getitem__) if one is not None and other is not None else None
+
     # -- building ----------------------------------------------------------------------------------------------
 
-    def visit(
-        self, node: Node, position: int, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]
-    ) -> Access:
+    def visit(self, node: Node, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]) -> Access:
         """Take note of a node. What it reads and writes because it waits."""
+        if node.op in ("placeholder", "get_attr") or ((op := operator_of(node)) is not None and is_ordinary(op)):
+            return Access()
         access = Access()
         if is_wait(node):
             access = self._wait(node, memory_of(node.all_input_nodes), inputs)
         elif waits_inside(node):
             access = Access(frozenset(inputs))
         if (launch := launch_of(node)) is not None:
-            own = frozenset(storage for storage in memory_of(node) if launch.writes_results)
-            written = memory_of(launch.writes) | own
-            self._begin(Flight(node, launch, position, memory_of(launch.reads), written))
+            written = memory_of([*launch.writes, node] if launch.writes_results else launch.writes)
+            self._begin(Flight(node, launch, self._position[node], memory_of(launch.reads), written))
         elif keeper := who_may_keep(node):
-            self._keepers.append(position)
-            self._ops[position] = node, keeper
-            for storage in memory_of(node.all_input_nodes):
-                self._kept.setdefault(storage, []).append(position)
+            self._keep(node, keeper, memory_of(node.all_input_nodes))
         return access
 
     def end(self) -> Access:
         """What is still in flight when the graph ends."""
-        flying = [flight for flight in self.flights if not flight.landed]
+        flying = [flight for flight in self._flights if not flight.landed]
         return Access(_union(flight.memory for flight in flying), _union(flight.writes for flight in flying))
 
     def merge(self, storage: Storage, into: Storage) -> None:
         """Two storages have become one."""
         if storage in self._kept:
-            self._kept[into] = sorted({*self._kept[storage], *self._kept.get(into, ())})
+            self._kept[into] = min(self._kept[storage], self._kept.get(into, self._kept[storage]))
         if storage in self._flying:
             self._flying[into] = [*self._flying.get(into, ()), *self._flying[storage]]
 
     def _begin(self, flight: Flight) -> None:
-        self.flights.append(flight)
+        self._flights.append(flight)
         for storage in flight.memory:
             self._flying.setdefault(storage, []).append(flight)
+
+    def _keep(self, node: Node, keeper: str, memory: Memory) -> None:
+        position = self._position[node]
+        self._keepers.append(position)
+        self._ops[position] = node, keeper
+        for storage in memory:
+            self._kept.setdefault(storage, position)
 
     def _wait(self, node: Node, memory: Memory, inputs: Collection[Storage]) -> Access:
         op = operator_called(node)
@@ -145,46 +203,11 @@ class InUse:
             flight.wait(node)
         return Access(_union(each.memory for each in found.values()), _union(each.writes for each in found.values()))
 
-    # -- questions ---------------------------------------------------------------------------------------------
+    def _flights_of(self, node: Node) -> Iterable[Flight]:
+        return (flight for storage in self._storages(node) for flight in self._flying.get(storage, ()))
 
-    def why(self, memory: Memory, position: int, place_of: Callable[[Node], int]) -> Use | None:
-        """Why the node at `position` may not write to memory although nobody reads it later."""
-        if use := self.why_flying(memory, position, place_of):
-            return use
-        keeper = min((p[0] for storage in memory if (p := self._kept.get(storage))), default=position)
-        return self._kept_by(keeper) if keeper < position else None
-
-    def why_flying(self, memory: Memory, position: int, place_of: Callable[[Node], int]) -> Use | None:
-        """Why an op may be working on memory when the node at `position` runs."""
-        for flight in self._flights_of(memory):
-            ended = flight.landed and flight.last is not None and place_of(flight.last) < position
-            if flight.start < position and not ended:
-                return Use(flight.reason(), flight.last if flight.landed else None)
-        return None
-
-    def why_escaped(self, memory: Memory) -> Use | None:
-        """Why somebody may look at memory after the graph has ended, besides whoever gets its outputs."""
-        for flight in self._flights_of(memory):
-            if not flight.landed:
-                return Use(flight.reason())
-        keeper = min((p[0] for storage in memory if (p := self._kept.get(storage))), default=None)
-        return None if keeper is None else self._kept_by(keeper)
-
-    def reader_between(self, memory: Memory, start: int, end: int) -> Node | None:
-        """A custom op between two positions that may read memory which was kept before it."""
-        first = min((p[0] for storage in memory if (p := self._kept.get(storage))), default=end)
-        place = bisect_right(self._keepers, max(start, first))
-        return self._ops[self._keepers[place]][0] if place < bisect_left(self._keepers, end) else None
-
-    def is_keeper(self, position: int) -> bool:
-        return position in self._ops
-
-    def is_kept_before(self, storage: Storage, position: int) -> bool:
-        positions = self._kept.get(storage)
-        return bool(positions) and positions[0] < position  # type: ignore[index]
-
-    def _flights_of(self, memory: Memory) -> Iterable[Flight]:
-        return (flight for storage in memory for flight in self._flying.get(storage, ()))
+    def _first_keeper(self, node: Node) -> int | None:
+        return min((self._kept[storage] for storage in self._storages(node) if storage in self._kept), default=None)
 
     def _kept_by(self, position: int) -> Use:
         keeper = self._ops[position][1]

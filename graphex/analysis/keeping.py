@@ -57,8 +57,12 @@ def who_may_keep(node: Node) -> str:
 
 
 def keeps_nothing(op: Op) -> bool:
-    """Whether the op is known not to hold on to a tensor that it is given or returns."""
-    return op.namespace in _KNOWN or op in _declared or is_declared(op) or is_declared_asynchronous(op)
+    """Whether the op is known not to hold on to a tensor that it is given."""
+    return op.namespace in _KNOWN or is_declared_asynchronous(op) or is_declared_to_keep_nothing(op)
+
+
+def is_declared_to_keep_nothing(op: Op) -> bool:
+    return op in _declared or is_declared(op)
 
 
 def _keeper_in(body: GraphModule) -> str:

@@ -39,7 +39,7 @@ def last_uses(graph: Graph) -> dict[Node, list[Node]]:
 def _hold_what_is_in_flight(graph: Graph, last: dict[Node, Node]) -> None:
     if all(launch_of(node) is None for node in graph.nodes):
         return
-    for value, wait in Aliases(graph).in_flight().items():
+    for value, wait in Aliases(graph).in_use.arguments_in_flight().items():
         last[value] = max(last[value], wait or graph.output_node())
 
 

@@ -54,7 +54,7 @@ def why_not_reusable(
     if aliases.shares_with_operands(writer, dead):
         return Obstacle(f"another argument may share memory with '{dead.name}'")
     readers = aliases.readers_after(dead, writer)
-    use = aliases.why_in_use(dead, writer)
+    use = aliases.in_use.why(dead, writer)
     if use is not None and not any(
         aliases.may_alias(value, dead) for each in readers for value in each.all_input_nodes
     ):

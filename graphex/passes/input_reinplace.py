@@ -164,13 +164,13 @@ class _Proof:
         """
         chain, aliases = self.chain, self.aliases
         for step in steps:
-            if not is_version(step) and (use := aliases.why_escaped(step)):
+            if not is_version(step) and (use := aliases.in_use.why_escaped(step)):
                 return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None
         for step in chain.steps:
             writer = _writer(step)
-            if use := aliases.why_in_flight(chain.target, writer):
+            if use := aliases.in_use.why_in_flight(chain.target, writer):
                 return Refusal(f"the old value is not free: {use.reason}", step, use.edit), None
-            if not is_version(step) and (reader := aliases.keeper_between(chain.target, writer, chain.epilogue)):
+            if not is_version(step) and (reader := aliases.in_use.keeper_between(chain.target, writer, chain.epilogue)):
                 return Refusal(f"'{reader.name}' may read the old value, which a custom op may have kept", step), None
         return None
 

@@ -39,7 +39,7 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
             for base in written_bases(node):
                 if not isinstance(base, Node) or not _is_unread(work, node, base):
                     continue
-                if use := work.aliases.why_in_use(base, node):
+                if use := work.aliases.in_use.why(base, node):
                     refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
                     work.refuse(node, refusal, rule=RULE, bytes_moved=2 * bytes_of(base))
                 else:

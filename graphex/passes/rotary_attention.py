@@ -202,7 +202,7 @@ class _Proof:
             for user in self.aliases.users_of_memory(cache):
                 if self._is_between(user) and not only_looks(user):
                     return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
-            if reader := self.aliases.keeper_between(cache, self.site.write, self.site.attention):
+            if reader := self.aliases.in_use.keeper_between(cache, self.site.write, self.site.attention):
                 return Refusal(f"'{reader.name}' may read '{cache.name}', which a custom op may have kept")
         for raiser in self.work.raising.between(*map(self.aliases.position, (self.site.write, self.site.attention))):
             return Refusal(f"'{raiser.name}' may raise before attention reads the caches")

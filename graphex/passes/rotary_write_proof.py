@@ -127,7 +127,7 @@ class _Proof:
                 between = start < self.aliases.position(user) < end
                 if between and user not in self.own and not only_looks(user):
                     return self._refusal(f"'{user.name}' uses '{write.cache.name}' before the other cache is written")
-            if reader := self.aliases.keeper_between(write.cache, write.node, self.place):
+            if reader := self.aliases.in_use.keeper_between(write.cache, write.node, self.place):
                 return self._refusal(f"'{reader.name}' may read '{write.cache.name}', which a custom op may have kept")
         return None
 

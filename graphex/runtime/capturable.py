@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import is_collective
+from graphex.analysis.asynchronous import is_declared_asynchronous
 from graphex.analysis.effects import operator_of
 from graphex.analysis.launches import does_nothing
 from graphex.device import Device
@@ -48,6 +49,8 @@ def why_not_captured(node: Node, device: Device) -> str:
         return "it makes the host wait for a stream"
     if is_collective(node):
         return "it communicates with other processes"
+    if op is not None and is_declared_asynchronous(op):
+        return "it works on after it has returned, or waits for what does"
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
         return f"a {node.target.name()} may decide on the host"
     return ""

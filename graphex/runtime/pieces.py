@@ -159,7 +159,7 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
 def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) -> dict[int, list[Node]]:
     """For each level the values that ops in flight were given which it waits for; the last waits for the rest."""
     held: dict[int, list[Node]] = {}
-    for value, wait in aliases.in_flight().items():
+    for value, wait in aliases.in_use.arguments_in_flight().items():
         if value not in free or value.op == "placeholder":
             held.setdefault(end if wait is None else levels[wait], []).append(value)
     return held

@@ -1,4 +1,4 @@
-"""Memory that somebody uses whom the graph does not show: an op that works on after it returned, or one that kept it."""
+"""Memory in use that no node of the graph reads: by an op that works on after it returned, or by one that kept it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def everything(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any,
     given = [[each.clone() for each in inputs], [each + 1 for each in inputs]]
     results = [fn(*each) for each in given]
     leaves = [ops.finish(leaf) for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    found = [leaf.clone() for leaf in leaves], sum(given, []), [each.clone() for each in kept]
+    found = [leaf.clone() for leaf in leaves], [*given[0], *given[1]], [each.clone() for each in kept]
     pending.forget()
     return found
 
