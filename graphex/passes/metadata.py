@@ -19,9 +19,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import known_equal, placement
 from graphex.analysis.launches import is_work
+from graphex.analysis.source import ORIGINS
 from graphex.analysis.turns import TURN, turn_of
 from graphex.errors import PassError
-from graphex.analysis.source import ORIGINS
 from graphex.passes.base import inherit
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode
 from graphex.torch_private.trees import pytree
