@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -37,8 +37,11 @@ from graphex.analysis.effects import (
 from graphex.analysis.in_use import Access, InUse
 from graphex.analysis.in_use import Storage as Storage
 from graphex.analysis.keeping import is_declared_to_keep_nothing
+from graphex.analysis.launches import is_work
 from graphex.analysis.shapes import may_be_empty, same_offset
+from graphex.analysis.source import stream_of
 
+T = TypeVar("T")
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
 
 # On the output node: the place of each output that the user never gets, because a view of an input is made in its
@@ -72,6 +75,7 @@ class Aliases:
         self._by_memory: dict[int, Storage] = {}
         self.in_use = InUse(self.storages, self._position)
         self._besides: dict[Node, Access] = {}  # what nodes read and write besides what their arguments say
+        self._by_stream: dict[Storage, dict[Hashable, list[Node]]] | None = None
         for node in graph.nodes:
             self._visit(node)
         if self._absolute:
@@ -210,6 +214,13 @@ class Aliases:
         positions = {position for storage in storages for position in self._reads.get(storage, ())}
         positions |= {self._position[owner] for owner, _ in storages}
         return [self._nodes[position] for position in sorted(positions)]
+
+    def work_on(self, node: Node) -> Iterator[dict[Hashable, list[Node]]]:
+        """The work that uses the memory of `node`, or made it: for each storage and stream, in order."""
+        if self._by_stream is None:
+            self._by_stream = {storage: self._on_streams(storage) for storage in self._known_storages()}
+        for storage in self.storages(node):
+            yield self._by_stream.get(storage, {})
 
     def why_not_same(self, node: Node, kept: Node) -> str | None:
         """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
@@ -398,6 +409,21 @@ class Aliases:
             if storage in table:
                 table[into] = _merged(table.get(into, []), table[storage])
         self.in_use.merge(storage, into)
+        for stream, nodes in self._by_stream.pop(storage, {}).items() if self._by_stream is not None else ():
+            assert self._by_stream is not None
+            mine = self._by_stream.setdefault(into, {})
+            mine[stream] = _merged(mine.get(stream, []), nodes, self._position.__getitem__)
+
+    def _known_storages(self) -> set[Storage]:
+        return {self._find(storage) for storages in self._storages.values() for storage in storages}
+
+    def _on_streams(self, storage: Storage) -> dict[Hashable, list[Node]]:
+        positions = sorted({*self._reads.get(storage, ()), self._position[storage[0]]})
+        found: dict[Hashable, list[Node]] = {}
+        for node in (self._nodes[position] for position in positions):
+            if not node._erased and is_work(node):
+                found.setdefault(stream_of(node), []).append(node)
+        return found
 
     def _why_not_returned(self, mine: frozenset[Storage], theirs: frozenset[Storage]) -> str | None:
         if any(storage in self._inputs for storage in theirs):
@@ -433,12 +459,12 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
         positions.append(position)
 
 
-def _merged(left: list[int], right: list[int]) -> list[int]:
-    """Two sorted lists of positions as one; in the usual case, one after the other, without copying the first."""
-    if not left or left[-1] < right[0]:
+def _merged(left: list[T], right: list[T], key: Callable[[Any], int] = int) -> list[T]:
+    """Two sorted lists as one; in the usual case, one after the other, without copying the first."""
+    if not left or key(left[-1]) < key(right[0]):
         left.extend(right)
         return left
-    return sorted({*left, *right})
+    return sorted({*left, *right}, key=key)
 
 
 def _returns_list(node: Node) -> bool:

@@ -17,14 +17,15 @@ which is written somewhere is stamped with how many writes came before it, and t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.clocks import Clock, Clocks, later
-from graphex.analysis.source import placement
+from graphex.analysis.source import stream_of
 from graphex.analysis.synchronisation import Sync, synchronisation
 
 _STAMP = "graphex_writes_before"
@@ -44,7 +45,7 @@ class Order:
         self._data = data
         self._before: dict[Node, Clock] = {}  # what has finished when a node starts
         self._clocks = Clocks()
-        self.one_stream = len({_stream(node) for node in graph.nodes if _is_placed(node)}) <= 1
+        self.one_stream = len({stream_of(node) for node in graph.nodes if _is_placed(node)}) <= 1
         if not self.one_stream:
             for node in graph.nodes:
                 self._visit(node)
@@ -57,7 +58,24 @@ class Order:
             return False
         if self.one_stream or not first.op.startswith("call"):
             return True
-        return self._before[second].get(_stream(first), -1) >= self._position[first]
+        return self._before[second].get(stream_of(first), -1) >= self._position[first]
+
+    def first_unordered(self, writer: Node, uses: Mapping[Hashable, list[Node]]) -> Node | None:
+        """The first of some nodes, given for each stream in order, that nothing puts before or behind `writer`.
+
+        What a stream knows of another only grows: of those before the writer all that it does not know to have finished
+        are unordered, and of those behind it none if the first of them waits for it.
+        """
+        place = self._position.__getitem__
+        here, clock = place(writer), self._before[writer]
+        found = []
+        for stream, nodes in uses.items():
+            before, behind = (bisect_right(nodes, at, key=place) for at in (clock.get(stream, -1), here))
+            found += [node for node in nodes[before : before + 1] if place(node) < here]
+            found += [
+                node for node in nodes[behind : behind + 1] if self._before[node].get(stream_of(writer), -1) < here
+            ]
+        return min(found, key=place, default=None)
 
     def _visit(self, node: Node) -> None:
         if not node.op.startswith("call"):
@@ -65,17 +83,17 @@ class Order:
             return
         if (sync := synchronisation(node)) is not None:
             self._synchronise(sync)
-        clock = later(self._clocks.of(_stream(node)), self._after_inputs(node))
+        clock = later(self._clocks.of(stream_of(node)), self._after_inputs(node))
         self._before[node] = clock
         if _is_placed(node):
-            self._clocks.learn(_stream(node), clock)
-            self._clocks.run(_stream(node), self._position[node])
+            self._clocks.learn(stream_of(node), clock)
+            self._clocks.run(stream_of(node), self._position[node])
 
     def _after_inputs(self, node: Node) -> Clock:
         clock: Clock = {}
         for value in node.all_input_nodes if self._data else ():
             if value.op.startswith("call"):
-                clock = later(clock, {**self._before[value], _stream(value): self._position[value]})
+                clock = later(clock, {**self._before[value], stream_of(value): self._position[value]})
         return clock
 
     def _synchronise(self, sync: Sync) -> None:
@@ -90,12 +108,6 @@ class Order:
 def _is_placed(node: Node) -> bool:
     """Events name their streams; where they stand themselves means nothing."""
     return node.op.startswith("call") and synchronisation(node) is None
-
-
-def _stream(node: Node) -> Hashable:
-    """Nodes that are placed nowhere share one stream, which is no other one."""
-    found = placement(node)
-    return found if isinstance(found, Hashable) else repr(found)
 
 
 def stamp_order(graph: Graph, aliases: Aliases) -> None:

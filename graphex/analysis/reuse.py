@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.beginnings import beginning_of
-from graphex.analysis.launches import is_work
 from graphex.analysis.order import Order
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line
@@ -68,12 +67,12 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
     """Somebody who uses the memory of `values` on another stream, with nothing that puts it before or after a write."""
     if order.one_stream:
         return None
-    for user in (user for value in values for user in aliases.users_of_memory(value)):
-        if user is writer or order.before(user, writer) or order.before(writer, user) or not is_work(user):
-            continue
-        reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
-        return Obstacle(reason, user, is_news=True)
-    return None
+    tables = (uses for value in values for uses in aliases.work_on(value))
+    user = next((found for uses in tables if (found := order.first_unordered(writer, uses)) is not None), None)
+    if user is None:
+        return None
+    reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
+    return Obstacle(reason, user, is_news=True)
 
 
 def fills_its_storage(value: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -59,6 +60,12 @@ def placement(node: Node) -> object:
     """The stream a node is placed on (None: the current one). Nodes on different streams are never merged."""
     custom = node.meta.get("custom")
     return custom.get("stream") if isinstance(custom, dict) else None
+
+
+def stream_of(node: Node) -> Hashable:
+    """The stream as a key: nodes that are placed nowhere share one, which is no other one."""
+    found = placement(node)
+    return found if isinstance(found, Hashable) else repr(found)
 
 
 def stream_name(stream: object) -> str:

@@ -139,7 +139,7 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
 
 
 def _is_traced(node: Node) -> bool:
-    """Whether a node was traced as it is: a copy that export adds has no value yet, AOTAutograd tags its own."""
+    """Whether a node was traced as it is: a copy by export has no value yet, and one by AOTAutograd is tagged."""
     return "val" in node.meta and "partitioner_tag" not in node.meta
 
 
