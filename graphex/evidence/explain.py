@@ -26,7 +26,8 @@ from graphex.evidence.kernels import KernelRow, kernel_rows
 from graphex.evidence.random_state import RandomState
 from graphex.evidence.reach import reached
 from graphex.evidence.report.film import Film
-from graphex.evidence.tensors import clone_together
+from graphex.evidence.tables import SHOWN
+from graphex.evidence.tensors import clone_together, is_plain
 from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
 from graphex.folders import path_of_rank, write_named
 from graphex.pipeline import rule_names
@@ -170,8 +171,16 @@ class Report:
 
     def _remarks(self) -> list[str]:
         """What is different from eager and what was not compared, below the tables."""
-        groups = (("different from eager", self.differences), ("not compared with eager", self.not_compared))
-        return [line for title, found in groups if found for line in ("", title, *(f"  {each}" for each in found))]
+        lines = []
+        for title, found in (
+            ("different from eager", self.differences),
+            ("not compared with eager", self.not_compared),
+        ):
+            if found:
+                lines += ["", title, *(f"  {each}" for each in found[:SHOWN])]
+            if len(found) > SHOWN:
+                lines.append(f"  ... and {len(found) - SHOWN} more in the JSON")
+        return lines
 
     __repr__ = __str__
 
@@ -265,7 +274,14 @@ def _gradients(result: Any, leaves: dict[str, Any]) -> dict[str, Any]:
         return {}
     directions = [_direction(tensor) for tensor in differentiable]
     found = torch.autograd.grad(differentiable, list(leaves.values()), directions, allow_unused=True)
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, map(_packed, found), strict=True))
+
+
+def _packed(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient in memory of its own: its strides and what it shares are autograd's affair."""
+    if gradient is None or not is_plain(gradient.detach()):
+        return gradient
+    return gradient.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _direction(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
@@ -277,6 +279,8 @@ def test_the_stride_of_a_single_row_is_no_difference():
 def test_nan_where_there_was_none_is_found():
     fast = verified(lambda x: x.sin(), harmful(by=float("nan")))
     assert torch.equal(expect_mismatch(fast, X), X.sin())
+    assert verdict(fast).worst_error == float("inf")
+    json.loads(graphex.journal(fast).to_json(), parse_constant=pytest.fail)  # any parser can read it
 
 
 def test_values_that_float64_has_none_for_are_compared_with_the_original_graph():

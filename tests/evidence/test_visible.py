@@ -238,6 +238,12 @@ def test_gradients_are_compared():
     assert any(said.startswith("gradients") for said in report.differences)
 
 
+def test_how_autograd_lays_out_a_gradient_is_no_difference():
+    a, b = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    report = right(lambda a, b: ((a + b).sum(), a.t() * 2), (a, b))
+    assert (report.worst_difference, report.differences) == (0.0, ())
+
+
 @torch.no_grad()
 def test_what_cannot_be_compared_is_listed_with_a_reason_and_is_not_zero(tmp_path):
     report = right(lambda x: (x + 1, torch.empty(3, device="meta")))
@@ -537,3 +543,32 @@ def test_what_a_custom_op_keeps_is_said_not_to_be_compared():
     report = right(lambda x: remembers(x) + 1)
     assert [each.what for each in report.not_compared] == ["graphex_test.remembers.default"]
     assert report.worst_difference == 0
+
+
+# -- what is out of reach ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_globals_that_a_function_of_another_file_writes_are_said_not_to_be_compared(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere_counted.py").write_text("N = 0\ndef count(x):\n    global N\n    N += 1\n    return x * 2\n")
+    (tmp_path / "model_of_elsewhere.py").write_text(
+        "from elsewhere_counted import count\ndef model(x):\n    return count(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from model_of_elsewhere import model
+
+    report = right(model)
+    assert [(each.what, "globals N" in each.reason) for each in report.not_compared] == [
+        ("model_of_elsewhere.count", True)
+    ]
+    assert report.worst_difference == 0
+
+
+@torch.no_grad()
+def test_objects_that_cannot_be_looked_into_are_said():
+    model = module(lambda self, x: x * 2, numbers=iter([1, 2, 3]))
+    (unknown,) = right(model).not_compared
+    assert unknown.what == "model.numbers"
+    report = right(lambda x: (x * 2, iter([1])))
+    assert [each.what for each in report.not_compared] == ["result[1]"]
+    assert report.worst_difference != report.worst_difference  # NaN
