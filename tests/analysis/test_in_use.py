@@ -163,7 +163,7 @@ def test_a_higher_order_op_keeps_what_its_body_keeps(op, keeps):
         (test_every_collective_is_in_flight, True),
         (triton_kernel_wrapper_mutation, False),
     ],
-    ids=str,
+    ids=["custom op", "aten op", "graphex op", "function of torch", "function of Python", "Triton kernel"],
 )
 def test_ops_that_are_not_known_may_keep_what_they_are_given(target, keeps):
     assert bool(who_may_keep(Builder().call(target))) == keeps
