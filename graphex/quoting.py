@@ -8,8 +8,8 @@
     value_text([1, inf])    [1, float('inf')]
     object_text(f)          importlib.import_module('module').f
 
-`literal` is the one place that quotes. Values are written by their exact type: a subclass
-may print anything as itself, so no `repr` but that of a built-in type is ever code.
+`literal` is the one place that quotes. Values are written by their exact type: a subclass may print anything as itself,
+so no `repr` but that of a built-in type is ever code.
 """
 
 from __future__ import annotations

@@ -187,6 +187,18 @@ def test_names_of_nodes_are_names_in_a_dumped_program(names, tmp_path_factory):
     assert torch.equal(runpy.run_path(str(script))["forward"]([X]), model(X))
 
 
+@pytest.mark.parametrize("options", [{}, {"force_eager": True}], ids=["pt", "npy"])
+def test_dumped_tensors_stay_in_their_folder(options, tmp_path):
+    names = ["../../../up", "/absolute", "nul \0", "long" * 100]
+    inside = tmp_path / "a" / "b" / "c"
+    inside.mkdir(parents=True)
+    dumping = {"dump_tensor_data": True, "data_dump_dir": str(inside)}
+    compiled(trace(model, X), post_grad_custom_post_pass=renaming(names), **dumping, **options)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 2
+    assert all(path.is_relative_to(inside) for path in files)
+
+
 @quick
 @given(name=HOSTILE.filter(lambda name: name and "." not in name))
 def test_names_of_constants_and_submodules_are_names_in_a_dumped_program(name, tmp_path_factory):
