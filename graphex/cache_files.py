@@ -19,9 +19,12 @@ import os
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from graphex.errors import GraphexWarning
 
 try:
     import fcntl
@@ -77,7 +80,8 @@ class Folder:
         flags = os.O_RDWR | os.O_CREAT
         try:
             opened = self._open(name, flags)
-        except UntrustedError:
+        except UntrustedError as error:
+            warnings.warn(f"graphex: a lock was taken away and made anew: {error}", GraphexWarning, stacklevel=2)
             os.unlink(name, dir_fd=self._descriptor)
             opened = self._open(name, flags | os.O_EXCL)
         try:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from graphex.config import CompilerConfig
 from graphex.evidence.dump import DebugFiles
 from graphex.evidence.timelines import timelines_text
+from graphex.quoting import remark
 from graphex.records import FellBack, Journal
 
 log = logging.getLogger("graphex")
@@ -55,5 +56,8 @@ def one_line(reason: object) -> str:
 
 def readable(gm: GraphModule) -> str:
     """A graph as text, with types, strides, devices and streams."""
-    text: str = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    try:
+        text: str = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    except Exception as error:  # an argument that a user's pass has put there may fail to print
+        return f"# this graph cannot be written as text: {remark(one_line(error))}\n"
     return text + timelines_text(gm.graph)

@@ -1,15 +1,15 @@
 """Text and values of others in what graphex writes: generated code, scripts, comments, file names.
 
-    literal("a'b\\n")        "a'b\\n", with quotes: an expression for exactly this text
-    remark("a\\nb")          a\\nb, on one line: for a comment
-    identifier("max")       max_: a name that a program may use
+    literal(text)           'a\\nb', an expression for exactly this text
+    remark(text)            a\\nb, for a comment
+    identifier("max")       max_
     file_name("../a")       .._a
     attribute("x", "a-b")   getattr(x, 'a-b')
     value_text([1, inf])    [1, float('inf')]
     object_text(f)          importlib.import_module('module').f
 
-`literal` is the one place that quotes; all but names go through it. Values are written by their exact type: a subclass
-may print anything as itself, so no `repr` but that of a built-in type is ever code.
+`literal` is the one place that quotes. Values are written by their exact type: a subclass may print anything as itself,
+so no `repr` but that of a built-in type is ever code.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 LONGEST_FILE_NAME = 100  # of the 255 bytes that a system allows, in ASCII
 LONGEST_REMARK = 200
+_LONGEST_NAME = 200
 _DECIMAL_BITS = 2048  # Python refuses to read and write longer numbers in decimals
 _IMPORTED = ("torch", "operator", "math")  # what every script imports
 
@@ -47,7 +48,7 @@ def remark(text: str) -> str:
 
 def identifier(text: str) -> str:
     """A name of Python's that is neither a keyword nor a builtin."""
-    name = re.sub(r"[^0-9A-Za-z_]", "_", text)[:LONGEST_REMARK]
+    name = re.sub(r"[^0-9A-Za-z_]", "_", text)[:_LONGEST_NAME]
     if not name or name[0].isdigit():
         name = f"_{name}"
     return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import secrets
 import tempfile
 import zlib
 from pathlib import Path
@@ -83,7 +84,10 @@ def write_repro(
 ) -> Path:
     """Write the script beside the debug files, or into a fresh temporary directory, and say where it is."""
     directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
-    path = directory / f"repro_{file_name(name)}.py"
+    base = f"repro_{file_name(name)}"
+    path = directory / f"{base}.py"
+    while path.exists():  # about another graph, or a pass whose name looks like this one's
+        path = directory / f"{base}_{secrets.token_hex(4)}.py"
     text = _SCRIPT.format(
         name=literal(name),
         problem=literal(problem),

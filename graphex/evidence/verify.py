@@ -168,12 +168,16 @@ class _Verification:
         name = segment[place].pass_name if place < len(segment) else CODE_GENERATION
         after = segment[min(place, len(segment) - 1)].gm
         self.state.restore()
-        script = write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files)
-        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, str(script))
+        try:
+            script = str(write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files))
+            way = f"Run {script} to see it"
+        except Exception as error:  # no place to write to, for one: what matters is what runs from now on
+            script, way = "", f"No script shows it: {one_line(error)}"
+        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, script)
         self.runner.compilation.fall_back(
             self.runner.graph_name,
             f"verification rolled back to the graph before '{name}'",
-            f"{verdict.problem}. Run {script} to see it",
+            f"{verdict.problem}. {way}",
         )
         return interpreted(before) if name == CODE_GENERATION else roll_back(before)
 

@@ -63,4 +63,4 @@ def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
 
 def _key(node: Node) -> Hashable:
     """Equal for equal calls."""
-    return node.target, value_key(node.args), value_key(node.kwargs)
+    return value_key(node.target), value_key(node.args), value_key(node.kwargs)

@@ -78,7 +78,7 @@ def is_writable(graph: Graph) -> bool:
 def _is_writable(value: Any) -> bool:
     try:
         value_text(value, _text_for_torch)
-    except (TypeError, RecursionError):
+    except Exception:  # besides what has no text, an object may fail in any way when it is asked
         return False
     return True
 

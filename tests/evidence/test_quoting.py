@@ -126,6 +126,37 @@ def test_debug_files_of_a_pass_stay_in_their_folder(name, tmp_path):
     assert list(folder.rglob("*after_*"))
 
 
+def test_a_mismatch_is_settled_where_no_script_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert repro_of("harmless") == Path("")
+
+
+class Silent:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+def labelled(x: torch.Tensor, label: object) -> torch.Tensor:
+    return x.clone()
+
+
+@pytest.mark.parametrize("kind", ["txt", "py", "pbtxt"])
+def test_debug_files_and_dumps_of_what_cannot_be_printed(kind, tmp_path):
+    def label(gm: GraphModule) -> None:
+        (node,) = gm.graph.find_nodes(op="call_function", target=aten.sin.default)
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_function(labelled, (node, Silent()))
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+    with inductor.patch({"trace.enabled": True}), dynamo.patch(debug_dir_root=str(tmp_path)):
+        run = compiled(
+            trace(model, X), graph_dump_type=kind, graph_dump_path=tmp_path / "dump", post_grad_custom_pre_pass=label
+        )
+    assert torch.equal(run(X), model(X))
+    written = [path.read_text() for path in tmp_path.rglob("*after_label*")]
+    assert ["cannot be written as text: ValueError: no text" in text for text in written] == [True]
+
+
 # -- dumped programs ---------------------------------------------------------------------------------------------------
 
 
@@ -156,11 +187,23 @@ def test_names_of_nodes_are_names_in_a_dumped_program(names, tmp_path_factory):
     assert torch.equal(runpy.run_path(str(script))["forward"]([X]), model(X))
 
 
+@pytest.mark.parametrize("options", [{}, {"force_eager": True}], ids=["pt", "npy"])
+def test_dumped_tensors_stay_in_their_folder(options, tmp_path):
+    names = ["../../../up", "/absolute", "nul \0", "long" * 100]
+    inside = tmp_path / "a" / "b" / "c"
+    inside.mkdir(parents=True)
+    dumping = {"dump_tensor_data": True, "data_dump_dir": str(inside)}
+    compiled(trace(model, X), post_grad_custom_post_pass=renaming(names), **dumping, **options)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 2
+    assert all(path.is_relative_to(inside) for path in files)
+
+
 @quick
 @given(name=HOSTILE.filter(lambda name: name and "." not in name))
 def test_names_of_constants_and_submodules_are_names_in_a_dumped_program(name, tmp_path_factory):
     def pass_with_parts(gm: GraphModule) -> None:
-        setattr(gm, name, torch.ones(3))
+        gm.register_buffer(name, torch.ones(3))
         gm.add_module(f"{name} module", torch.nn.Identity())
         (node,) = gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         with gm.graph.inserting_before(node):
@@ -169,8 +212,8 @@ def test_names_of_constants_and_submodules_are_names_in_a_dumped_program(name, t
 
     folder = tmp_path_factory.mktemp("dump")
     script = dumped(trace(model, X), folder, post_grad_custom_post_pass=pass_with_parts)
-    text = script.read_text()
-    assert RAN not in "\n".join(line.strip() for line in text.splitlines() if line.strip().startswith("raise Ass"))
+    raising = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Raise)]
+    assert len(raising) == 1  # of `not_written`
     with pytest.raises(
         SystemExit, match=r"the torch\.nn\.modules\.linear\.Identity of this graph cannot be written as text"
     ):

@@ -215,7 +215,7 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     store = Store(CONDITIONS, tmp_path)
     store.add("linears", "1x8", {"name": "fast", "us": {}})
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuning_store.os, "replace", interrupted)

@@ -356,16 +356,16 @@ def test_choices_that_cannot_be_relied_on_are_measured_again(plant, tmp_path):
     assert choose(tmp_path) == ("library", [])  # it was put in order
 
 
-LOCKS = ANYWHERE | {"not there": lambda path: path.unlink()}
-
-
-@pytest.mark.parametrize("plant", rows(LOCKS))
+@pytest.mark.parametrize("plant", rows(ANYWHERE))
 def test_a_lock_that_is_none_is_taken_away(plant, tmp_path):
     choose(tmp_path)
     (lock,) = tmp_path.glob("*.lock")
     lock.write_text("content")
     plant(lock)
-    Store(CONDITIONS, tmp_path).add("linears", "2x8", {"name": "fast", "us": {}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Store(CONDITIONS, tmp_path).add("linears", "2x8", {"name": "fast", "us": {}})
+    assert len(caught) == 1
     assert set(Store(CONDITIONS, tmp_path).read()["linears"]) == {"1x8", "2x8"}
     if (moved := tmp_path / "moved").exists():
         assert moved.read_text() == "content"
