@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter
 
 from graphex.compilation import Compilation
 from graphex.ops.definition import SPECS
+from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.runtime.codegen import attribute_of
 from graphex.torch_private.tracing import dual_level, has_tangent, is_transformed
 
@@ -65,9 +66,13 @@ def carry_tangents(values: Sequence[Any]) -> bool:
 
 
 class _References(Interpreter):
-    """Runs the reference of an op of graphex, in place of the op."""
+    """Runs a graph on one stream, and the reference of an op of graphex in place of the op."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        spec = SPECS.get(target.name()) if isinstance(target, torch._ops.OpOverload) else None
+        if not isinstance(target, torch._ops.OpOverload):
+            return super().call_function(target, args, dict(kwargs))
+        if target._schema.name in NOTHING_TO_RUN:
+            return None
+        spec = SPECS.get(target.name())
         function: Callable[..., Any] = spec.reference if spec is not None and spec.defined_here else target
         return super().call_function(function, args, dict(kwargs))

@@ -187,6 +187,20 @@ def test_ops_of_graphex_have_every_derivative(look):
     torch.testing.assert_close(look(compiled, x, v), look(norm, x, v))
 
 
+@pytest.mark.parametrize("look", [tangents, jacobian, LOOKS["vmap"]])
+def test_scopes_and_events_mean_nothing_to_a_call_above_autograd(look):
+    def branches(x: Tensor) -> Tensor:
+        with graphex.scope.stream("side"):
+            side = x.sin()
+            done = graphex.scope.record()
+        other = x.cos()
+        graphex.scope.wait(done)
+        return side * other
+
+    x, v = torch.randn(4, 3), torch.randn(4, 3)
+    torch.testing.assert_close(look(compile_it(branches), x, v), look(lambda x: x.sin() * x.cos(), x, v))
+
+
 def test_a_write_to_an_input_takes_its_tangent_along(tape):
     def update(state: Tensor, x: Tensor) -> Tensor:
         state.mul_(x)
