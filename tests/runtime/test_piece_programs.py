@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -203,6 +203,7 @@ def rows_of(program: list[tuple[str, int, int]], returned: list[int]) -> Any:
 @settings(
     max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
+@example([("several", 0, 1), ("product", 3, 0), ("writes", 4, 1)], [3, 4, 0], "auto", [4, 8], [2, 3, 5, 7, 9])
 @given(
     rowwise,
     st.lists(number, min_size=1, max_size=4),
