@@ -28,7 +28,7 @@ from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.runtime.core_limits import set_core_limits
 from graphex.runtime.entries import Given, output_leaves
 from graphex.runtime.outside import with_outside
-from graphex.runtime.pieces import Division, divide
+from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
 from graphex.runtime.session import undone_in_session
@@ -193,11 +193,7 @@ def _in_pieces(
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
         name = f"{graph_name} piece {number}"
-        counter = compilation.journal.counter(name)
-        on_lanes = lanes if piece.memory is not None else None
-        run = eager_program(
-            compilation, name, f"{folder}/piece_{number}", piece.gm, counter, on_lanes, memory=piece.memory
-        )
+        run = _program_of_piece(compilation, name, f"{folder}/piece_{number}", piece, lanes)
         crossing = piece.crossing
         if piece.captured:
             static = [index for index, node in enumerate(piece.inputs) if node in stable]
@@ -214,6 +210,13 @@ def _in_pieces(
             compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
         runs.append(run)
     return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name), above)
+
+
+def _program_of_piece(compilation: Compilation, name: str, folder: str, piece: Piece, lanes: Lanes | None) -> Boxed:
+    """A piece whose work is all on the current stream, without limits, has nothing to do with others."""
+    lanes = lanes if piece.memory is not None else None
+    counter = compilation.journal.counter(name)
+    return eager_program(compilation, name, folder, piece.gm, counter, lanes, memory=piece.memory)
 
 
 def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:

@@ -22,6 +22,7 @@ from graphex.analysis import Aliases, placement
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.effects import operator_of
 from graphex.analysis.launches import does_nothing, is_work
+from graphex.analysis.plan import stream_plan
 from graphex.analysis.synchronisation import placed_events
 from graphex.analysis.turns import keep_turns
 from graphex.passes.streams import AddingEvents
@@ -58,7 +59,8 @@ class MemoryOfPiece:
 def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
     """Add to `before` what the user's events order, and that nothing crosses a wait of the host."""
     nodes = list(graph.nodes)
-    keep_turns(nodes, before)
+    if stream_plan(graph) is not None:
+        keep_turns(nodes, before)
     barrier: Node | None = None
     since: list[Node] = []
     for node in nodes:

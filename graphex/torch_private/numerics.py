@@ -71,7 +71,10 @@ def _switch(name: str) -> Switch | None:
     get = getattr(torch._C, name, None)
     if get is None or (name.startswith("_cuda_") and not torch.cuda.is_initialized()):  # it asks the device
         return None
-    value = get()
+    try:
+        value = get()
+    except RuntimeError:  # a build without the library
+        return None
     if isinstance(value, list):
         return partial(_tuple, get)
     return partial(_number, get) if hasattr(type(value), "__members__") else get

@@ -193,3 +193,24 @@ def test_a_write_waits_for_reads_although_what_made_it_wait_is_in_another_piece(
     check(f, done.run, calls=12)
     assert len(pieces(done.run)) == 2
     assert reasons(done.run) == []
+
+
+@torch.no_grad()
+def test_pieces_with_streams_are_warmed_up_and_leave_inputs_as_they_were(captured):
+    def f(cache, x):
+        with graphex.scope.stream("side"):
+            cache.add_((x @ x).relu() * 2)
+        y = reads_back(cache + 1)
+        with graphex.scope.stream("side"):
+            z = (y @ x).tanh() + cache
+        return (y * 2).sin() + 1, z
+
+    compiled = compile_it(f)
+    mine, theirs = torch.ones(4, 4), torch.ones(4, 4)
+    graphex.warm_up(compiled, [(mine, torch.randn(4, 4))])
+    same(mine, theirs)
+    for _ in range(3):
+        x = torch.randn(4, 4) * 0.1
+        same(compiled(mine, x), f(theirs, x))
+        same(mine, theirs)
+    assert statuses(compiled) == ["captured"] * 2
