@@ -90,7 +90,7 @@ def waits_inside(node: Node) -> bool:
 
 
 def is_declared_asynchronous(op: Op) -> bool:
-    """Whether the op, or one that it waits for, was declared: it keeps nothing beyond what the declaration says."""
+    """Whether the op was declared, or waits for one that was: it keeps nothing beyond what the declaration says."""
     return bool(_declared) and (op in _declared or op._schema.name in _declared.values())
 
 
@@ -119,10 +119,11 @@ def _collective(node: Node, op: Op) -> Launch:
 
 
 def _copy(node: Node, op: Op) -> Launch | None:
-    """A copy between a device and the host that is not waited for; `copy(into, source)` reads the second argument."""
+    """A copy between a device and the host that is not waited for."""
     if not _argument(node, op, "non_blocking"):
         return None
-    into, source = node.meta.get("val"), node.args[1 if len(op._schema.arguments) > 1 and _is_copy(op) else 0]
+    arguments = [argument.name for argument in op._schema.arguments]
+    into, source = node.meta.get("val"), _argument(node, op, "src" if "src" in arguments else arguments[0])
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(into, Tensor) or not isinstance(value, Tensor) or into.device.type == value.device.type:
         return None
@@ -130,10 +131,6 @@ def _copy(node: Node, op: Op) -> Launch | None:
         assert isinstance(source, Node)
         return Launch((source,), writes_results=False)
     return Launch((), tuple(written_arguments(node))) if into.device.type == "cpu" else None
-
-
-def _is_copy(op: Op) -> bool:
-    return op._schema.name in ("aten::copy", "aten::copy_")
 
 
 def _argument(node: Node, op: Op, name: str) -> Any:

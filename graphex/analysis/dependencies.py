@@ -35,6 +35,8 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
 
     A custom op may read all that was kept before it, so it keeps its place among the writes to that.
     """
+    if not aliases.has_writes():
+        return
     last_write: dict[Storage, Node] = {}
     reads: dict[Storage, list[Node]] = {}
     last_keeper: Node | None = None

@@ -146,9 +146,8 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
     found: list[Piece] = []
     for level in reversed(order):
         last = returned if level == order[-1] else []
-        needed.update(held.get(level, ()))
         piece = _piece(gm, members[level], last, needed, free, aliases, captured=bool(level % 2))
-        needed.update(piece.inputs)
+        needed.update((*piece.inputs, *held.get(level, ())))
         found.append(replace(piece, holds=held.get(level, [])))
     crossings = Crossings(aliases)
     return [
@@ -160,8 +159,9 @@ def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) 
     """For each level the values that ops in flight were given which it waits for; the last waits for the rest."""
     held: dict[int, list[Node]] = {}
     for value, wait in aliases.in_use.arguments_in_flight().items():
-        if value not in free or value.op == "placeholder":
-            held.setdefault(end if wait is None else levels[wait], []).append(value)
+        until = end if wait is None else levels[wait]
+        if value.op == "placeholder" or (value not in free and levels[value] < until):
+            held.setdefault(until, []).append(value)
     return held
 
 
