@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_l
 from graphex.analysis.launches import is_work
 from graphex.analysis.shapes import may_be_empty, same_offset
 from graphex.analysis.source import stream_of
+from graphex.analysis.strides import SeenStrides
 
 T = TypeVar("T")
 Storage = tuple[Node, int]  # the allocating node, and which of its results
@@ -186,6 +187,11 @@ class Aliases:
         positions |= {self._position[owner] for owner, _ in storages}
         return [self._nodes[position] for position in sorted(positions)]
 
+    @cached_property
+    def strides(self) -> SeenStrides:
+        """Whose strides are in doubt, and can be seen."""
+        return SeenStrides(self._nodes)
+
     def work_on(self, node: Node) -> Iterator[dict[Hashable, list[Node]]]:
         """The work that uses the memory of `node`, or made it: for each storage and stream, in order."""
         if self._by_stream is None:
@@ -199,6 +205,8 @@ class Aliases:
         A view of `kept` shares its memory already: nothing changes. Fresh memory may be given up only if nobody writes
         to either while the other is read, and no two results the user gets begin to share memory.
         """
+        if self.strides.may_change(node, kept):
+            return "the strides of an output might change"
         mine, theirs = self.storages(node), self.storages(kept)
         if mine and mine <= theirs:
             if node not in self._returned:

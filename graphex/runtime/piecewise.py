@@ -17,6 +17,7 @@ from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
 from graphex.runtime.pools import Pool
+from graphex.runtime.versions import counted
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
@@ -47,6 +48,7 @@ class Piecewise:
         self.written = Aliases(gm.graph).written_inputs()
         self._pool, self._device, self._counter = pool, device, counter
         self._calls = 0
+        self._run = counted(self._run_steps, gm, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
             for node in piece.outputs:
@@ -76,6 +78,9 @@ class Piecewise:
         """Each piece does that for itself."""
 
     def call(self, args: list[Any]) -> Any:
+        return self._run(args)
+
+    def _run_steps(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.lock:
