@@ -368,7 +368,7 @@ class Aliases:
                 marked.add(into)
         for table in (self._reads, self._writes):
             if storage in table:
-                table[into] = _merged(table.get(into, []), table[storage])
+                table[into] = _merged(table.get(into, []), table[storage], int)
 
         for stream, nodes in self._by_stream.pop(storage, {}).items() if self._by_stream is not None else ():
             assert self._by_stream is not None
@@ -420,8 +420,8 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
         positions.append(position)
 
 
-def _merged(left: list[T], right: list[T], key: Callable[[T], int] = lambda position: position) -> list[T]:
-    """Two sorted lists as one; in the usual case, one after the other, without copying the first."""
+def _merged(left: list[T], right: list[T], key: Callable[[T], int]) -> list[T]:
+    """Two lists that `key` sorts as one; in the usual case, one after the other, without copying the first."""
     if not left or key(left[-1]) < key(right[0]):
         left.extend(right)
         return left

@@ -10,13 +10,13 @@ from typing import Any
 from torch.fx import Node
 
 from graphex.analysis import node_line, placement
+from graphex.analysis.source import origins
 from graphex.errors import InputError, RuleError
 from graphex.fusion.patterns import Check
 from graphex.fusion.registry import Handle, process_rules
 from graphex.fusion.rules import Rule
 from graphex.fusion.self_test import self_test as run_self_test
 from graphex.fusion.tracing import TraceFn
-from graphex.passes.base import origins
 from graphex.torch_private.patterns import PatternExpr, fwd_only
 
 

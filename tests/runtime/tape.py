@@ -109,8 +109,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _at_their_place(args: Any) -> Any:
-    """A device graph knows addresses: what becomes of a tensor object later does not matter to it, and autograd does not
-    see what it writes.
+    """A device graph knows addresses. What becomes of a tensor object later does not matter to it, and autograd does
+    not see what it writes.
     """
     return pytree.tree_map(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, args)
 

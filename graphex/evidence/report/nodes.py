@@ -18,8 +18,7 @@ from graphex.analysis import Aliases, placement, written_arguments
 from graphex.analysis.effects import is_size_arithmetic
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.notation import text_of
-from graphex.analysis.source import Frame, frames_of
-from graphex.passes.base import origins
+from graphex.analysis.source import Frame, frames_of, origins
 
 MOST_TEXT = 400  # of the arguments of a node; a list of 5,000 numbers tells nobody anything
 
