@@ -23,6 +23,7 @@ from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, devices_of
 from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_graph, copy_module
+from graphex.torch_private.mutable_ops import correct_slices
 from graphex.torch_private.symbolic import unset_fake_temporarily
 from graphex.torch_private.trees import pytree
 
@@ -116,6 +117,7 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     name = compilation.name_graph(phase)
     stamp_origins(gm.graph)
     correct_layouts(gm)
+    correct_slices(gm.graph)
     devices = tuple(sorted(str(device) for device in devices_of(gm)))
     inputs, outputs = _sizes(gm.graph)
     nodes = len(gm.graph.nodes)

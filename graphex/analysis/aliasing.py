@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ from graphex.analysis.keeping import is_declared_to_keep_nothing
 from graphex.analysis.launches import is_work
 from graphex.analysis.shapes import may_be_empty, same_offset
 from graphex.analysis.source import stream_of
+from graphex.analysis.strides import SeenStrides
 
 T = TypeVar("T")
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each
@@ -215,6 +216,11 @@ class Aliases:
         positions |= {self._position[owner] for owner, _ in storages}
         return [self._nodes[position] for position in sorted(positions)]
 
+    @cached_property
+    def strides(self) -> SeenStrides:
+        """Whose strides are in doubt, and can be seen."""
+        return SeenStrides(self._nodes)
+
     def work_on(self, node: Node) -> Iterator[dict[Hashable, list[Node]]]:
         """The work that uses the memory of `node`, or made it: for each storage and stream, in order."""
         if self._by_stream is None:
@@ -228,6 +234,8 @@ class Aliases:
         A view of `kept` shares its memory already: nothing changes. Fresh memory may be given up only if nobody writes
         to either while the other is read, and no two results the user gets begin to share memory.
         """
+        if self.strides.may_change(node, kept):
+            return "the strides of an output might change"
         mine, theirs = self.storages(node), self.storages(kept)
         if mine and mine <= theirs:
             if node not in self._returned:
@@ -407,7 +415,7 @@ class Aliases:
                 marked.add(into)
         for table in (self._reads, self._writes):
             if storage in table:
-                table[into] = _merged(table.get(into, []), table[storage])
+                table[into] = _merged(table.get(into, []), table[storage], int)
         self.in_use.merge(storage, into)
         for stream, nodes in self._by_stream.pop(storage, {}).items() if self._by_stream is not None else ():
             assert self._by_stream is not None
@@ -459,8 +467,8 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
         positions.append(position)
 
 
-def _merged(left: list[T], right: list[T], key: Callable[[Any], int] = int) -> list[T]:
-    """Two sorted lists as one; in the usual case, one after the other, without copying the first."""
+def _merged(left: list[T], right: list[T], key: Callable[[T], int]) -> list[T]:
+    """Two lists that `key` sorts as one; in the usual case, one after the other, without copying the first."""
     if not left or key(left[-1]) < key(right[0]):
         left.extend(right)
         return left

@@ -41,10 +41,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of the program to one input: the time of each, and the number of the one that a node belongs to."""
+    """The writes of the program to one input: the time of each that is known, how many there are, and the number of
+    the one that a node belongs to.
+    """
 
     program: Program
     times: tuple[int, ...]
+    count: int
     number: dict[str, int] = field(default_factory=dict)
 
     def last_by(self, *nodes: Node) -> int | None:

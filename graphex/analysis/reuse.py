@@ -48,6 +48,8 @@ def why_not_reusable(
     if result is not None and aliases.reaches_output(result) and not all(known_true(size != 1) for size in value.shape):
         # fake and real strides may differ where a dimension has one element, and the user can see them
         return Obstacle("the strides of an output might change")
+    if result is not None and aliases.strides.may_change(result, dead):
+        return Obstacle("the strides of an output might change")
     if result is not None and aliases.shows_its_offset(result) and not same_offset(beginning_of(result), value):
         return Obstacle("an output would begin at another place of its memory")
     if aliases.shares_with_operands(writer, dead):

@@ -30,9 +30,11 @@ from graphex.records import FellBack
 from graphex.runtime.above import TANGENT, carry_tangents
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
+from graphex.runtime.versions import COUNTED
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
+    counted_inputs,
     default_partition,
     is_autocast_on,
     min_cut_rematerialization_partition,
@@ -93,7 +95,7 @@ def _aot(
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
             nonlocal trains
             trains = trains or phase == "forward"
-            note_program_writes(graph.graph, has_out=has_out)
+            _note_writes(graph, has_out=has_out)
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
@@ -149,6 +151,14 @@ def _may_write_to_out(gm: Any) -> bool:
         return True
     graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
     return any(node.kwargs.get("out") is not None for graph in graphs for node in graph.nodes)
+
+
+def _note_writes(gm: GraphModule, *, has_out: bool) -> None:
+    """Say, on each input, when the program writes to it, and whether AOTAutograd counts that."""
+    note_program_writes(gm.graph, has_out=has_out)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for place in counted_inputs(len(inputs)):
+        inputs[place].meta[COUNTED] = True
 
 
 def _note_regenerated(gm: GraphModule) -> None:

@@ -10,6 +10,9 @@ by the ops and the copies that remain.
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch.fx import Node
 
 from graphex.analysis.beginnings import whose_place_it_keeps
@@ -24,6 +27,8 @@ from graphex.torch_private.mutable_ops import (
     write_directly,
     written_bases,
 )
+
+aten = torch.ops.aten
 
 RULE = "write_argument_in_place"
 
@@ -45,10 +50,29 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
                 else:
                     write_directly(node, base)
                     work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
+    known = set(work.graph.nodes)
     with Watch(work.gm) as watch:
         unwrap(work.graph, mode)
+        for node in [node for node in work.graph.nodes if node not in known and node.target is aten.as_strided.default]:
+            _count_from_the_input(node)
     repair(work.gm, watch, pass_name)
     work.changes += len(wrapped)
+
+
+def _count_from_the_input(view: Node) -> None:
+    """Let a view of an input begin as far behind the input as in the example; a call may give one that begins later."""
+    base, size, stride, *offset = view.args
+    assert isinstance(base, Node)
+    traced = base.meta["val"].storage_offset()
+    if base.op != "placeholder" or not offset or not isinstance(offset[0], int) or not isinstance(traced, int):
+        return
+    with view.graph.inserting_before(view):
+        begin = view.graph.call_function(aten.sym_storage_offset.default, (base,))
+        begin.meta["val"] = traced
+        if offset[0] != traced:
+            begin = view.graph.call_function(operator.add, (begin, offset[0] - traced))
+            begin.meta["val"] = offset[0]
+    view.args = (base, size, stride, begin)
 
 
 def _is_unread(work: Work, node: Node, base: Node) -> bool:

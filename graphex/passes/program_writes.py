@@ -47,7 +47,7 @@ def note_program_writes(
         target = epilogue.args[0]
         assert isinstance(target, Node)
         if is_own(epilogue) or target.meta.get(WRITES) is not None:
-            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), {epilogue.name: 0})
+            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), 1, {epilogue.name: 0})
         else:
             target.meta[WRITES] = _writes(epilogue, program, only_last=has_out)
 
@@ -64,16 +64,16 @@ def _writes(epilogue: Node, program: Program, *, only_last: bool) -> Writes:
     chain, value = find_chain(epilogue, (), declared=False), epilogue.args[1]
     assert isinstance(value, Node)
     if chain is None:
-        return Writes(program, (program.time[value.name],), {value.name: 0})
+        return Writes(program, (program.time[value.name],), 1, {value.name: 0})
     updates = chain.updates[-1:] if only_last else chain.updates
     times = tuple(max(program.time[place.node.name] for place in update.places) for update in updates)
     number = {place.node.name: number for number, update in enumerate(updates) for place in update.places}
-    return Writes(program, times, number)
+    return Writes(program, times, len(updates), number)
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
     """What may raise and leave the input of a chain in a state that it never had there in the program."""
-    writes = writes_to(chain.target) or Writes(Program({}, {}), ())
+    writes = writes_to(chain.target) or Writes(Program({}, {}), (), 0)
     starts = [work.aliases.position(inplace_twins.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is
     for update, start, end in zip(chain.updates, starts, ends, strict=True):

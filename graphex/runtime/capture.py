@@ -28,7 +28,7 @@ from graphex.device import Device
 from graphex.records import Captured, FellBack
 from graphex.runtime import session
 from graphex.runtime.above import AboveAutograd
-from graphex.runtime.addresses import picker
+from graphex.runtime.addresses import Picker, picker
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.entries import Entry, Given, Plan, make_entry
 from graphex.runtime.host_values import host_outputs
@@ -38,6 +38,7 @@ from graphex.runtime.outputs import OutputPlan
 from graphex.runtime.pools import Pool, pool_for
 from graphex.runtime.shortcuts import Questions, Shortcut, straight_run, what_fits
 from graphex.runtime.store import Slot, Store
+from graphex.runtime.versions import counts, repeated, uncounted
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.tracing import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
@@ -78,7 +79,11 @@ class Capturing:
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
         self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, given)
-        self._pick_written = picker(self._plan.written) if self._plan.written else None
+        known = counts(gm) if given is None else {}  # who runs the pieces of a graph sees to its inputs
+        self._count_in_call, self._count_alone = (
+            picker(places) if (places := repeated(self._plan.written, known, elsewhere=elsewhere)) else None
+            for elsewhere in (True, False)
+        )
         self._returns_one = self._plan.returns_one
         self._key = KeyReader(gm, aliases, device)
         self._questions = Questions(device, self._key.switches)
@@ -145,7 +150,11 @@ class Capturing:
                     or ((run := shortcut.run) is None and entry.is_robbed())
                 ):
                     return self._replayed_after_a_search(args)
-                results = run(args) if run is not None else self._replay_unseen(entry, args, shortcut.stream)
+                results = (
+                    run(args)
+                    if run is not None
+                    else self._replay_unseen(entry, args, shortcut.stream, self._count_alone)
+                )
                 self._moves = 0
                 self._counter["straight"] += 1
                 return results
@@ -162,7 +171,7 @@ class Capturing:
         self._moves = 0
         stream = self._device.stream()
         entry.shortcut = self._shortcut(entry, key, stream)
-        results = self._replay_now(entry, args, stream)
+        results = self._replay_now(entry, args, stream, self._count_alone)
         self._counter["straight"] += 1
         return results
 
@@ -170,7 +179,7 @@ class Capturing:
         values = self._key.values if self._key.varies else None
         fits = what_fits(self._questions, key, stream, entry.checked, values)
         is_plain = self._numbers is None and not self._returns_one
-        run = straight_run(entry, self._pool, stream, self._counter, self._pick_written) if is_plain else None
+        run = straight_run(entry, self._pool, stream, self._counter, self._count_alone) if is_plain else None
         return Shortcut(fits, stream, run)
 
     def rehearse(self, args: list[Any]) -> None:
@@ -253,7 +262,10 @@ class Capturing:
         stays = self._stays - self._must_copy
         self._pool.take_turn()  # buffers of other graphs are written to
         try:
-            entry = make_entry(self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode)
+            with uncounted([args[index] for index in self._plan.written]):
+                entry = make_entry(
+                    self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode
+                )
         except Exception as error:
             self._give_up(slot.key, error)
             return None
@@ -311,16 +323,17 @@ class Capturing:
     def _replay(self, entry: Entry, args: list[Any]) -> Any:
         if profiler_enabled():
             with torch.profiler.record_function(self._label):
-                return self._replay_now(entry, args, self._device.stream())
-        return self._replay_now(entry, args, self._device.stream())
+                return self._replay_now(entry, args, self._device.stream(), self._count_in_call)
+        return self._replay_now(entry, args, self._device.stream(), self._count_in_call)
 
-    def _replay_now(self, entry: Entry, args: Sequence[Any], stream: Any) -> Any:
+    def _replay_now(self, entry: Entry, args: Sequence[Any], stream: Any, written: Picker | None) -> Any:
+        """`written` picks the inputs to count a write of, which are others inside of AOTAutograd's wrapper."""
         if not modes_enabled():
-            return self._replay_unseen(entry, args, stream)
+            return self._replay_unseen(entry, args, stream, written)
         with without_modes():  # what they make of the user's calls is in the graph; the copies are none of these
-            return self._replay_unseen(entry, args, stream)
+            return self._replay_unseen(entry, args, stream, written)
 
-    def _replay_unseen(self, entry: Entry, args: Sequence[Any], stream: Any) -> Any:
+    def _replay_unseen(self, entry: Entry, args: Sequence[Any], stream: Any, written: Picker | None) -> Any:
         # Graphs of one pool overwrite each other's results; one with a pool of its own overwrites its own.
         last, self._last = self._last if self._shares_pool else entry.outputs, entry.outputs
         if last is not None and last.may_be_held and (held := last.still_held()):
@@ -331,8 +344,8 @@ class Capturing:
         entry.replay.replay()
         # What the device need not wait for comes after.
         self._counter["replays"] += 1
-        if self._pick_written is not None:
-            count_writes(self._pick_written(args))
+        if written is not None:
+            count_writes(written(args))
         numbers = None if self._numbers is None else self._numbers[1](list(args))
         given = entry.outputs.needed(args)
         if isinstance(args, list):

@@ -33,6 +33,7 @@ from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
 from graphex.runtime.session import undone_in_session
 from graphex.runtime.shuffle import shuffled
+from graphex.runtime.versions import counted
 from graphex.torch_private.kernels import BelowAutograd
 from graphex.torch_private.tracing import batches_gradients, dual_level, profiler_enabled, transform
 
@@ -73,7 +74,7 @@ def _build(
     above: AboveAutograd,
 ) -> Boxed:
     counter = compilation.journal.counter(graph_name)
-    run = eager_program(compilation, graph_name, folder, gm, counter, lanes, above)
+    run = counted(eager_program(compilation, graph_name, folder, gm, counter, lanes, above), gm)
     config = compilation.config
     if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
         return _uncaptured(run, gm)

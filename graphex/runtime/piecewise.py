@@ -19,6 +19,7 @@ from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
 from graphex.runtime.pools import Pool
+from graphex.runtime.versions import counted
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
@@ -56,6 +57,7 @@ class Piecewise:
         self.written = Aliases(gm.graph).written_inputs()
         self._pool, self._device, self._counter, self._above = pool, device, counter, above
         self._calls = 0
+        self._run = counted(self._run_steps, gm, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
             for node in piece.outputs:
@@ -87,6 +89,9 @@ class Piecewise:
     def call(self, args: list[Any]) -> Any:
         if reason := self._above.why(args):
             return self._above(args, reason)
+        return self._run(args)
+
+    def _run_steps(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.lock:

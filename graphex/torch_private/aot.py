@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 __all__ = [
     "aot_module_simplified",
     "counted",
+    "counted_inputs",
     "default_partition",
     "is_autocast_on",
     "is_compiled_ahead",
@@ -107,6 +108,20 @@ def only_hands_over(written: Collection[int]) -> bool:
     except AttributeError:  # a torch that keeps its books in another way
         return False
     return not any(work) and set(counted).issubset(written)
+
+
+def counted_inputs(inputs: int) -> tuple[int, ...]:
+    """Inputs of the graph being compiled for which AOTAutograd counts a write before each call.
+
+    `inputs` is how many the graph has; if AOTAutograd counts otherwise (effect tokens, tensor subclasses), nothing is
+    known.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    counted = getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", None)
+    if metadata is None or counted is None or metadata.tokens or len(metadata.input_info) != inputs:
+        return ()
+    return tuple(counted)
 
 
 def regenerated_outputs(outputs: int) -> dict[int, int]:

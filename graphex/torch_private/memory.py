@@ -45,6 +45,17 @@ def count_writes(tensors: Sequence[Tensor]) -> None:
     torch._C._increment_version(tensors)
 
 
+def sets_versions() -> bool:
+    """Whether this torch can set version counters."""
+    return hasattr(torch._C._autograd, "_unsafe_set_version_counter")
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Let autograd think that the tensors were written to so many times."""
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -18,6 +18,7 @@ WRAPPER = torch.ops.higher_order.auto_functionalized_v2
 WRAPPERS = (WRAPPER, torch.ops.higher_order.auto_functionalized)
 
 _NOT_COPIED = "graphex_not_copied"
+_CORRECTED = "graphex_slices_corrected"
 
 
 def written_bases(node: Node) -> list[Any]:
@@ -40,6 +41,40 @@ def base_of_result(node: Node, index: int) -> Node | None:
 def finds_views_by_offset(node: Node) -> bool:
     """Whether a wrapped op is given a view of a tensor that it writes as sizes, strides and a storage offset."""
     return any(name.endswith("_storage_offset") for name in node.kwargs)
+
+
+def correct_slices(graph: Graph) -> None:
+    """Let slices of wrapped ops count from where their base begins. Tracing counts from the start of its storage."""
+    if not any(node.target is WRAPPER for node in graph.nodes) or not _slices_count_from_the_storage():
+        return
+    for node in graph.nodes:
+        if node.target is WRAPPER and not node.meta.get(_CORRECTED):
+            node.meta[_CORRECTED] = True
+            for name in [name for name in node.kwargs if name.endswith("_slice_start")]:
+                _correct_slice(node, name.removesuffix("_slice_start"))
+
+
+def _correct_slice(node: Node, argument: str) -> None:
+    dim, start, end, index = (
+        node.kwargs.get(argument + part) for part in ("_slice_dim", "_slice_start", "_slice_end", "_base_index")
+    )
+    base = written_bases(node)[index] if isinstance(index, int) else None
+    value = base.meta.get("val") if isinstance(base, Node) else None
+    if not isinstance(value, Tensor) or not isinstance(dim, int) or not all(isinstance(at, int) for at in (start, end)):
+        return
+    stride, offset = value.stride(dim), value.storage_offset()
+    if isinstance(stride, int) and isinstance(offset, int) and stride:
+        first, last = start - offset // stride, end - offset // stride  # type: ignore[operator]
+        node.kwargs = {**node.kwargs, f"{argument}_slice_start": first, f"{argument}_slice_end": last}
+
+
+def _slices_count_from_the_storage() -> bool:
+    """Whether this torch does, asked of an example."""
+    from torch._higher_order_ops import auto_functionalize
+
+    find = getattr(auto_functionalize, "try_use_slice", None)
+    base = torch.empty(8)[4:]
+    return find is not None and find(base, base[1:2]) == (0, 5, 6)
 
 
 def write_directly(node: Node, base: Node) -> None:

@@ -16,7 +16,7 @@ from torch.fx.passes.infra.pass_manager import PassManager
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import graphex
-from graphex.passes.base import origins
+from graphex.analysis.source import origins
 from tests.passes.support import Observer
 
 aten = torch.ops.aten

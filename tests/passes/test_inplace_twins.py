@@ -202,8 +202,18 @@ def update_one(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 
 def update_twice(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
     first, new_w, new_m = ops.step(x, w, m=m)
-    second, newer_w, newer_m = ops.step(x + 1, new_w, m=new_m)
+    w.copy_(new_w)
+    m.copy_(new_m)
+    second, newer_w, newer_m = ops.step(x + 1, w, m=m)
     w.copy_(newer_w * 2)
+    m.copy_(newer_m)
+    return first + second
+
+
+def update_after_both(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
+    first, new_w, new_m = ops.step(x, w, m=m)
+    second, newer_w, newer_m = ops.step(x + 1, new_w, m=new_m)
+    w.copy_(newer_w)
     m.copy_(newer_m)
     return first + second
 
@@ -228,6 +238,14 @@ def test_two_updates_of_the_same_inputs():
     assert final.added(ops.step_) == 2
     assert final.added(torch.ops.aten.copy_) == -2
     assert copies(final) == 0
+
+
+def test_inputs_stay_as_they_are_until_the_last_op_that_may_raise():
+    final = Final(update_after_both, X, W, M)
+    assert final.added(torch.ops.aten.copy_) == 0
+    reasons = [refusal.reason for refusal in final.journal.refusals if refusal.rule == INPUT]
+    assert len(reasons) == 2
+    assert all("'step_1' may raise" in reason or "'step_1' (" in reason for reason in reasons)
 
 
 def test_an_input_that_is_not_updated_is_copied_first():

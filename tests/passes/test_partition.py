@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
-from graphex.passes.base import origins
+from graphex.analysis.source import origins
 from graphex.passes.metadata import stamp_origins
 from graphex.passes.partition import Partitioner
 from tests.passes.support import trace

@@ -116,8 +116,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _at_their_place(args: Any) -> Any:
-    """A device graph knows addresses: what becomes of a tensor object later does not matter to it."""
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, args)
+    """A device graph knows addresses. What becomes of a tensor object later does not matter to it, and autograd does
+    not see what it writes.
+    """
+    return pytree.tree_map(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, args)
 
 
 def _places(call: Any) -> list[int]:
