@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from graphex.errors import GraphexWarning
-from graphex.folders import DIRECTORY, cache_directory, write_text
+from graphex.folders import DIRECTORY, cache_directory
 
 try:
     import fcntl
@@ -79,7 +81,7 @@ class Store:
             with _locked(self.path.with_suffix(".lock")):
                 choices = self.read()
                 choices.setdefault(kind, {})[signature] = entry
-                write_text(self.path, json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True))
+                replace_text(self.path, json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True))
         except OSError as error:
             self._warn(f"measured choices cannot be kept in {self.path.parent} ({error}); set {DIRECTORY}")
 
@@ -103,6 +105,18 @@ class Store:
 
 def _is_entry(entry: object) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("us"), dict)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Whoever reads the file sees what it was or what it is now, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 @contextmanager

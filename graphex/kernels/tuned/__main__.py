@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 import torch
 
-from graphex.folders import write_text
 from graphex.kernels.tuned import HERE
-from graphex.kernels.tuning_store import Choices, Store, conditions, file_name
+from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, replace_text
 
 
 @click.command(help=__doc__)
@@ -32,7 +31,7 @@ def main(devices: tuple[str, ...], folder: Path) -> None:
         for kind, entries in found.items():
             choices.setdefault(kind, {}).update({s: {"name": entry["name"]} for s, entry in entries.items()})
         with_versions = {**store.conditions, "choices": choices}
-        write_text(path, json.dumps(with_versions, indent=1, sort_keys=True) + "\n")
+        replace_text(path, json.dumps(with_versions, indent=1, sort_keys=True) + "\n")
         print(f"{path}: {sum(map(len, found.values()))} choices of {device}")
 
 
