@@ -74,20 +74,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """`write_text` to a path that the user gave: a link stays one, and the file behind it is written."""
-    write_text(path.resolve() if path.is_file() else path, text)
+    """`write_text` to a path that the user gave: a link stays one, and the file behind it is written.
+
+    A terminal or a pipe is written to as it is, and so is a file in a folder that takes no new ones.
+    """
+    target = path.resolve() if path.is_file() else path
+    if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_text(target, text)
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place once it is written.
-
-    A terminal or a pipe is written to as it is, and so is a file in a folder that takes no new ones.
-    """
-    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-        with path.open("wb") as file:
-            yield file
-        return
+    """A file beside `path` that takes its place once it is written."""
     beside = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with beside.open("xb") as file:

@@ -179,12 +179,12 @@ def called_by(backend: object) -> object:
 
 def code_of(compiled: object) -> CodeType | None:
     """The code object of the user's function behind a compiled one."""
+    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     if isinstance(compiled, torch.nn.Module):
-        original = getattr(compiled, "_orig_mod", compiled).forward
-    else:
-        original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    if isinstance(wrapper := getattr(original, "__self__", None), DistributedDataParallel):
-        original = wrapper.module.forward  # Dynamo does not compile DDP's own forward
+        module = compiled
+        while isinstance(module, (OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
+            module = module._orig_mod if isinstance(module, OptimizedModule) else module.module
+        original = module.forward
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
 
