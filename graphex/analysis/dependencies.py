@@ -60,6 +60,8 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
 
 def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
     """Pairs of a node that may raise and a write to memory of the caller, in their order."""
+    if not aliases.has_writes():
+        return
     last_write: Node | None = None
     raising: list[Node] = []
     for node in graph.nodes:
