@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from graphex.torch_private.lookup import private
 
 __all__ = [
     "aot_module_simplified",
@@ -20,10 +16,23 @@ __all__ = [
     "static_input_indices",
 ]
 
+aot_module_simplified = private("torch._functorch.aot_autograd.aot_module_simplified")
+default_partition = private("torch._functorch.partitioners.default_partition")
+min_cut_rematerialization_partition = private(
+    "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    default_partition,
+    lost="training graphs are partitioned without min-cut",
+)
+_any_autocast = private(
+    "torch._C._is_any_autocast_enabled", lambda: True, lost="calls go through AOTAutograd's wrapper"
+)
+_context = private("torch._guards.TracingContext.try_get", lambda: None, lost="parameters are taken for other inputs")
+_OutputType = private("torch._functorch._aot_autograd.schemas.OutputType", None, lost="views of inputs are copied")
+
 
 def static_input_indices() -> tuple[int, ...]:
     """Inputs of the forward graph being compiled that keep their address: parameters, buffers, marked tensors."""
-    context = TracingContext.try_get()
+    context = _context()
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.static_input_indices)
@@ -31,7 +40,7 @@ def static_input_indices() -> tuple[int, ...]:
 
 def is_autocast_on() -> bool:
     """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
-    return torch._C._is_any_autocast_enabled()
+    return bool(_any_autocast())
 
 
 def only_hands_over(written: Collection[int]) -> bool:
@@ -41,7 +50,7 @@ def only_hands_over(written: Collection[int]) -> bool:
     is set, and the writes that it counts are among those to the inputs `written`. What it does to arguments and
     results (duplicates, views of one base, tensor subclasses, tokens) is not asked here: it is seen in a call.
     """
-    context = TracingContext.try_get()
+    context = _context()
     metadata = context.fw_metadata if context is not None else None
     if context is None or metadata is None or context.fakify_first_call:
         return False
@@ -67,14 +76,14 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
     AOTAutograd only looks at their shape and makes the view of the input again. `outputs` is how many the graph has;
     if AOTAutograd counts otherwise (effect tokens, tensor subclasses), nothing is known.
     """
-    context = TracingContext.try_get()
+    context = _context()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
+    if metadata is None or _OutputType is None:
         return {}
     first = metadata.num_mutated_inp_runtime_indices
     if metadata.tokens or outputs != first + len(metadata.output_info) + metadata.num_intermediate_bases:
         return {}
-    made_again = (OutputType.alias_of_input, OutputType.is_input)
+    made_again = (_OutputType.alias_of_input, _OutputType.is_input)
     return {
         first + index: info.base_idx
         for index, info in enumerate(metadata.output_info)

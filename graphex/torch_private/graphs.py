@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import _get_qualified_name
+
+from graphex.torch_private.lookup import private
+
+_name = private("torch.fx.node._get_qualified_name", repr)
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
     """`torch.ops.aten.add.Tensor`"""
-    return _get_qualified_name(target)
+    return str(_name(target))
 
 
 def copy_graph(graph: Graph) -> Graph:
