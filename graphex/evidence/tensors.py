@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.torch_private.memory import whole_storage
+from graphex.torch_private.memory import marked, marks_of, whole_storage
 
 
 def clone_together(values: Sequence[Any]) -> list[Any]:
@@ -26,11 +26,7 @@ def _clone(tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
         storages[key] = whole_storage(plain, torch.uint8).clone()
     copy = torch.empty(0, dtype=plain.dtype, device=plain.device)
     copy.set_(storages[key].untyped_storage(), plain.storage_offset(), plain.size(), plain.stride())
-    if plain.is_conj():
-        copy = copy.conj()
-    if plain.is_neg():
-        copy = torch._neg_view(copy)
-    return copy.requires_grad_(tensor.requires_grad)
+    return marked(copy, marks_of(plain)).requires_grad_(tensor.requires_grad)
 
 
 def sharing(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[str]:

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from graphex.torch_private.lookup import MissingNameError, private
+from graphex.torch_private.lookup import private
 
 
 def _stream_by_its_object(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
+def _not_cleared() -> NoReturn:
+    raise RuntimeError("this torch cannot drop cuBLAS's workspaces, which a graph must not share")
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _lost(what: str) -> str:
+    """A torch without CUDA has none of these names, and loses nothing."""
+    return what if torch.version.cuda is not None else ""
+
+
 _raw_stream: Callable[[int], int] = private("torch._C._cuda_getCurrentRawStream", _stream_by_its_object)
 is_capturing: Callable[[], bool] = private(
     "torch._C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-_sleep = private("torch.cuda._sleep", lambda cycles: None, lost="measured times include launches by the host")
-_green_context = private(
-    "torch.cuda.green_contexts.GreenContext", None, lost="no work is kept to a part of a GPU's multiprocessors"
+_sleep = private("torch.cuda._sleep", _nothing, lost="measured times include launches by the host")
+_NOT_DIVIDED = "no work is kept to a part of a GPU's multiprocessors"
+_GreenContext = private("torch.cuda.green_contexts.GreenContext", None, lost=_NOT_DIVIDED)
+_clear_workspaces = private(
+    "torch._C._cuda_clearCublasWorkspaces", _not_cleared, lost=_lost("graphs are not captured on CUDA")
 )
-_clear_workspaces = private("torch._C._cuda_clearCublasWorkspaces", lost="graphs are not captured on CUDA")
-_end_allocation = private(
-    "torch._C._cuda_endAllocateToPool", lambda device, pool: None, lost="a failed capture keeps its memory"
-)
-_release_pool = private(
-    "torch._C._cuda_releasePool", lambda device, pool: None, lost="a failed capture keeps its memory"
-)
+_end_allocation = private("torch._C._cuda_endAllocateToPool", _nothing, lost=_lost("failed captures keep their memory"))
+_release_pool = private("torch._C._cuda_releasePool", _nothing, lost=_lost("failed captures keep their memory"))
 
 
 def stream_getter(index: int) -> Callable[[], int]:
@@ -43,13 +53,13 @@ def stream_getter(index: int) -> Callable[[], int]:
 def can_be_divided() -> bool:
     """Whether torch, its CUDA packages and the driver know green contexts; False where torch does not say."""
     flag = private("torch.cuda.green_contexts.SUPPORTED", None)  # before torch 2.15
-    if flag is not None or _green_context is None:
+    if flag is not None or _GreenContext is None:
         return bool(flag)
+    check = private("torch.cuda.green_contexts._ensure_supported", None, lost=_NOT_DIVIDED)  # since torch 2.15
     try:
-        private("torch.cuda.green_contexts._ensure_supported")()  # since torch 2.15
-    except (MissingNameError, RuntimeError):
+        return check is not None and check() is None
+    except RuntimeError:  # with what is missing
         return False
-    return True
 
 
 def keep_busy(cycles: int) -> None:
@@ -59,7 +69,7 @@ def keep_busy(cycles: int) -> None:
 
 def part_of_device(device: int, multiprocessors: int) -> Any:
     """A green context: the kernels of its `Stream()` run on so many multiprocessors."""
-    create: Any = _green_context.create  # its arguments became keywords in torch 2.12
+    create: Any = _GreenContext.create  # its arguments became keywords in torch 2.12
     return create(num_sms=multiprocessors, device_id=device)
 
 
