@@ -1,6 +1,7 @@
 # make demo       compile a small Llama-style decode step and show what happened to it
 # make test       lint, then the test suite (what CI runs)
-# Both set everything up on a fresh machine and do not repeat it when nothing changed.
+# make test-torch TORCH=2.15.0   the test suite on another torch, in an environment of its own
+# They set everything up on a fresh machine and do not repeat it when nothing changed.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +9,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full fuzz lint format docs pictures bench test-gpu bench-gpu bench-stock-gpu sanitize-gpu clean
+.PHONY: demo test test-full test-torch fuzz lint format docs pictures bench test-gpu bench-gpu bench-stock-gpu sanitize-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -35,6 +36,20 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest -n $(JOBS) -m 'not cuda' --hypothesis-profile=default
 	$(RUN) -m pytest -n $(JOBS) -m 'not cuda' tests/ascend
+
+# PyPI's torch is a CUDA build: about 5 GB. The constraints keep it, and the Triton that it was made with.
+.venv-torch-%/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==$* numpy
+	$(@D)/bin/python -m pip freeze | grep -E '^(torch|triton)==' > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
+	touch $@
+
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
+	$(MAKE) .venv-torch-$(TORCH)/.ready
+	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS) -m 'not full and not cuda'
+	.venv-torch-$(TORCH)/bin/python -m pytest -n $(JOBS) -m 'not full and not cuda' tests/ascend
 
 fuzz: $(READY)
 	$(RUN) -m tests.fuzz.run --programs 20000 --jobs $(JOBS)
@@ -77,4 +92,4 @@ sanitize-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/sanitize.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info

@@ -24,6 +24,7 @@ from graphex.readiness import get_ready_meanwhile
 from graphex.records import FellBack, Journal
 from graphex.switches import why_off
 from graphex.torch_private import dynamo
+from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -121,7 +122,11 @@ def compile_aten_graph(
     if not isinstance(gm, GraphModule):
         advice = "; write program.module()" if isinstance(gm, torch.export.ExportedProgram) else ""
         raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}{advice}.")
-    return gm if _is_off(journal) else compile_aten(gm, example_inputs, _begin(config, journal))
+    if _is_off(journal) or _lacks_required_names(journal):
+        return gm
+    compiled = compile_aten(gm, example_inputs, _begin(config, journal))
+    _note_missing_names(journal)
+    return compiled
 
 
 def journal(compiled: object) -> Journal:
@@ -172,7 +177,26 @@ def _compile(
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
     compile_it = partial(compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions)
-    return compiled_for_dynamo(compile_it, gm, example_inputs, journal)
+    compiled = compiled_for_dynamo(compile_it, gm, example_inputs, journal)
+    _note_missing_names(journal)
+    return compiled
+
+
+def _lacks_required_names(journal: Journal) -> bool:
+    try:
+        check_required()
+    except MissingNameError:
+        _note_missing_names(journal)
+        return True
+    return False
+
+
+def _note_missing_names(journal: Journal) -> None:
+    """Record what is lost with each private name of torch that was looked up in vain, once for each journal."""
+    said = {(record.what, record.reason) for record in journal.fallbacks}
+    for lost, reason in missing_names():
+        if (lost, reason) not in said:
+            journal.fall_back(FellBack("-", lost, reason))
 
 
 def _is_off(journal: Journal) -> bool:

@@ -31,6 +31,7 @@ from graphex.ops import SPECS
 from graphex.option_kinds import CustomPass, Option
 from graphex.passes.noop import NOOPS
 from graphex.pipeline import LAST, OURS
+from graphex.torch_private.versions import TRIED
 
 _INTRODUCTION = """# Options
 
@@ -184,6 +185,11 @@ def _ascend_tables() -> dict[str, list[list[str]]]:
     return found
 
 
+def versions_section() -> str:
+    """Every version of torch that graphex was tried with."""
+    return table(("torch", "what is different"), ((each.version, each.differs) for each in TRIED))
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes_section,
     "no-op rules": noops_section,
@@ -191,6 +197,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "decompositions": decompositions_section,
     "ops": ops_section,
     "commands": commands_section,
+    "torch versions": versions_section,
     "fusions": lambda: families_section(FUSIONS),
     "lifts": lambda: families_section(LIFTS),
     "ascend names": ascend_section("names"),

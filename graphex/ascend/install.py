@@ -58,8 +58,10 @@ def _checked(target: str) -> str:
 
 
 def _install_device(target: str) -> ServedModule:
-    from graphex.torch_private.privateuse1 import claim, claimed_by
+    from graphex.torch_private.privateuse1 import claim, claimed_by, why_not
 
+    if reason := why_not():
+        raise InputError(f"{reason}: there is no 'npu'.")
     if other := claimed_by():
         raise InputError(f"torch knows one further device in a process, and here it is '{other}': there is no 'npu'.")
     module = ServedModule("torch.npu")

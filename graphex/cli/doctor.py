@@ -14,12 +14,10 @@ import click
 
 from graphex.cli.output import json_option, print_json, print_table, styled, waiting
 
-OLDEST_TORCH = (2, 11)
-
 
 @dataclass(frozen=True)
 class Finding:
-    """`status` is ok, missing (graphex works without it, and less well) or broken (it does not work)."""
+    """`status` is ok, untried, missing (graphex works without it, and less well) or broken (it does not work)."""
 
     name: str
     status: str
@@ -58,10 +56,32 @@ def _python() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    known = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if known < OLDEST_TORCH:
-        return Finding("torch", "broken", torch.__version__, "pip install 'torch>=2.11'")
-    return Finding("torch", "ok", torch.__version__)
+    from graphex.torch_private.versions import TRIED, is_newer_than_tried, is_too_old
+
+    found, oldest, newest = torch.__version__, TRIED[0].version, TRIED[-1].version
+    if is_too_old():
+        return Finding("torch", "broken", found, f"pip install 'torch>={oldest}'")
+    if is_newer_than_tried():
+        said = f"torch {found} is newer than {newest}, the newest that graphex was tried with"
+        return Finding("torch", "untried", said, f"if something is odd, try pip install 'torch=={newest}'")
+    return Finding("torch", "ok", found)
+
+
+def _private_names() -> Finding:
+    """graphex uses some of torch's private names. One that is gone costs what the finding says, and breaks nothing."""
+    from importlib import import_module
+    from pkgutil import iter_modules
+
+    from graphex import torch_private
+    from graphex.torch_private.lookup import missing_names
+
+    for module in iter_modules(torch_private.__path__):
+        import_module(f"{torch_private.__name__}.{module.name}")
+    lost = [f"{reason}: {what}" for what, reason in missing_names()]
+    if not lost:
+        return Finding("torch's inside", "ok", "every private name that graphex uses is there")
+    advice = "nothing, if you can do without; a graphex as new as this torch knows the new names"
+    return Finding("torch's inside", "missing", "; ".join(lost), advice)
 
 
 def _backend() -> Finding:
@@ -152,6 +172,7 @@ def _compilation() -> Finding:
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _torch,
+    _private_names,
     _backend,
     _cuda,
     _triton,

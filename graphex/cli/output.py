@@ -113,5 +113,11 @@ def _move(progress: Progress, task: TaskID, now: str, steps: int | None) -> None
 
 def styled(status: str) -> Text:
     """A word that says how something stands, in its colour."""
-    colours: dict[str, Any] = {"ok": "green", "missing": "yellow", "broken": "red", "fits": "green"}
+    colours: dict[str, Any] = {
+        "ok": "green",
+        "missing": "yellow",
+        "untried": "yellow",
+        "broken": "red",
+        "fits": "green",
+    }
     return Text(status, style=colours.get(status, "dim"))

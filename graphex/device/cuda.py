@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from graphex.torch_private.cuda import (
     clear_cublas_workspaces,
     is_capturing,
     keep_busy,
-    raw_stream,
     stop_allocating_to,
+    stream_getter,
 )
 
 _HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
@@ -59,7 +58,7 @@ class CudaDevice(Device):
         self._index = index
         self._device = torch.device("cuda", index)
         # Every call asks these two: without Python in between.
-        self.stream = partial(raw_stream, index)  # type: ignore[method-assign]
+        self.stream = stream_getter(index)  # type: ignore[method-assign]
         self.is_capturing = is_capturing  # type: ignore[method-assign]
 
     def pool(self) -> Any:
@@ -149,7 +148,7 @@ class CudaDevice(Device):
         if most == self.cores().aicore:
             return most
         part = most // _CORES_AT_A_TIME * _CORES_AT_A_TIME
-        return part if part and can_be_divided else None
+        return part if part and can_be_divided() else None
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)

@@ -44,6 +44,7 @@ from graphex.torch_private.aot import (
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.tracing import dual_level
 from graphex.torch_private.trees import pytree
 
@@ -70,6 +71,7 @@ def compile_with_aot(
     if not is_flattened:
         keep_stream_calls(gm)
     try:
+        check_required()
         with nullcontext() if is_flattened else attention_kept_whole(gm, compilation.config):
             return _aot(gm, example_inputs, compilation, custom_decompositions)
     except (GraphexError, TensorifyScalarRestartAnalysis):
@@ -200,15 +202,17 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
 
 
 def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    """The model through AOTAutograd and nothing else."""
+    """The model through AOTAutograd and nothing else; as Dynamo gave it where torch has no such AOTAutograd."""
 
     def as_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         return gm.forward
 
-    with counted():
-        compiled: Compiled = aot_module_simplified(
-            gm, example_inputs, fw_compiler=as_is, bw_compiler=_untraced(as_is), keep_inference_input_mutations=True
-        )
+    options = {"fw_compiler": as_is, "bw_compiler": _untraced(as_is), "keep_inference_input_mutations": True}
+    try:
+        with counted():
+            compiled: Compiled = aot_module_simplified(gm, example_inputs, **options)
+    except MissingNameError:
+        return gm.forward
     return compiled
 
 

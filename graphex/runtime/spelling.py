@@ -65,13 +65,13 @@ def _candidates(node: Node, op: torch._ops.OpOverload) -> Iterator[Spelling]:
         and not node.kwargs
         and isinstance(node.args[1], (list, tuple))
     ):
-        method = getattr(TENSOR_METHODS, name)
-        yield Spelling(method, f"torch._C.TensorBase.{name}", (node.args[0], *node.args[1]), {})
+        if (method := getattr(TENSOR_METHODS, name, None)) is not None:
+            yield Spelling(method, f"torch._C.TensorBase.{name}", (node.args[0], *node.args[1]), {})
     elif op is aten.slice.Tensor:
         yield from _as_index(node, _slice_index(node))
     elif op is aten.index.Tensor:
         yield from _as_index(node, _tensor_index(node))
-    elif op is aten._to_copy.default and set(node.kwargs) == {"dtype"}:
+    elif op is aten._to_copy.default and set(node.kwargs) == {"dtype"} and hasattr(TENSOR_METHODS, "to"):
         yield Spelling(TENSOR_METHODS.to, "torch._C.TensorBase.to", (node.args[0], node.kwargs["dtype"]), {})
     for place, text in _PLACES:
         function = getattr(place, name, None)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
-import torch
-import torch._functorch.config as functorch_config
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd.schemas import OutputType
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from graphex.torch_private.lookup import private
 
 __all__ = [
     "aot_module_simplified",
@@ -33,16 +27,36 @@ __all__ = [
 
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
+aot_module_simplified = private("torch._functorch.aot_autograd.aot_module_simplified")
+default_partition = private("torch._functorch.partitioners.default_partition")
+min_cut_rematerialization_partition = private(
+    "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    default_partition,
+    lost="training graphs are partitioned without min-cut",
+)
+_any_autocast = private(
+    "torch._C._is_any_autocast_enabled", lambda: True, lost="calls go through AOTAutograd's wrapper"
+)
+_context = private("torch._guards.TracingContext.try_get", lambda: None, lost="parameters are taken for other inputs")
+_OutputType = private("torch._functorch._aot_autograd.schemas.OutputType", None, lost="views of inputs are copied")
+_Restart = private("torch._dynamo.exc.TensorifyScalarRestartAnalysis")
+_counters = private(
+    "torch._dynamo.utils.counters", defaultdict(Counter), lost="DistributedDataParallel is compiled in one bucket only"
+)
+_functorch_config = private(
+    "torch._functorch.config", None, lost="aot_compile and AOTAutograd's cache are not kept off what graphex compiles"
+)
+
 
 def is_compiled_ahead() -> bool:
     """Whether the graph being compiled is for `aot_compile`, which turns these caches on for every backend."""
-    return all(getattr(functorch_config, name, False) for name in _CACHES)
+    return all(getattr(_functorch_config, name, False) for name in _CACHES)
 
 
 def without_autograd_cache() -> AbstractContextManager[Any]:
     """AOTAutograd keeps nothing of what is compiled here: it could only keep Inductor's code."""
-    there = {name: False for name in _CACHES if getattr(functorch_config, name, False)}
-    return functorch_config.patch(there) if there else nullcontext()
+    there = {name: False for name in _CACHES if getattr(_functorch_config, name, False)}
+    return _functorch_config.patch(there) if there else nullcontext()
 
 
 def register_as_serializable(kind: type) -> None:
@@ -58,11 +72,11 @@ def register_as_serializable(kind: type) -> None:
 @contextmanager
 def counted() -> Iterator[None]:
     """Count a call of AOTAutograd as torch's own backends do: DDPOptimizer learns from the count that there was one."""
-    counts = counters["aot_autograd"]
+    counts = _counters["aot_autograd"]
     counts["total"] += 1
     try:
         yield
-    except TensorifyScalarRestartAnalysis:  # Dynamo begins again
+    except _Restart:  # Dynamo begins again
         raise
     except Exception:
         counts["not_ok"] += 1
@@ -72,7 +86,7 @@ def counted() -> Iterator[None]:
 
 def static_input_indices() -> tuple[int, ...]:
     """Inputs of the forward graph being compiled that keep their address: parameters, buffers, marked tensors."""
-    context = TracingContext.try_get()
+    context = _context()
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.static_input_indices)
@@ -80,7 +94,7 @@ def static_input_indices() -> tuple[int, ...]:
 
 def is_autocast_on() -> bool:
     """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
-    return torch._C._is_any_autocast_enabled()
+    return bool(_any_autocast())
 
 
 def only_hands_over(written: Collection[int]) -> bool:
@@ -90,7 +104,7 @@ def only_hands_over(written: Collection[int]) -> bool:
     is set, and the writes that it counts are among those to the inputs `written`. What it does to arguments and
     results (duplicates, views of one base, tensor subclasses, tokens) is not asked here: it is seen in a call.
     """
-    context = TracingContext.try_get()
+    context = _context()
     metadata = context.fw_metadata if context is not None else None
     if context is None or metadata is None or context.fakify_first_call:
         return False
@@ -116,7 +130,7 @@ def counted_inputs(inputs: int) -> tuple[int, ...]:
     `inputs` is how many the graph has; if AOTAutograd counts otherwise (effect tokens, tensor subclasses), nothing is
     known.
     """
-    context = TracingContext.try_get()
+    context = _context()
     metadata = context.fw_metadata if context is not None else None
     counted = getattr(metadata, "mutated_graph_handled_indices_seen_by_autograd", None)
     if metadata is None or counted is None or metadata.tokens or len(metadata.input_info) != inputs:
@@ -130,14 +144,14 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
     AOTAutograd only looks at their shape and makes the view of the input again. `outputs` is how many the graph has;
     if AOTAutograd counts otherwise (effect tokens, tensor subclasses), nothing is known.
     """
-    context = TracingContext.try_get()
+    context = _context()
     metadata = context.fw_metadata if context is not None else None
-    if metadata is None:
+    if metadata is None or _OutputType is None:
         return {}
     first = metadata.num_mutated_inp_runtime_indices
     if metadata.tokens or outputs != first + len(metadata.output_info) + metadata.num_intermediate_bases:
         return {}
-    made_again = (OutputType.alias_of_input, OutputType.is_input)
+    made_again = (_OutputType.alias_of_input, _OutputType.is_input)
     return {
         first + index: info.base_idx
         for index, info in enumerate(metadata.output_info)

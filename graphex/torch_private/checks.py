@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
+from graphex.torch_private.lookup import private
 
 __all__ = ["require", "require_implemented"]
 
-require = torch._check
-require_implemented = torch._check_not_implemented
+Check = Callable[..., None]
+
+
+def _raising(kind: type[Exception]) -> Check:
+    def check(condition: bool, message: Callable[[], str]) -> None:
+        if not condition:
+            raise kind(message())
+
+    return check
+
+
+require: Check = private("torch._check", _raising(RuntimeError))
+require_implemented: Check = private("torch._check_not_implemented", _raising(NotImplementedError))

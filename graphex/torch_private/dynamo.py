@@ -5,24 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-import torch._dynamo
-import torch._dynamo.config
-from torch._dynamo.backends import registry
-from torch._dynamo.eval_frame import OptimizedModule, cached_backends, innermost_backend
-from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
-from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import dynamo_timed, flatten_graph_inputs, get_debug_dir
-from torch._guards import CompileContext
+import torch
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from graphex.errors import GraphexError
+from graphex.torch_private.lookup import private
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
@@ -48,14 +41,50 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile returned"
+_NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
+
+flatten_graph_inputs = private("torch._dynamo.utils.flatten_graph_inputs")
+TensorifyScalarRestartAnalysis = private("torch._dynamo.exc.TensorifyScalarRestartAnalysis")
+_register = private(
+    "torch._dynamo.backends.registry.register_backend",
+    lambda *args, **kwargs: None,
+    lost='backend="graphex" is known only where graphex is installed',
+)
+_registry = private(
+    "torch._dynamo.backends.registry", None, lost="threads that compile first together may get 'duplicate name'"
+)
+_timed = private(
+    "torch._dynamo.utils.dynamo_timed",
+    lambda *args, **kwargs: nullcontext(),
+    lost="compile_times does not show graphex",
+)
+_patch_config = private(
+    "torch._dynamo.config.patch",
+    lambda **kwargs: nullcontext(),
+    lost="a process that explains many models reaches torch's recompile limit",
+)
+_ShortenTraceback = private("torch._dynamo.exc.ShortenTraceback", None, lost="errors come as BackendCompilerFailed")
+_compile_id = private(
+    "torch._guards.CompileContext.current_compile_id", lambda: None, lost="graphs are not named after Dynamo's"
+)
+_current_tx = private("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: None, lost=_NO_JOURNAL)
+_RESUME_PREFIX = private(
+    "torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX", "", lost="a graph counts as a part of its function"
+)
+_OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_JOURNAL)
+_cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
+_innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
+_debug_dir = private("torch._dynamo.utils.get_debug_dir", None, lost=_NO_FILES)
+
 _registering = threading.RLock()
 
 
 def register_backend(compiler_fn: Callable[..., Any], name: str) -> None:
     """Make a backend known to torch.compile by name. The same one under the same name again is as good as once."""
     with _registering:
-        if getattr(registry, "_COMPILER_FNS", {}).get(name) is not compiler_fn:
-            registry.register_backend(compiler_fn, name=name)
+        if getattr(_registry, "_COMPILER_FNS", {}).get(name) is not compiler_fn:
+            _register(compiler_fn, name=name)
 
 
 def allow_registering_again(name: str) -> None:
@@ -66,9 +95,9 @@ def allow_registering_again(name: str) -> None:
     the table in which torch looks whether the name is taken.
     """
     with _registering:
-        table = getattr(registry, "_COMPILER_FNS", None)
+        table = getattr(_registry, "_COMPILER_FNS", None)
         if type(table) is dict:  # else this torch keeps its backends in another way
-            registry._COMPILER_FNS = again = _Backends(table, name)
+            _registry._COMPILER_FNS = again = _Backends(table, name)
             again.update(table)  # another backend may have been registered in between
 
 
@@ -84,21 +113,19 @@ class _Backends(dict[str, Any]):
 
 
 def disable(fn: F, reason: str) -> F:
-    wrapped: F = torch._dynamo.disable(fn, reason=reason)
+    wrapped: F = torch.compiler.disable(fn, reason=reason)
     return wrapped
 
 
 def compile_stage(name: str) -> AbstractContextManager[Any]:
     """A stretch of a compilation, for torch's tools that show where its time went (`compile_times`, tlparse)."""
-    stage: AbstractContextManager[Any] = dynamo_timed(name, log_pt2_compile_event=True)
+    stage: AbstractContextManager[Any] = _timed(name, log_pt2_compile_event=True)
     return stage
 
 
 def room_to_recompile() -> AbstractContextManager[Any]:
     """Every report compiles anew; torch's limit is meant for one program that recompiles by accident."""
-    limits: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        recompile_limit=1024, accumulated_recompile_limit=4096
-    )
+    limits: AbstractContextManager[Any] = _patch_config(recompile_limit=1024, accumulated_recompile_limit=4096)
     return limits
 
 
@@ -109,17 +136,17 @@ def surfaced(error: GraphexError) -> GraphexError:
     traceback. The returned error is both, so `except graphex.OptionError` works around a compiled call.
     """
     kind = type(error)
-    if isinstance(error, ShortenTraceback):
+    if _ShortenTraceback is None or isinstance(error, _ShortenTraceback):
         return error
 
     def init(self: Any, *args: Any) -> None:
-        ShortenTraceback.__init__(self, *args, first_useful_frame=None)
+        _ShortenTraceback.__init__(self, *args, first_useful_frame=None)
 
     def hand_over(self: Any) -> Any:
         raise self from error.__cause__  # Dynamo would say `raise self.remove_dynamo_frames() from None`
 
     members = {"__init__": init, "__module__": "graphex", "remove_dynamo_frames": hand_over}
-    both = type(kind.__name__, (kind, ShortenTraceback), members)
+    both = type(kind.__name__, (kind, _ShortenTraceback), members)
     copy: GraphexError = both(*error.args)
     copy.__cause__ = error.__cause__
     copy.__dict__.update(error.__dict__)
@@ -128,14 +155,15 @@ def surfaced(error: GraphexError) -> GraphexError:
 
 def compile_id() -> str:
     """Dynamo's name for the running compilation, such as ``0/1``; ``-`` outside of one."""
-    current = CompileContext.current_compile_id()
+    current = _compile_id()
     return "-" if current is None else str(current)
 
 
 def compiling_backend() -> object | None:
     """The object that `torch.compile` made for the call that is being compiled now; None outside Dynamo."""
     try:
-        return _innermost(InstructionTranslator.current_tx().output.compiler_fn)
+        backend: object = _innermost(_current_tx().output.compiler_fn)
+        return backend
     except AttributeError:
         return None
 
@@ -143,7 +171,7 @@ def compiling_backend() -> object | None:
 def compiling_code() -> CodeType | None:
     """The code object of the Python function that is being compiled now."""
     try:
-        code: CodeType = InstructionTranslator.current_tx().output.root_tx.f_code
+        code: CodeType = _current_tx().output.root_tx.f_code
         return code
     except AttributeError:
         return None
@@ -152,16 +180,17 @@ def compiling_code() -> CodeType | None:
 def is_whole(gm: GraphModule) -> bool:
     """Whether Dynamo's graph is a whole function: Python runs none of it, neither before the graph nor after it."""
     code = compiling_code()
-    is_rest = code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    is_rest = code is not None and code.co_name.startswith(_RESUME_PREFIX)
     return not is_rest and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
 
 
 def backend_of(compiled: object) -> object | None:
     """The object behind something that `torch.compile` made, or a module's own `compile`; None behind anything else."""
     compiled = _compiled_in_place(compiled)
-    context = compiled.dynamo_ctx if isinstance(compiled, OptimizedModule) else _context_in_closure(compiled)
+    context = compiled.dynamo_ctx if isinstance(compiled, _OptimizedModule) else _context_in_closure(compiled)
     callback = getattr(context, "callback", None)
-    return None if callback is None else _innermost(callback)
+    backend: object = None if callback is None else _innermost(callback)
+    return backend
 
 
 def compiled_ahead(compiled: object) -> object:
@@ -182,8 +211,8 @@ def code_of(compiled: object) -> CodeType | None:
     original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     if isinstance(compiled, torch.nn.Module):
         module = compiled
-        while isinstance(module, (OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
-            module = module._orig_mod if isinstance(module, OptimizedModule) else module.module
+        while isinstance(module, (_OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
+            module = module._orig_mod if isinstance(module, _OptimizedModule) else module.module
         original = module.forward
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
@@ -191,7 +220,7 @@ def code_of(compiled: object) -> CodeType | None:
 
 def cached_backends_equal_to(backend: object) -> list[object]:
     """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
-    return [other for other in cached_backends.values() if other is not backend and other == backend]
+    return [other for other in _cached_backends.values() if other is not backend and other == backend]
 
 
 def input_sources(gm: GraphModule) -> list[str]:
@@ -207,16 +236,15 @@ def input_sources(gm: GraphModule) -> list[str]:
 
 def debug_directory() -> Path | None:
     """Torch's directory of this run's debug files, when TORCH_COMPILE_DEBUG=1."""
-    import torch._inductor.config  # the switch lives here
-
-    return Path(get_debug_dir()) if torch._inductor.config.trace.enabled else None
+    wanted = private("torch._inductor.config.trace.enabled", False, lost=_NO_FILES)
+    return Path(_debug_dir()) if wanted and _debug_dir is not None else None
 
 
 def _innermost(callback: Any) -> object:
     """The object that `torch.compile` made. DDPOptimizer, which cuts graphs at DDP's buckets, stands before it."""
-    backend: object = innermost_backend(callback)
+    backend: object = _innermost_backend(callback)
     while (behind := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
-        backend = innermost_backend(behind)
+        backend = _innermost_backend(behind)
     return backend
 
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import _get_qualified_name
 
 from graphex.errors import GraphexError
 from graphex.quoting import object_text, value_text
+from graphex.torch_private.lookup import private
+
+_name = private("torch.fx.node._get_qualified_name", repr)
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
     """`torch.ops.aten.add.Tensor`"""
-    return _get_qualified_name(target)
+    return str(_name(target))
 
 
 def copy_graph(graph: Graph) -> Graph:

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from graphex.torch_private.lookup import private
+
 Copier = Callable[[Sequence[Tensor], Sequence[Tensor]], object]
 Marks = tuple[bool, bool]  # whether a tensor's memory holds the conjugate, and the negative, of its values
 UNMARKED: Marks = (False, False)
 
-tensor_begin: int | None = getattr(
-    getattr(torch._C._dynamo, "guards", None), "_torchinductor_pyobject_tensor_data_ptr", None
+tensor_begin: int | None = private(
+    "torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr",
+    None,
+    lost="what decides whether a call is a replay runs in Python, which costs the host more",
 )
 """Where torch's C function is that reads the address of a tensor. Inductor's generated code calls it too."""
 
@@ -35,16 +39,6 @@ _COPIED_TOGETHER = frozenset(
 )
 
 
-def copier(dtypes: Iterable[torch.dtype]) -> Copier:
-    """What copies a list of tensors of these types into another: all at once where there is a kernel for that."""
-    return torch._foreach_copy_ if _COPIED_TOGETHER.issuperset(dtypes) else _copy_one_by_one  # type: ignore[return-value]
-
-
-def count_writes(tensors: Sequence[Tensor]) -> None:
-    """Tell autograd that the tensors were written to behind its back."""
-    torch._C._increment_version(tensors)
-
-
 def sets_versions() -> bool:
     """Whether this torch can set version counters."""
     return hasattr(torch._C._autograd, "_unsafe_set_version_counter")
@@ -61,9 +55,39 @@ def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> No
         target.copy_(source)
 
 
+def _has_a_dimension_without_steps(tensor: Tensor) -> int:
+    return int(any(size > 1 and step == 0 for size, step in zip(tensor.size(), tensor.stride(), strict=True)))
+
+
+_copy_together: Copier = private(
+    "torch._foreach_copy_", _copy_one_by_one, lost="inputs and results of a captured graph are copied one by one"
+)
+_increment_version = private("torch._C._increment_version", torch.autograd.graph.increment_version)
+_is_zerotensor = private("torch._is_zerotensor", lambda tensor: tensor._is_zerotensor())
+_internal_overlap = private("torch._debug_has_internal_overlap", _has_a_dimension_without_steps)
+_conjugate_view = private("torch._conj", torch.conj)
+_negative_view = private("torch._neg_view", lost="graphs with tensors marked as negative are not captured")
+_storage_at = private(
+    "torch._C._construct_storage_from_data_pointer", None, lost="captured graphs share less of their memory"
+)
+_storage_uses = private(
+    "torch._C._storage_Use_Count", lambda storage: 0, lost="nobody warns of results that are overwritten while held"
+)
+
+
+def copier(dtypes: Iterable[torch.dtype]) -> Copier:
+    """What copies a list of tensors of these types into another: all at once where there is a kernel for that."""
+    return _copy_together if _COPIED_TOGETHER.issuperset(dtypes) else _copy_one_by_one
+
+
+def count_writes(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that the tensors were written to behind its back."""
+    _increment_version(tensors)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Autograd's symbolic zeros have none."""
-    return not torch._is_zerotensor(tensor)
+    return not _is_zerotensor(tensor)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -73,7 +97,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements certainly share a place."""
-    return torch._debug_has_internal_overlap(tensor) == 1
+    return bool(_internal_overlap(tensor) == 1)
 
 
 def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,8 +126,8 @@ def flipped(tensor: Tensor, marks: Marks) -> Tensor:
     """The same memory, read with these marks reversed."""
     conjugated, negated = marks
     if conjugated:
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if negated else tensor
+        tensor = _conjugate_view(tensor)
+    return _negative_view(tensor) if negated else tensor
 
 
 def borrowed(tensor: Tensor) -> Tensor:
@@ -111,8 +135,10 @@ def borrowed(tensor: Tensor) -> Tensor:
 
     A captured graph's memory belongs to its pool. Without an owner a block can serve the next graph of the pool too.
     """
+    if _storage_at is None:
+        return tensor
     memory = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    storage = _storage_at(memory.data_ptr(), tensor.device, memory.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return marked(empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride()), marks_of(tensor))
 
@@ -124,4 +150,4 @@ def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride
 
 def storage_owners(tensor: Tensor) -> int:
     """How many tensors hold the memory of this one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return int(_storage_uses(tensor.untyped_storage()._cdata))

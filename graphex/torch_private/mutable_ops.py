@@ -9,13 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_required_storage_length, make_contiguous_strides_for
 from torch.fx import Graph, Node
 
+from graphex.torch_private.lookup import private
 from graphex.torch_private.symbolic import FakeTensorMode, statically_known_true
 
-WRAPPER = torch.ops.higher_order.auto_functionalized_v2
-WRAPPERS = (WRAPPER, torch.ops.higher_order.auto_functionalized)
+_NOT_UNWRAPPED = "models with mutable custom ops run without graphex's passes"
+
+# Both are defined where their module is imported.
+WRAPPER = private("torch._higher_order_ops.auto_functionalize.auto_functionalized_v2", lost=_NOT_UNWRAPPED)
+WRAPPERS = (WRAPPER, private("torch._higher_order_ops.auto_functionalize.auto_functionalized", lost=_NOT_UNWRAPPED))
+_storage_length = private("torch._prims_common.compute_required_storage_length", lost=_NOT_UNWRAPPED)
+_contiguous_strides = private("torch._prims_common.make_contiguous_strides_for", lost=_NOT_UNWRAPPED)
 
 _NOT_COPIED = "graphex_not_copied"
 _CORRECTED = "graphex_slices_corrected"
@@ -85,9 +90,6 @@ def write_directly(node: Node, base: Node) -> None:
 
 def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
     """Replace every wrapper by the copies that are still needed and the op itself."""
-    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
-    from torch._inductor.virtualized import V
-
     for node in graph.nodes:
         if node.target in WRAPPERS:
             node.meta.pop("eager_input_vals", None)  # the values before our passes, which replaced some of them
@@ -96,8 +98,10 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
             direct = node.meta.get(_NOT_COPIED, set())
             copied = [place for place in range(len(written_bases(node))) if place not in direct]
             node.meta["only_clone_these_tensors"] = copied
-    with V.set_fake_mode(mode), _of_any_type(), _copied_from_where_they_begin():
-        decompose_auto_functionalized(graph)
+    inside = private("torch._inductor.virtualized.V", lost=_NOT_UNWRAPPED).set_fake_mode(mode)
+    decompose = private("torch._inductor.fx_passes.post_grad.decompose_auto_functionalized", lost=_NOT_UNWRAPPED)
+    with inside, _of_any_type(), _copied_from_where_they_begin():
+        decompose(graph)
 
 
 def _take_the_only_result(node: Node) -> None:
@@ -114,8 +118,7 @@ def _take_the_only_result(node: Node) -> None:
 @contextmanager
 def _of_any_type() -> Iterator[None]:
     """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
-    from torch._inductor import pattern_matcher
-
+    pattern_matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
     name = "fallback_node_due_to_unsupported_type"
     check = getattr(pattern_matcher, name)
     setattr(pattern_matcher, name, lambda *args, **kwargs: False)
@@ -130,8 +133,7 @@ def _copied_from_where_they_begin() -> Iterator[None]:
     """torch copies what an op writes from the start of its storage, and takes it from there to where the example began.
     What is given in a call may begin elsewhere: nobody guards that, and some kernels say less of it than they do.
     """
-    from torch._higher_order_ops import auto_functionalize
-
+    auto_functionalize = private("torch._higher_order_ops.auto_functionalize", lost=_NOT_UNWRAPPED)
     name = "clone_preserve_strides"
     original = getattr(auto_functionalize, name)
     setattr(auto_functionalize, name, lambda tensor: _copy_of(tensor, original))
@@ -148,10 +150,10 @@ def _copy_of(tensor: Tensor, otherwise: Callable[[Tensor], Tensor]) -> Tensor:
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
     if any(statically_known_true(step == 0) for step in stride):
         return otherwise(tensor)
-    dense = make_contiguous_strides_for(size)
+    dense = _contiguous_strides(size)
     if all(statically_known_true(one == other) for one, other in zip((offset, *stride), (0, *dense), strict=True)):
         return tensor.clone()
-    room = compute_required_storage_length(size, stride, offset)  # type: ignore[arg-type]  # symbols are numbers too
+    room = _storage_length(size, stride, offset)
     copy = tensor.new_empty((room,)).as_strided(size, stride, offset)
     copy.copy_(tensor)
     return copy

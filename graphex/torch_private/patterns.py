@@ -1,25 +1,51 @@
 """torch's pattern matcher: the pattern language and the `Match` that users' checks receive."""
 
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
 from graphex.torch_private.lean_imports import import_matcher
+from graphex.torch_private.lookup import private
 
-import_matcher()
+if TYPE_CHECKING:
+    from torch._inductor.pattern_matcher import (
+        Arg,
+        CallFunction,
+        ExclusiveKeywordArg,
+        FailedMatch,
+        Ignored,
+        KeywordArg,
+        ListOf,
+        Match,
+        MatchContext,
+        MultiOutputPattern,
+        PatternExpr,
+        fwd_only,
+        joint_fwd_bwd,
+    )
+    from torch.utils._ordered_set import OrderedSet
+else:
+    with suppress(ImportError):
+        import_matcher()
+    _NO_RULES = "no rule with a pattern matches"
 
-from torch._inductor.pattern_matcher import (  # noqa: E402
-    Arg,
-    CallFunction,
-    ExclusiveKeywordArg,
-    FailedMatch,
-    Ignored,
-    KeywordArg,
-    ListOf,
-    Match,
-    MatchContext,
-    MultiOutputPattern,
-    PatternExpr,
-    fwd_only,
-    joint_fwd_bwd,
-)
-from torch.utils._ordered_set import OrderedSet  # noqa: E402
+    class _Unmatched(Exception):  # noqa: N818  # rules are built of it where they are imported; a match raises
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+
+    Arg = private("torch._inductor.pattern_matcher.Arg", _Unmatched, lost=_NO_RULES)
+    CallFunction = private("torch._inductor.pattern_matcher.CallFunction", _Unmatched, lost=_NO_RULES)
+    ExclusiveKeywordArg = private("torch._inductor.pattern_matcher.ExclusiveKeywordArg", _Unmatched, lost=_NO_RULES)
+    FailedMatch = private("torch._inductor.pattern_matcher.FailedMatch", _Unmatched, lost=_NO_RULES)
+    Ignored = private("torch._inductor.pattern_matcher.Ignored", _Unmatched, lost=_NO_RULES)
+    KeywordArg = private("torch._inductor.pattern_matcher.KeywordArg", _Unmatched, lost=_NO_RULES)
+    ListOf = private("torch._inductor.pattern_matcher.ListOf", _Unmatched, lost=_NO_RULES)
+    Match = private("torch._inductor.pattern_matcher.Match", _Unmatched, lost=_NO_RULES)
+    MatchContext = private("torch._inductor.pattern_matcher.MatchContext", _Unmatched, lost=_NO_RULES)
+    MultiOutputPattern = private("torch._inductor.pattern_matcher.MultiOutputPattern", _Unmatched, lost=_NO_RULES)
+    PatternExpr = private("torch._inductor.pattern_matcher.PatternExpr", _Unmatched, lost=_NO_RULES)
+    fwd_only = private("torch._inductor.pattern_matcher.fwd_only", _Unmatched, lost=_NO_RULES)
+    joint_fwd_bwd = private("torch._inductor.pattern_matcher.joint_fwd_bwd", _Unmatched, lost=_NO_RULES)
+    OrderedSet = private("torch.utils._ordered_set.OrderedSet", _Unmatched, lost=_NO_RULES)
 
 __all__ = [
     "Arg",

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.backend_registration import (
-    _DummyDeviceGuard,
-    _DummyPrivateUse1Hook,
-    generate_methods_for_privateuse1_backend,
-    rename_privateuse1_backend,
-)
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+from graphex.torch_private.lookup import missing_names, private
+from graphex.torch_private.symbolic import FakeTensor
 
 __all__ = [
     "allocate_on_host",
@@ -29,18 +28,33 @@ __all__ = [
     "map_fake_tensors",
     "set_metadata",
     "storage_as_npu",
+    "why_not",
     "without_kernels_of_its_own",
 ]
 
-_HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_NO_NPU = "there is no simulated npu"
+_cpu_key = private("torch._C.DispatchKey.CPU", lost=_NO_NPU)
+_key_set = private("torch._C.DispatchKeySet", lost=_NO_NPU)
+_storage_at = private("torch._C._construct_storage_from_data_pointer", lost=_NO_NPU)
+_Hook = private("torch.utils.backend_registration._DummyPrivateUse1Hook", lost=_NO_NPU)
+_Guard = private("torch.utils.backend_registration._DummyDeviceGuard", lost=_NO_NPU)
+_register_hook = private("torch._C._acc.register_python_privateuseone_hook", lost=_NO_NPU)
+_register_guard = private("torch._C._acc.register_python_privateuseone_device_guard", lost=_NO_NPU)
+_register_module = private("torch._register_device_module", lost=_NO_NPU)
+_empty_tensor = private("torch._C._acc.create_empty_tensor", lost=_NO_NPU)
 _HOST, _TWIN = "_graphex_host", "_graphex_npu"  # each storage knows the one with the other label
 
 aten = torch.ops.aten
 
 
+def why_not() -> str:
+    """A name without which the key cannot be claimed, and which this torch lacks; empty if there is none."""
+    return next((reason for lost, reason in missing_names() if lost == _NO_NPU), "")
+
+
 def claimed_by() -> str:
     """The name that the key has already; empty if it has none. It can be given once in a process."""
-    name: str = torch._C._get_privateuse1_backend_name()
+    name: str = private("torch._C._get_privateuse1_backend_name", lambda: "")()
     return "" if name == "privateuseone" else name
 
 
@@ -48,10 +62,15 @@ def claim(name: str, module: ModuleType, *, accelerator: bool) -> None:
     """Name the key, and make `module` its `torch.<name>`. An accelerator also answers when torch asks for hooks."""
     rename_privateuse1_backend(name)
     generate_methods_for_privateuse1_backend()
-    torch._register_device_module(name, module)
+    _register_module(name, module)
     if accelerator:
-        torch._C._acc.register_python_privateuseone_hook(_DummyPrivateUse1Hook())
-    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())
+        _register_hook(_Hook())
+    _register_guard(_Guard())
+
+
+@cache
+def _host_keys() -> Any:
+    return _key_set(_cpu_key)
 
 
 def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -59,7 +78,7 @@ def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:
     twin = getattr(host, _TWIN, None)
     found: Any = twin() if twin is not None else None
     if found is None or (found.data_ptr(), found.nbytes()) != (host.data_ptr(), host.nbytes()):
-        found = torch._C._construct_storage_from_data_pointer(host.data_ptr(), torch.device("npu", 0), host.nbytes())
+        found = _storage_at(host.data_ptr(), torch.device("npu", 0), host.nbytes())
         setattr(found, _HOST, host)  # keeps the memory alive
         setattr(host, _TWIN, weakref.ref(found))
     twin_storage: torch.UntypedStorage = found
@@ -68,7 +87,7 @@ def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def as_npu(host: Tensor) -> Tensor:
     """A CPU tensor as one of the npu, on the same memory."""
-    made: Tensor = torch._C._acc.create_empty_tensor((0,), host.dtype)
+    made: Tensor = _empty_tensor((0,), host.dtype)
     return set_metadata(made, storage_as_npu(host.untyped_storage()), host)
 
 
@@ -77,7 +96,7 @@ def as_host(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
     host: Any = getattr(storage, _HOST, None)
     if host is None:  # made from an address; whoever did so keeps the memory alive
-        host = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+        host = _storage_at(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
         setattr(storage, _HOST, host)
         setattr(host, _TWIN, weakref.ref(storage))
     made = torch.empty(0, dtype=tensor.dtype)
@@ -87,7 +106,7 @@ def as_host(tensor: Tensor) -> Tensor:
 def set_metadata(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     """Let `tensor` be what `like` is, on `storage`."""
     where = (storage, like.storage_offset(), like.size(), like.stride())
-    changed: Tensor = aten.set_.source_Storage_storage_offset.redispatch(_HOST_KEYS, tensor, *where)
+    changed: Tensor = aten.set_.source_Storage_storage_offset.redispatch(_host_keys(), tensor, *where)
     return changed
 
 
@@ -95,7 +114,7 @@ def without_kernels_of_its_own(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The kernel of the CPU for an op that looks at no memory: it takes tensors with any label."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(_HOST_KEYS, *args, **kwargs)
+        return op.redispatch(_host_keys(), *args, **kwargs)
 
     return kernel
 
@@ -114,8 +133,6 @@ def allocate_on_host() -> None:
 
 def map_fake_tensors(name: str, to: torch.device) -> None:
     """From now on a fake tensor that would be on the device `name` is on `to`."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     make = FakeTensor.__new__
 
     def mapped(cls: Any, fake_mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,18 @@ from typing import Any
 
 import torch
 
+from graphex.torch_private.lookup import private
+
 __all__ = ["holds_tensors", "is_composite", "overload_of"]
+
+
+_has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 
 
 @cache
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether the op is a Python-like function over other ops, whose schema does not say when it returns an input."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    return bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
 
 
 def holds_tensors(kind: Any) -> bool:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._dynamo import graph_bytecode_inputs as _objects
-from torch._dynamo.variables import streams as _ops  # defines torch.ops.streams
+
+from graphex.torch_private.lookup import private
 
 __all__ = ["external_object", "is_current_stream", "is_object_lookup"]
 
-assert _ops is not None
-_CURRENT: int | None = getattr(_objects, "CURRENT_STREAM_INDEX", None)  # torch 2.12 and newer
+_NO_STREAMS = "streams and events made in model code are not known"
+
+private("torch._dynamo.variables.streams", None, lost=_NO_STREAMS)  # defines torch.ops.streams
+_CURRENT: int | None = private("torch._dynamo.graph_bytecode_inputs.CURRENT_STREAM_INDEX", None)  # torch 2.12 and newer
+_fetch = private("torch._dynamo.graph_bytecode_inputs.get_external_object_by_index", None, lost=_NO_STREAMS)
 
 
 def external_object(index: int) -> Any:
     """The stream or event that Dynamo knows by this number; None if there is none."""
-    found = _objects.index_to_external_object_weakref.get(index)
+    # A new dictionary or, in torch 2.15, a new list takes its place now and then: it is asked for anew.
+    known = private("torch._dynamo.graph_bytecode_inputs.index_to_external_object_weakref", {}, lost=_NO_STREAMS)
+    if isinstance(known, list):
+        known = dict(enumerate(known))
+    found = known.get(index)
     return None if found is None else found()
 
 
@@ -32,4 +39,4 @@ def is_current_stream(index: int) -> bool:
 
 def is_object_lookup(target: object) -> bool:
     """Whether a call in Dynamo's graph fetches such an object."""
-    return target is _objects.get_external_object_by_index
+    return _fetch is not None and target is _fetch

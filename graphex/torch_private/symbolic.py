@@ -6,25 +6,32 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    free_symbols,
-    free_unbacked_symbols,
-    guard_or_false,
-    statically_known_true,
-)
+
+from graphex.torch_private.lookup import private
+
+if TYPE_CHECKING:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import (
+        ShapeEnv,
+        free_symbols,
+        free_unbacked_symbols,
+        guard_or_false,
+        statically_known_true,
+    )
+else:
+    detect_fake_mode = private("torch._guards.detect_fake_mode")
+    FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
+    FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
+    ShapeEnv = private("torch.fx.experimental.symbolic_shapes.ShapeEnv")
+    free_symbols = private("torch.fx.experimental.symbolic_shapes.free_symbols")
+    free_unbacked_symbols = private("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")
+    guard_or_false = private("torch.fx.experimental.symbolic_shapes.guard_or_false")
+    statically_known_true = private("torch.fx.experimental.symbolic_shapes.statically_known_true")
 
 __all__ = [
     "FAKED_BY",
@@ -51,7 +58,12 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-NEEDS_A_VALUE = (DataDependentOutputException, GuardOnDataDependentSymNode)
+_unset_fake = private("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+NEEDS_A_VALUE: tuple[type[Exception], ...] = (
+    private("torch._subclasses.fake_tensor.DataDependentOutputException"),
+    private("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode"),
+)
 """What tracing raises where a program asks for an element of a tensor."""
 
 
@@ -59,6 +71,13 @@ FAKED_BY: dict[Any, Any] = {
     torch.ops.aten.zero.default: torch.ops.aten.empty_like.default,  # torch 2.11: its own forgets the strides
 }
 """Ops whose results are laid out as those of another op, whatever their own fake says."""
+
+
+@contextmanager
+def unset_fake_temporarily() -> Iterator[None]:
+    """Real tensors are made as such inside, whatever fake mode is on outside."""
+    with _unset_fake():
+        yield
 
 
 def fake_like(value: FakeTensor) -> FakeTensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NPU = torch.device("npu", 0)
 
@@ -52,6 +53,12 @@ def test_there_is_one_device():
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
 
 
+def attend_plainly(*qkv):
+    """The way the npu takes. From torch 2.14 on the CPU has a flash kernel for these sizes, which rounds otherwise."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return functional.scaled_dot_product_attention(*qkv)
+
+
 @pytest.mark.parametrize("f", [
     torch.add,
     lambda x, y: x @ y.T,
@@ -59,7 +66,7 @@ X, Y = torch.randn(4, 6), torch.randn(4, 6)
     lambda x, y: x[y > 0],
     lambda x, y: x[torch.tensor([2, 0])],
     lambda x, y: torch.where(x > y, x, 0.0).sum(0, keepdim=True).expand(3, 6),
-    lambda x, y: functional.scaled_dot_product_attention(x[None], y[None], y[None]),
+    lambda x, y: attend_plainly(x[None], y[None], y[None]),
     lambda x, y: torch.stack(torch.topk(x, 2)[:1])[0] + y.view(6, 4).t()[:, :2],
     lambda x, y: torch.einsum("ij,kj->ik", x, y).softmax(-1),
     lambda x, y: torch.add(x, y, out=torch.empty(0, device=x.device)),

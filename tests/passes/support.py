@@ -19,8 +19,11 @@ CLEAN = ("remove_noops", "remove_redundant_copies", "merge_common_subexpressions
 
 
 def trace(fn: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> GraphModule:
-    """An ATen graph of `fn` with values on its nodes, without Dynamo and AOTAutograd: writes stay where they are."""
-    return make_fx(fn, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
+    """An ATen graph of `fn` with values on its nodes, without Dynamo and AOTAutograd: writes stay where they are.
+
+    Without a table, torch 2.14 and newer turn `detach` into `alias`.
+    """
+    return make_fx(fn, decomposition_table={}, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
 
 
 class Optimised:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 import graphex
 from tests.runtime.support import compile_it, count, reasons, replays, statuses
 
 SIZES = [2, 4, 8]
+WIDTH = 13  # no number of rows in these tests
 
 
 class Classifier(nn.Module):
@@ -42,7 +44,7 @@ def test_a_few_captures_serve_all_sizes(where):
     model = Classifier().to(where)
     compiled = compile_it(model, capture_sizes=SIZES)
     for rows in (5, 3, 3, 5, 6, 7, 2, 4, 4, 2, 8, 3, 5):
-        tokens, scale = torch.randint(0, 11, (rows, 3), device=where), torch.randn(rows, 3, device=where)
+        tokens, scale = torch.randint(0, 11, (rows, WIDTH), device=where), torch.randn(rows, WIDTH, device=where)
         for tensor in (tokens, scale):
             torch._dynamo.mark_dynamic(tensor, 0)
         found, wanted = compiled(tokens, scale), model(tokens, scale)
@@ -173,7 +175,7 @@ def test_what_is_not_proven_is_refused_with_a_reason(function, reason, where):
     compiled = compile_it(function, capture_sizes=SIZES)
     with pytest.warns(graphex.GraphexWarning, match="not padded"):
         for rows in (3, 5, 3, 5, 3):
-            x, other = torch.randn(rows, 3, device=where), None
+            x, other = torch.randn(rows, WIDTH, device=where), None
             torch._dynamo.mark_dynamic(x, 0)
             other = x.clone()
             torch.testing.assert_close(compiled(x), function(other))
@@ -181,6 +183,19 @@ def test_what_is_not_proven_is_refused_with_a_reason(function, reason, where):
     assert reason in record.reason
     assert record.node
     assert count(compiled, "padded") == 0
+
+
+@pytest.mark.parametrize("backend", ["graphex", "aot_eager"])
+@torch.no_grad()
+def test_a_view_with_the_sizes_of_its_base_by_chance(backend, where):
+    """From torch 2.15 on, AOTAutograd asks whether they are equal, which specialises them where they are."""
+    compiled, x = torch.compile(twice, backend=backend), torch.randn(3, 3, device=where)
+    torch._dynamo.mark_dynamic(x, 0)
+    if torch.__version__ < "2.15":
+        torch.testing.assert_close(compiled(x), twice(x))
+    else:
+        with pytest.raises(ConstraintViolationError):
+            compiled(x)
 
 
 @torch.no_grad()
@@ -206,7 +221,7 @@ def test_warm_up_captures_the_sizes(where):
     compiled = compile_it(model, capture_sizes=SIZES)
 
     def call(rows):
-        given = torch.randint(0, 11, (rows, 3), device=where), torch.randn(rows, 3, device=where)
+        given = torch.randint(0, 11, (rows, WIDTH), device=where), torch.randn(rows, WIDTH, device=where)
         for tensor in given:
             torch._dynamo.mark_dynamic(tensor, 0)
         return given

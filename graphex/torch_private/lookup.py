@@ -1,0 +1,84 @@
+"""Looking up names that torch does not promise: one that is gone breaks no import.
+
+    FakeTensor   = private("torch._subclasses.fake_tensor.FakeTensor")
+    register     = private("torch._dynamo.register_backend", lost="the name 'graphex' comes from the entry point only")
+    is_capturing = private("torch._C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+The second argument is what serves where the name is gone. Without one, a placeholder does: it can be imported,
+subclassed and asked about with `isinstance`, and raises `MissingNameError` where it is used. `lost` says what a user
+loses; every compilation writes it into its journal. A name with neither is required: without it models run without
+graphex's passes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+_NOTHING: Any = object()
+_WITHOUT_PASSES = "the model runs without graphex's passes"
+
+
+class MissingNameError(AttributeError):
+    """Something was asked for that this torch does not have."""
+
+
+class _Placeholder(type):
+    """The type of placeholders. These are exceptions, so that an `except` clause can name one too."""
+
+    path: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise MissingNameError(_sentence(cls.path))
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise MissingNameError(_sentence(cls.path))
+
+
+_required: set[str] = set()
+losses: dict[tuple[str, str], None] = {}  # (path, what is lost), in the order in which they were looked up
+
+
+def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
+    """What torch keeps under the dotted name `path`, or what serves in its place."""
+    try:
+        return find(path)
+    except (ImportError, AttributeError):
+        pass
+    if otherwise is not _NOTHING:
+        if lost:
+            losses[path, lost] = None
+        return otherwise
+    if not lost:
+        _required.add(path)
+    losses[path, lost or _WITHOUT_PASSES] = None
+    return _Placeholder(path.rpartition(".")[2], (Exception,), {"path": path})
+
+
+def find(path: str) -> Any:
+    """The object behind a dotted name. Modules on the way are imported if need be."""
+    found, reached = torch, "torch"
+    for part in path.split(".")[1:]:
+        reached = f"{reached}.{part}"
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            import_module(reached)
+        found = getattr(found, part)
+    return found
+
+
+def missing_names() -> list[tuple[str, str]]:
+    """What is lost, and why: one pair for each name that was looked up in vain so far."""
+    return [(lost, _sentence(path)) for path, lost in losses]
+
+
+def check_required() -> None:
+    """Raise `MissingNameError` if this torch lacks a name that passes and programs cannot do without."""
+    if _required:
+        raise MissingNameError(_sentence(min(_required)))
+
+
+def _sentence(path: str) -> str:
+    return f"torch {torch.__version__} has no {path}"
