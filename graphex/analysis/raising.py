@@ -19,6 +19,7 @@ from functools import cache
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis.aliasing import Aliases
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of
 from graphex.analysis.synchronisation import synchronisation
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
@@ -89,15 +90,14 @@ def can_raise(node: Node) -> bool:
 
 
 class Raising:
-    """The nodes of one graph that can raise, and when each would have in the program.
+    """The nodes of one graph that can raise, where they stand by `aliases`, and when each would have in the program.
 
     `when` says that of a node: the first and the last time, counted in nodes of the graph as it was traced.
     """
 
-    def __init__(self, graph: Graph, when: Callable[[Node], tuple[int, int]]) -> None:
-        found = [(place, node) for place, node in enumerate(graph.nodes) if can_raise(node)]
-        self._places = [place for place, _ in found]
-        self._nodes = [node for _, node in found]
+    def __init__(self, graph: Graph, aliases: Aliases, when: Callable[[Node], tuple[int, int]]) -> None:
+        self._nodes = [node for node in graph.nodes if aliases.knows(node) and can_raise(node)]
+        self._places = list(map(aliases.position, self._nodes))
         self._when = when
         self._earliest: list[int] | None = None
 
