@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
+from graphex.analysis.aliasing import Aliases
 from graphex.analysis.raising import Raising
 from graphex.analysis.source import origins
 
@@ -64,8 +65,8 @@ def writes_to(target: Node) -> Writes | None:
     return found
 
 
-def raising_in(graph: Graph) -> Raising:
-    """What can raise in a graph as it stands, and when it would have in the program."""
+def raising_in(graph: Graph, aliases: Aliases) -> Raising:
+    """What can raise in a graph, as `aliases` know it, and when it would have in the program."""
     inputs = (writes_to(node) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
     noted = next((writes for writes in inputs if writes is not None), None)
-    return Raising(graph, (lambda node: (UNKNOWN, NEVER)) if noted is None else noted.program.when)
+    return Raising(graph, aliases, (lambda node: (UNKNOWN, NEVER)) if noted is None else noted.program.when)

@@ -19,6 +19,7 @@ from functools import cache
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis.aliasing import Aliases
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of
 from graphex.analysis.synchronisation import synchronisation
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
@@ -70,7 +71,6 @@ _RAISES_ON_CPU = (
 )
 _INTEGER_DIVISIONS = frozenset({"div", "divide", "floor_divide", "fmod", "remainder"})
 _ROWS = ("rotary_write", "rotary_qkv_write", "rotary_attention", "embedding", "scatter", "index")  # of our own ops
-_ASKS_THE_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def can_raise(node: Node) -> bool:
@@ -80,28 +80,24 @@ def can_raise(node: Node) -> bool:
     if node.op == "call_module":
         inner = getattr(node.graph.owning_module, str(node.target), None)
         return not isinstance(inner, GraphModule) or any(map(can_raise, inner.graph.nodes))
-    if synchronisation(node) is not None:
-        return False
     op = operator_of(node)
     if op is None:
-        return not is_size_arithmetic(node)
-    if op._schema.name in NOTHING_TO_RUN or op.namespace in NAMESPACES[1:]:
+        return not is_size_arithmetic(node) and synchronisation(node) is None
+    where = _raises(op)
+    if where == "nowhere" and not any(map(_is_read_back, node.all_input_nodes)):
         return False
-    if op.namespace not in PURE_NAMESPACES or _asks_the_data(op) or any(map(_is_read_back, node_leaves(node.args))):
-        return True
-    return _is_on_cpu(node) and (_has_indices(op) or (_is_division(op) and not _is_of_floats(node)))
+    return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _is_of_floats(node)))
 
 
 class Raising:
-    """The nodes of one graph that can raise, and when each would have in the program.
+    """The nodes of one graph that can raise, where they stand by `aliases`, and when each would have in the program.
 
     `when` says that of a node: the first and the last time, counted in nodes of the graph as it was traced.
     """
 
-    def __init__(self, graph: Graph, when: Callable[[Node], tuple[int, int]]) -> None:
-        found = [(place, node) for place, node in enumerate(graph.nodes) if can_raise(node)]
-        self._places = [place for place, _ in found]
-        self._nodes = [node for _, node in found]
+    def __init__(self, graph: Graph, aliases: Aliases, when: Callable[[Node], tuple[int, int]]) -> None:
+        self._nodes = [node for node in graph.nodes if aliases.knows(node) and can_raise(node)]
+        self._places = list(map(aliases.position, self._nodes))
         self._when = when
         self._earliest: list[int] | None = None
 
@@ -142,13 +138,16 @@ def lost_without(node: Node, value: Node) -> Node | None:
 
 
 @cache
-def _asks_the_data(op: torch._ops.OpOverload) -> bool:
-    return any(tag in op.tags for tag in _ASKS_THE_DATA) or _name(op).startswith(_RAISES)
-
-
-@cache
-def _has_indices(op: torch._ops.OpOverload) -> bool:
-    return _name(op).startswith(_RAISES_ON_CPU if op.namespace == "aten" else _ROWS)
+def _raises(op: torch._ops.OpOverload) -> str:
+    """Where the kernels of an op may raise: everywhere, on a CPU, or nowhere."""
+    if op._schema.name in NOTHING_TO_RUN or op.namespace in (*NAMESPACES[1:], "streams"):
+        return "nowhere"
+    if op.namespace not in PURE_NAMESPACES or torch.Tag.data_dependent_output in op.tags:
+        return "everywhere"
+    if _name(op).startswith(_RAISES):
+        return "everywhere"
+    has_indices = _name(op).startswith(_RAISES_ON_CPU if op.namespace == "aten" else _ROWS)
+    return "on a CPU" if has_indices or _is_division(op) else "nowhere"
 
 
 @cache

@@ -32,9 +32,14 @@ class SeenStrides:
         self._in_doubt: set[Node] = set()
         self._shown: set[Node] = set()
         nodes = list(nodes)
+        unsure: set[Node] = set()  # in doubt, or not row by row: what is computed from them is in doubt too
         for node in nodes:
-            if _may_have_ones(node.meta.get("val")) and any(map(self._casts_doubt, node.all_input_nodes)):
+            value = node.meta.get("val")
+            if not unsure.isdisjoint(node.all_input_nodes) and _may_have_ones(value):
                 self._in_doubt.add(node)
+                unsure.add(node)
+            elif _is_turned(value):
+                unsure.add(node)
         if self._in_doubt:
             self._shown.update(leaf for node in nodes if node.op == "output" for leaf in node_leaves(node.args))
             for node in reversed(nodes):
@@ -45,19 +50,18 @@ class SeenStrides:
         """Whether the user might see other strides if `kept`, or its memory, stood for `node`."""
         return node in self._shown and (node in self._in_doubt or kept in self._in_doubt)
 
-    def _casts_doubt(self, value: Node) -> bool:
-        found = value.meta.get("val")
-        parts = found if isinstance(found, (list, tuple)) else [found]
-        return value in self._in_doubt or any(isinstance(part, Tensor) and _is_turned(part) for part in parts)
-
 
 def _may_have_ones(value: object) -> bool:
-    parts = value if isinstance(value, (list, tuple)) else [value]
-    return any(not all(known_true(size != 1) for size in part.shape) for part in parts if isinstance(part, Tensor))
+    if isinstance(value, (list, tuple)):
+        return any(map(_may_have_ones, value))
+    return isinstance(value, Tensor) and not all(known_true(size != 1) for size in value.shape)
 
 
-def _is_turned(value: Tensor) -> bool:
-    return value.layout != torch.strided or not known_contiguous(value)
+def _is_turned(value: object) -> bool:
+    """Whether a tensor, or one of several, may not lie in memory row by row."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_turned, value))
+    return isinstance(value, Tensor) and (value.layout != torch.strided or not known_contiguous(value))
 
 
 def _lies_row_by_row(node: Node) -> bool:

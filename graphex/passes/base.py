@@ -89,9 +89,9 @@ class Work:
 
     @property
     def raising(self) -> Raising:
-        """What can raise, as the graph stood when this was first asked for."""
+        """What can raise, at the places that `aliases` know."""
         if self._raising is None:
-            self._raising = raising_in(self.graph)
+            self._raising = raising_in(self.graph, self.aliases)
         return self._raising
 
     def allows(self, rule: str) -> bool:

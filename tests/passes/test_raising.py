@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
 
@@ -186,6 +187,35 @@ def test_a_value_that_is_overwritten_still_raises():
     compiled = compiled_for(overwritten, TABLE, FITS, TABLE[:2])
     with pytest.raises(IndexError):
         compiled(*args)
+
+
+@pytest.mark.parametrize("program", [written_behind, written_before, written_before_and_behind])
+def test_a_graph_that_was_traced_as_it_is_leaves_what_it_would_leave(program):
+    graph = make_fx(program)(*GOOD)
+    compiled = graphex.compile_fx(graph, GOOD)
+    torch.testing.assert_close(after_raising(compiled, *BAD), after_raising(graph, *BAD), rtol=0, atol=0)
+
+
+def test_buffers_and_training():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+            self.weight = torch.nn.Parameter(torch.ones(4, 3))
+
+        def forward(self, index):
+            new = self.steps + 1
+            rows = (self.weight * 2)[index]
+            self.steps.copy_(new)
+            return rows.sum()
+
+    model = Model()
+    compiled = torch.compile(model, backend="graphex")
+    compiled(FITS).backward()
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            compiled(OUT_OF_BOUNDS)
+        assert model.steps.item() == 1
 
 
 # -- random programs -------------------------------------------------------------------------------------------------

@@ -215,6 +215,18 @@ def test_a_cache_that_is_read_in_between_with_a_mask_that_comes_later():
     assert "before attention does" in refused(model, x, cos, sin, at, caches, layers=1)
 
 
+def test_a_mask_that_may_raise_finds_the_caches_written():
+    def model(x, cos, sin, at, table, caches):
+        keys, values = caches
+        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, x)
+        return attend(q, keys, values, table[at] + torch.zeros(1, 1, 1, ROOM))
+
+    x, cos, sin, at, _, caches = inputs(layers=1)
+    assert "may raise before" in refused(model, x, cos, sin, at, torch.zeros(ROOM), caches, layers=1)
+
+
 def test_attention_to_other_caches():
     def model(x, cos, sin, at, caches):
         keys, values, others = caches

@@ -272,8 +272,9 @@ def between(use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., An
         (lambda keys, x, q: x * keys.sum(), "uses"),
         (lambda keys, x, q: keys.mul_(2)[:, :, :1] * x, "uses"),
         (lambda keys, x, q: q[:, :HEADS] * 2, "rotated query is used"),
+        (lambda keys, x, q: x.index_select(0, torch.zeros(1, dtype=torch.int64)), "may raise between"),
     ],
-    ids=["the cache is read", "the cache is written", "the query is used"],
+    ids=["the cache is read", "the cache is written", "the query is used", "an index is looked up"],
 )
 def test_what_happens_between_the_writes_keeps_them_apart(use: Any, reason: str) -> None:
     ran = compiled(between(use), *given(layers=1))
