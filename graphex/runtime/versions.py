@@ -85,4 +85,5 @@ def counted(run: Boxed, gm: GraphModule, *, in_pieces: bool = False) -> Boxed:
         set_versions(tensors, [v + c.writes - c.elsewhere for v, (_, c) in zip(before, written, strict=True)])
         return results
 
+    count._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
     return count

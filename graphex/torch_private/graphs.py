@@ -17,6 +17,7 @@ from graphex.quoting import object_text, value_text
 from graphex.torch_private.lookup import private
 
 _name = private("torch.fx.node._get_qualified_name", repr)
+_Lazy = private("torch.fx._lazy_graph_module._LazyGraphModule", GraphModule)
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
@@ -42,11 +43,8 @@ def graph_module(root: torch.nn.Module, graph: Graph, class_name: str = "GraphMo
 
     Its code is written when it is first called or looked at.
     """
-    try:
-        from torch.fx._lazy_graph_module import _LazyGraphModule
-    except ImportError:
-        return GraphModule(root, graph, class_name)
-    return _LazyGraphModule(root, graph, class_name)
+    module: GraphModule = _Lazy(root, graph, class_name)
+    return module
 
 
 def copy_module(gm: GraphModule) -> GraphModule:

@@ -58,6 +58,14 @@ def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
     return _Placeholder(path.rpartition(".")[2], (Exception,), {"path": path})
 
 
+def present(path: str) -> Any:
+    """What torch keeps under a name that not every build of it has; None without it, and nothing is lost."""
+    try:
+        return find(path)
+    except (ImportError, AttributeError):
+        return None
+
+
 def find(path: str) -> Any:
     """The object behind a dotted name. Modules on the way are imported if need be."""
     found, reached = torch, "torch"

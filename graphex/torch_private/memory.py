@@ -38,16 +38,20 @@ _COPIED_TOGETHER = frozenset(
     }
 )
 
+_set_versions = private(
+    "torch._C._autograd._unsafe_set_version_counter", None, lost="version counters count graphex's writes to inputs"
+)
+
 
 def sets_versions() -> bool:
     """Whether this torch can set version counters."""
-    return hasattr(torch._C._autograd, "_unsafe_set_version_counter")
+    return _set_versions is not None
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Let autograd think that the tensors were written to so many times."""
     if tensors:
-        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+        _set_versions(tuple(tensors), tuple(versions))
 
 
 def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

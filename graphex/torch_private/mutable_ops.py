@@ -75,9 +75,7 @@ def _correct_slice(node: Node, argument: str) -> None:
 
 def _slices_count_from_the_storage() -> bool:
     """Whether this torch does, asked of an example."""
-    from torch._higher_order_ops import auto_functionalize
-
-    find = getattr(auto_functionalize, "try_use_slice", None)
+    find = private("torch._higher_order_ops.auto_functionalize.try_use_slice", None)
     base = torch.empty(8)[4:]
     return find is not None and find(base, base[1:2]) == (0, 5, 6)
 

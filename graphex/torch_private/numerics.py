@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graphex.torch_private.lookup import present
+
 Switch = Callable[[], object]
 
 _ANYWHERE = (
@@ -57,7 +59,7 @@ def switches_for(libraries: Iterable[str]) -> tuple[Switch, ...]:
     if torch.version.hip:
         names += [name for library in wanted for name in _ON_ROCM.get(library, ())]
     found = [_switch(name) for name in names]
-    if (precision := getattr(torch._C, "_get_fp32_precision_getter", None)) is not None:
+    if (precision := present("torch._C._get_fp32_precision_getter")) is not None:
         found += [partial(precision, "cuda", op) for library in wanted for op in _IN_FLOAT32.get(library, ())]
     return (torch.is_inference_mode_enabled, *(switch for switch in found if switch is not None))
 
@@ -68,7 +70,7 @@ def states(switches: Iterable[Switch]) -> tuple[object, ...]:
 
 
 def _switch(name: str) -> Switch | None:
-    get = getattr(torch._C, name, None)
+    get = present(f"torch._C.{name}")
     if get is None or (name.startswith("_cuda_") and not torch.cuda.is_initialized()):  # it asks the device
         return None
     try:
