@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from graphex import backend
 from graphex.runtime import executable, native
 from tests.runtime.tape import TapeDevice
 
