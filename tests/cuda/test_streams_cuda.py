@@ -293,9 +293,7 @@ def test_what_is_not_worth_a_piece_runs_on_its_streams_and_says_why():
 def test_pieces_with_streams_over_many_calls(kind, clone_output):
     """Large enough for streams to be at work when the host is in the next piece, and memory is used again and again."""
     side = torch.cuda.Stream()
-    on_side = {"labels": lambda: graphex.scope.stream("side"), "the user's stream": lambda: torch.cuda.stream(side)}[
-        kind
-    ]
+    on_side = partial(graphex.scope.stream, "side") if kind == "labels" else partial(torch.cuda.stream, side)
 
     def fn(cache, x, beside=nullcontext):
         with beside():
