@@ -41,6 +41,14 @@ def small_heap() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def same_accelerator(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A device that a test gives its process is there for every later test: only tests/ascend may make one."""
+    before = torch.accelerator.current_accelerator()
+    yield
+    assert "ascend" in request.path.parts or torch.accelerator.current_accelerator() == before
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -51,6 +51,25 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b"def f(:\n", "SyntaxError"),
+        (b"\xff\xfe\x00\x01", "SyntaxError"),
+        (b"x = 1\x00\n", ""),
+        (b"import no_such_module_at_all\n", "ModuleNotFoundError"),
+    ],
+    ids=["a syntax error", "bytes that are no text", "a NUL", "an import that is not there"],
+)
+def test_a_script_that_cannot_run_is_said_without_our_own_frames(text, error, folder):
+    (folder / "script.py").write_bytes(text)
+    ended = click.testing.CliRunner().invoke(run, ["script.py"])
+    assert ended.exit_code == 1
+    assert error in ended.stderr
+    assert "graphex" not in ended.stderr
+    assert "runpy" not in ended.stderr
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_script_runs_with_its_arguments_and_leaves_a_dump_and_a_profile(folder):
     (folder / "script.py").write_text(PROFILED)
