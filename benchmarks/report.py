@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import machine
 from graphex.evidence.report.page import write_page
-from tests.report.browser import Browser, browser, is_there
-from tests.report.graphs import explain_llama, large_report
+from tests.harness.browser import Browser, browser, is_there
+from tests.harness.reports import explain_llama, large_report
 
 FIRST_VIEW = {"2-layer Llama": 2.0, "5,000 nodes": 5.0}
 LARGEST = 5 * 2**20

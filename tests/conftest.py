@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Helpers and shared tests assert as test modules do.
+pytest.register_assert_rewrite("tests.harness", "tests.runtime.contract", "tests.device.contract")
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 torch.set_num_threads(1)
@@ -61,3 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def pending() -> Iterator[None]:
+    """The ops of `tests.harness.pending_ops` are declared, and have nothing in flight and nothing kept."""
+    from tests.harness import pending_ops
+
+    pending_ops.forget()
+    with pending_ops.declared(), torch.no_grad():
+        yield
+    pending_ops.forget()

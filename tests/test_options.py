@@ -12,7 +12,7 @@ import torch
 
 import graphex
 from graphex.config import option_names, options_of
-from tests.passes.support import Observer
+from tests.harness.compiling import Observer
 
 aten = torch.ops.aten
 X = torch.randn(3, 4)

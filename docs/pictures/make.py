@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
-from tests.report.browser import Browser, browser
-from tests.report.graphs import explain_llama
+from tests.harness.browser import Browser, browser
+from tests.harness.reports import explain_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases
-from tests.passes.support import aten, trace
+from tests.harness.compiling import aten, trace
 
 X, Y = torch.randn(4, 4), torch.randn(4, 4)
 

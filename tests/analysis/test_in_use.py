@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, last_uses
 from graphex.analysis.asynchronous import is_wait, launch_of
 from graphex.analysis.keeping import who_may_keep
-from tests.passes.pending import ops as pending
-from tests.passes.pending import tap
+from tests.harness.pending_ops import ops as pending
+from tests.harness.pending_ops import tap
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 AT_ONCE = ("wait_tensor", "_wrap_tensor_autograd")

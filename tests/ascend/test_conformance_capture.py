@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.ascend.support import Compiled, on_npu
+from tests.harness.ascend import Compiled, on_npu
 
 
 def affine(x):
@@ -21,7 +21,7 @@ def test_scenario_01_two_calls_replay_what_eager_computes():
     for _ in range(3):
         compiled(*on_npu(torch.randn(4, 4)))
     assert compiled.captures() == ["captured"]
-    assert compiled.count("replays") == 2
+    assert compiled.counted("replays") == 2
 
 
 def test_scenario_02_another_size_is_one_more_key_and_the_old_one_is_found_again():
@@ -30,7 +30,7 @@ def test_scenario_02_another_size_is_one_more_key_and_the_old_one_is_found_again
         compiled(*on_npu(torch.randn(rows, 4)))
     assert compiled.captures() == ["captured", "captured"]
     assert len(compiled.journal.graphs) == 1
-    assert compiled.count("replays") == 4
+    assert compiled.counted("replays") == 4
 
 
 def test_scenario_03_at_a_limit_of_one_the_second_size_is_captured_too():
@@ -39,8 +39,8 @@ def test_scenario_03_at_a_limit_of_one_the_second_size_is_captured_too():
     for rows in (3, 3, 4, 4, 4):
         compiled(*on_npu(torch.randn(rows, 5)))
     assert compiled.captures() == ["captured", "captured"]
-    assert compiled.count("evicted") == 1
-    assert compiled.count("replays") == 3
+    assert compiled.counted("evicted") == 1
+    assert compiled.counted("replays") == 3
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -85,8 +85,8 @@ def test_scenario_07_captures_and_recaptures_are_counted():
         compiled(cache)
         compiled(cache)
         compiled(cache)
-    assert (compiled.count("captured"), compiled.count("recaptured")) == (1, 2)
-    assert compiled.count("captured") + compiled.count("recaptured") == len(compiled.journal.captures)
+    assert (compiled.counted("captured"), compiled.counted("recaptured")) == (1, 2)
+    assert compiled.counted("captured") + compiled.counted("recaptured") == len(compiled.journal.captures)
 
 
 def test_scenario_08_outputs_are_the_graphs_own_memory_only_where_asked_for():
@@ -127,7 +127,7 @@ def test_scenario_11_forced_recaptures_are_counted_and_right():
     for _ in range(4):
         forced(*on_npu(torch.randn(4, 4)))
         plain(*on_npu(torch.randn(4, 4)))
-    assert (forced.count("recaptured"), plain.count("recaptured")) == (2, 0)
+    assert (forced.counted("recaptured"), plain.counted("recaptured")) == (2, 0)
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])

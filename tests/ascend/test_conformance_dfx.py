@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import aot_function
 
 import graphex
 from graphex.ascend.scenarios import BETTER, NOT_OFFERED
-from tests.ascend.support import Compiled, on_npu
+from tests.harness.ascend import Compiled, on_npu
 
 ROOT = Path(__file__).resolve().parents[2]
 

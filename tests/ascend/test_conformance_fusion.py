@@ -8,7 +8,7 @@ import torchair
 from torch_npu import npu_add_rms_norm, npu_dynamic_quant, npu_quantize
 
 import graphex
-from tests.ascend.support import Compiled, on_npu
+from tests.harness.ascend import Compiled, on_npu
 
 
 def inputs(*shapes, dtype=torch.float16):
@@ -107,7 +107,7 @@ def test_scenario_34_norm_and_quantize_are_refused_with_a_reason(case):
     compiled = Compiled(model, exact=False)
     compiled(*quantize_inputs(**options))
     assert compiled.fusions() == []
-    assert compiled.refusals()
+    assert compiled.reasons()
 
 
 def test_scenario_34_a_last_dimension_of_any_size_is_not_fused():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.ascend.support import Compiled, on_npu
+from tests.harness.ascend import Compiled, on_npu
 
 IN_PLACE = "write_input_in_place"
 

@@ -8,7 +8,7 @@ import torchair
 
 import graphex
 from graphex.records import DeadlockChecked
-from tests.ascend.support import Compiled, on_npu
+from tests.harness.ascend import Compiled, on_npu
 
 aten = torch.ops.aten
 

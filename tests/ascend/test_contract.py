@@ -7,8 +7,8 @@ import torch
 
 from graphex.device import device_of
 from graphex.device.npu import NpuDevice
-from tests.device.conftest import Given
-from tests.device.test_contract import *  # noqa: F403
+from tests.device.contract import *  # noqa: F403
+from tests.device.contract import Given
 
 
 @pytest.fixture(params=["npu"])

@@ -13,8 +13,8 @@ import torch
 
 import graphex
 from graphex.cli.run import run
-from tests.docs.blocks import Block, blocks, is_python, program, run_block
-from tests.evidence.test_graph_dump import graph_def, ops
+from tests.harness.documents import Block, blocks, is_python, program, run_block
+from tests.harness.graph_def import graph_def, ops
 
 PROFILED = """
 import sys

@@ -265,7 +265,7 @@ def test_bench_knows_which_benchmarks_fit() -> None:
 
 
 def test_diff_ends_with_1_where_a_rewrite_was_lost(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.report.graphs import VERSIONS, explain_gate
+    from tests.harness.reports import VERSIONS, explain_gate
 
     monkeypatch.chdir(script.parent)
     before, after = (str(explain_gate(Path(f"{name}.html"), **options)) for name, options in VERSIONS.items())
@@ -279,7 +279,7 @@ def test_diff_ends_with_1_where_a_rewrite_was_lost(script: Path, monkeypatch: py
 
 
 def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.report.graphs import explain_gate
+    from tests.harness.reports import explain_gate
 
     path = explain_gate(script.parent / "report.html")
     opened: list[str] = []

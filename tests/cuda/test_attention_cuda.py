@@ -13,7 +13,7 @@ from graphex.kernels import attention, tuning
 from graphex.kernels.attention import KIND
 from graphex.kernels.attention_ways import ways
 from graphex.ops import declined
-from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, job
+from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, job
 
 pytestmark = pytest.mark.cuda
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.test_ahead import *  # noqa: F403
-from tests.runtime.test_buckets import *  # noqa: F403
-from tests.runtime.test_handover import *  # noqa: F403
-from tests.runtime.test_inputs import *  # noqa: F403
-from tests.runtime.test_keys import *  # noqa: F403
-from tests.runtime.test_outputs import *  # noqa: F403
-from tests.runtime.test_pieces import *  # noqa: F403
-from tests.runtime.test_training import *  # noqa: F403
+from tests.runtime.contract.ahead import *  # noqa: F403
+from tests.runtime.contract.buckets import *  # noqa: F403
+from tests.runtime.contract.handover import *  # noqa: F403
+from tests.runtime.contract.inputs import *  # noqa: F403
+from tests.runtime.contract.keys import *  # noqa: F403
+from tests.runtime.contract.outputs import *  # noqa: F403
+from tests.runtime.contract.pieces import *  # noqa: F403
+from tests.runtime.contract.training import *  # noqa: F403
 
 pytestmark = pytest.mark.cuda

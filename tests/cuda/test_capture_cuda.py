@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from graphex.device.cuda import CudaDevice
-from tests.runtime.support import compile_it, count, in_threads, reasons, replays, statuses
+from tests.harness.capture import compile_it, count, in_threads, reasons, replays, statuses
 
 pytestmark = pytest.mark.cuda
 

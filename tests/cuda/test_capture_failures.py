@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays
+from tests.harness.capture import compile_it, reasons, replays
 
 pytestmark = pytest.mark.cuda
 

@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from graphex.ops import SPECS, declined, has_kernel
-from tests.kernels.compare import assert_close_to_reference, copies, exact_results, roundings, tensors, ulps_apart
-from tests.ops.samples import SAMPLES, Maker, Sample, overload
+from tests.harness.kernels.compare import (
+    assert_close_to_reference,
+    copies,
+    exact_results,
+    roundings,
+    tensors,
+    ulps_apart,
+)
+from tests.harness.kernels.samples import SAMPLES, Maker, Sample, overload
 
 pytestmark = pytest.mark.cuda
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from graphex.kernels import linears, tuning
 from graphex.kernels.linear_ways import Job, Library, likely, ways
-from tests.kernels.linear_jobs import check
+from tests.harness.kernels.linears import check
 
 pytestmark = pytest.mark.cuda
 

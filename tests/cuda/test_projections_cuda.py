@@ -7,8 +7,8 @@ import torch
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from tests.models.test_projections import fused, wanted
-from tests.runtime.support import compile_it, reasons, replays
+from tests.harness.capture import compile_it, reasons, replays
+from tests.harness.projections import folds, folds_of_decoding
 
 pytestmark = pytest.mark.cuda
 
@@ -37,7 +37,7 @@ def test_a_decode_step_is_folded_and_as_near_to_float64_as_eager(dtype: torch.dt
     assert errors[compiled] <= 1.5 * errors[model]
     journal = graphex.journal(compiled)
     (graph,) = journal.graphs
-    assert fused(journal, graph.graph) == wanted(model, SHAPE.layers)
+    assert folds(journal, graph.graph) == folds_of_decoding(model, SHAPE.layers)
     assert replays(compiled) == 5
     assert reasons(compiled) == []
 
@@ -54,4 +54,4 @@ def test_one_graph_serves_few_rows_and_many() -> None:
         torch.testing.assert_close(compiled(x), layers(x), rtol=3e-2, atol=3e-2)
     journal = graphex.journal(compiled)
     assert len(journal.graphs) == 1
-    assert fused(journal, journal.graphs[0].graph) == {"linears": (2, 2)}
+    assert folds(journal, journal.graphs[0].graph) == {"linears": (2, 2)}

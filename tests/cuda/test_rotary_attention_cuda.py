@@ -13,8 +13,8 @@ from graphex.kernels import attention, rotary_attention, tuning
 from graphex.kernels.attention import KIND
 from graphex.kernels.attention_ways import tiles
 from graphex.ops import declined
-from tests.kernels.attention_jobs import LAYOUTS, MASKS
-from tests.kernels.rotary_attention_steps import by, check, step
+from tests.harness.kernels.attention import LAYOUTS, MASKS
+from tests.harness.kernels.rotary_attention import by, check, step
 
 pytestmark = pytest.mark.cuda
 

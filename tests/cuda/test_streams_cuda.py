@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays, statuses
-from tests.streams.test_seed import Model, _custom_pre_pass
+from tests.harness.capture import compile_it, reasons, replays, statuses
+from tests.harness.streams import DocumentedModel, documented_pass
 
 pytestmark = pytest.mark.cuda
 
@@ -94,8 +94,8 @@ def test_a_part_that_is_too_small_is_on_record():
 @torch.no_grad()
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_documented_pass_over_a_thousand_calls(eager, tmp_path):
-    model = Model()
-    compiled = compile_it(model, post_grad_custom_pre_pass=_custom_pre_pass, force_eager=eager)
+    model = DocumentedModel()
+    compiled = compile_it(model, post_grad_custom_pre_pass=documented_pass, force_eager=eager)
     inputs = [torch.randn(64, 64, device=CUDA) for _ in range(10)]
     wanted = [model(x) for x in inputs]
     for number in range(1000):

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
-import torch
 
 from graphex.device import Device
-from tests.runtime.tape import TapeDevice
-
-
-@dataclass(frozen=True)
-class Given:
-    """A device under test, and where its tensors are."""
-
-    device: Device
-    where: str
-
-    def tensor(self, *values: float) -> torch.Tensor:
-        return torch.tensor(values, device=self.where)
+from tests.device.contract import Given
+from tests.harness.tape import TapeDevice
 
 
 def cpu() -> Given:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from graphex import docs, records
-from tests.docs.blocks import Block, blocks, run_block
+from tests.harness.documents import Block, blocks, run_block
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))

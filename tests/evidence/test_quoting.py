@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 import graphex
 from graphex.quoting import attribute, file_name, identifier, literal, remark
-from tests.passes.support import trace
+from tests.harness.compiling import trace
 
 aten = torch.ops.aten
 X = torch.arange(6.0).reshape(2, 3)

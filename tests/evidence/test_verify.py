@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.support import trace
+from tests.harness.compiling import trace
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 4), torch.randn(4, 4)

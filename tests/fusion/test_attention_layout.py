@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphex
-from tests.fusion.lifted import rand
-from tests.passes.support import Observer, assert_same_to_user
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Observer, rand
 
 ATTENTION, CLONE = torch.ops.graphex.attention.default, torch.ops.aten.clone.default
 RULE = "lift_attention"

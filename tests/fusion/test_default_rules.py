@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.fusion.support import Fused
+from tests.harness.compiling import Fused
 
 npu = torch.ops.npu
 BOTH = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -30,7 +30,7 @@ def test_norm_and_dynamic_quant(dynamic, dtype, eps, residual):
         return (q, scale, x) if residual else (q, scale)
 
     fused = Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32, dtype=dtype), dynamic=dynamic)
-    assert fused.fired() == ["add_rms_norm_dynamic_quant"]
+    assert fused.fusions() == ["add_rms_norm_dynamic_quant"]
     assert fused.ops() == ["npu_add_rms_norm_dynamic_quant"]
 
 
@@ -41,7 +41,7 @@ def test_smooth_scales_reach_the_fused_op(dynamic):
         return *npu.npu_dynamic_quant(y, smooth_scales=smooth), x
 
     fused = Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32, 32), dynamic=dynamic)
-    assert fused.fired() == ["add_rms_norm_smooth_dynamic_quant"]
+    assert fused.fusions() == ["add_rms_norm_smooth_dynamic_quant"]
 
 
 @BOTH
@@ -54,7 +54,7 @@ def test_norm_flatten_and_dynamic_quant(dynamic, shape, residual):
         return (q, scale.view(-1, 1), x) if residual else (q, scale.view(-1, 1))
 
     fused = Fused(model, *tensors(shape, shape, 32), dynamic=dynamic)
-    assert fused.fired() == ["add_rms_norm_flatten_dynamic_quant"]
+    assert fused.fusions() == ["add_rms_norm_flatten_dynamic_quant"]
 
 
 def test_flatten_written_as_reshape_of_sizes_is_the_same():
@@ -64,7 +64,7 @@ def test_flatten_written_as_reshape_of_sizes_is_the_same():
         return q, scale.reshape(scale.shape[0], 1), x
 
     for dynamic in (False, True):
-        assert Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32), dynamic=dynamic).fired()
+        assert Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32), dynamic=dynamic).fusions()
 
 
 @BOTH
@@ -81,8 +81,8 @@ def test_another_view_than_flatten_is_not_taken_for_it(dynamic):
         q, scale = npu.npu_dynamic_quant(y.view(6, 8, 4))
         return q, scale.view(-1, 1), x
 
-    assert Fused(other_rows, *tensors((2, 3, 32), (2, 3, 32), 32), dynamic=dynamic).fired() == []
-    assert Fused(other_tail, *tensors((2, 3, 4, 8), (2, 3, 4, 8), 8), dynamic=dynamic).fired() == []
+    assert Fused(other_rows, *tensors((2, 3, 32), (2, 3, 32), 32), dynamic=dynamic).fusions() == []
+    assert Fused(other_tail, *tensors((2, 3, 4, 8), (2, 3, 4, 8), 8), dynamic=dynamic).fusions() == []
 
 
 def test_a_norm_result_that_is_used_elsewhere_stays():
@@ -92,7 +92,7 @@ def test_a_norm_result_that_is_used_elsewhere_stays():
         return q, scale, y * 2
 
     fused = Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32))
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("would disappear" in reason for reason in fused.reasons("add_rms_norm_dynamic_quant"))
 
 
@@ -102,7 +102,7 @@ def test_float32_is_not_what_the_fused_op_takes():
         return *npu.npu_dynamic_quant(y), x
 
     fused = Fused(model, *tensors((2, 32), (2, 32), 32, dtype=torch.float32))
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("float32" in reason for reason in fused.reasons("add_rms_norm_dynamic_quant"))
 
 
@@ -123,7 +123,7 @@ def test_norm_and_cast(dynamic, dtype, cast, flat, uses_y):
         return (wide, x, y * 2) if uses_y else (wide, x)
 
     fused = Fused(model, *tensors((2, 3, 16), (2, 3, 16), 16, dtype=dtype), dynamic=dynamic)
-    assert fused.fired() == ["add_rms_norm_flatten_cast" if flat else "add_rms_norm_cast"]
+    assert fused.fusions() == ["add_rms_norm_flatten_cast" if flat else "add_rms_norm_cast"]
 
 
 def test_a_cast_to_another_dtype_is_no_cast_to_float32():
@@ -132,7 +132,7 @@ def test_a_cast_to_another_dtype_is_no_cast_to_float32():
         return y.to(torch.float64), x
 
     fused = Fused(model, *tensors((2, 16), (2, 16), 16))
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("float64" in reason for reason in fused.reasons("add_rms_norm_cast"))
 
 
@@ -141,7 +141,7 @@ def test_another_view_before_the_cast_blocks_it():
         y, _, x = npu.npu_add_rms_norm(x1, x2, gamma)
         return y.view(-1, 8).to(torch.float32), x
 
-    assert Fused(model, *tensors((2, 16), (2, 16), 16)).fired() == []
+    assert Fused(model, *tensors((2, 16), (2, 16), 16)).fusions() == []
 
 
 # -- matmul + transpose ------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ SPELLINGS = {
 def test_matmul_and_transpose(spelling, noops, dtype):
     inputs = tensors((4, 6, 128), (4, 128, 256), dtype=dtype)
     fused = Fused(SPELLINGS[spelling], *inputs, remove_noop_ops=noops)
-    assert fused.fired() == ["batchmatmul_transpose"]
+    assert fused.fusions() == ["batchmatmul_transpose"]
     assert "bmm" not in fused.ops()
 
 
@@ -169,7 +169,7 @@ def test_matmul_between_transposes():
         return torch.matmul(a.transpose(0, 1), b).transpose(0, 1)
 
     fused = Fused(model, *tensors((6, 4, 128), (4, 128, 256)))
-    assert fused.fired() == ["transpose_batchmatmul_transpose"]
+    assert fused.fusions() == ["transpose_batchmatmul_transpose"]
 
 
 def test_only_the_batch_may_be_dynamic():
@@ -178,15 +178,15 @@ def test_only_the_batch_may_be_dynamic():
 
     a, b = tensors((4, 6, 128), (4, 128, 256))
     torch._dynamo.mark_dynamic(a, 1)
-    assert Fused(model, a, b).fired() == ["batchmatmul_transpose"]
-    assert Fused(model, a, b, dynamic=True).fired() == []
+    assert Fused(model, a, b).fusions() == ["batchmatmul_transpose"]
+    assert Fused(model, a, b, dynamic=True).fusions() == []
 
 
 @pytest.mark.parametrize("dims", [(-2, -1), (0, 2), (1, 2), (0, 0)], ids=str)
 def test_other_transposes_are_left_alone(dims):
     """The original fuses (-2, -1) and (0, 0) too, with a wrong result."""
     fused = Fused(lambda a, b: torch.bmm(a, b).transpose(*dims), *tensors((4, 6, 128), (4, 128, 256)))
-    assert fused.fired() == []
+    assert fused.fusions() == []
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_other_transposes_are_left_alone(dims):
 )
 def test_the_limits_of_the_batch_matmul(shapes, reason):
     fused = Fused(lambda a, b: torch.bmm(a, b).transpose(0, 1), *tensors(*shapes))
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any(reason in said for said in fused.reasons("batchmatmul_transpose"))
 
 
 def test_a_matmul_of_more_dimensions_is_left_alone():
     fused = Fused(lambda a, b: torch.matmul(a, b).transpose(0, 1), *tensors((2, 3, 4, 128), (2, 3, 128, 128)))
-    assert fused.fired() == []
+    assert fused.fusions() == []
 
 
 # -- add_rms_norm + quantize -------------------------------------------------------------------------------------------
@@ -232,18 +232,18 @@ def quant_inputs(width=32, dtype=torch.float16, scales=None, zero=torch.int32):
 @pytest.mark.parametrize("zero", [torch.int32, torch.float16, None], ids=str)
 def test_norm_and_quantize(dtype, eps, zero):
     fused = Fused(quantised(eps=eps), *quant_inputs(dtype=dtype, zero=zero))
-    assert fused.fired() == ["add_rms_norm_quant" if zero is not None else "add_rms_norm_quant_symmetric"]
+    assert fused.fusions() == ["add_rms_norm_quant" if zero is not None else "add_rms_norm_quant_symmetric"]
 
 
 def test_the_last_axis_by_its_number_is_the_last_axis():
-    assert Fused(quantised(axis=2), *quant_inputs()).fired() == ["add_rms_norm_quant"]
+    assert Fused(quantised(axis=2), *quant_inputs()).fusions() == ["add_rms_norm_quant"]
 
 
 def test_rows_may_be_dynamic():
     inputs = quant_inputs()
     for tensor in inputs[:2]:
         torch._dynamo.mark_dynamic(tensor, 0)
-    assert Fused(quantised(), *inputs).fired() == ["add_rms_norm_quant"]
+    assert Fused(quantised(), *inputs).fusions() == ["add_rms_norm_quant"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_rows_may_be_dynamic():
 )
 def test_the_limits_of_norm_and_quantize(model, inputs, reason):
     fused = Fused(model, *inputs)
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any(reason in said for said in fused.reasons()), fused.reasons()
 
 
@@ -274,9 +274,9 @@ def test_one_option_turns_all_of_it_off():
         return *npu.npu_dynamic_quant(y), x
 
     inputs = tensors((2, 32), (2, 32), 32)
-    assert Fused(model, *inputs, pattern_fusion_pass=False).fired() == []
-    assert Fused(model, *inputs, disable_rules=["add_rms_norm_dynamic_quant"]).fired() == []
-    assert Fused(model, *inputs).fired() != []
+    assert Fused(model, *inputs, pattern_fusion_pass=False).fusions() == []
+    assert Fused(model, *inputs, disable_rules=["add_rms_norm_dynamic_quant"]).fusions() == []
+    assert Fused(model, *inputs).fusions() != []
 
 
 def test_many_fusions_in_one_model():
@@ -291,7 +291,7 @@ def test_many_fusions_in_one_model():
         return *outputs, y.to(torch.float32), x
 
     fused = Fused(model, *tensors((2, 3, 32), (2, 3, 32), 32))
-    assert sorted(fused.fired()) == ["add_rms_norm_cast"] + ["add_rms_norm_dynamic_quant"] * 3
+    assert sorted(fused.fusions()) == ["add_rms_norm_cast"] + ["add_rms_norm_dynamic_quant"] * 3
     counts = {rule.rule: (rule.matches, rule.candidates) for rule in fused.journal.rules}
     assert counts["add_rms_norm_dynamic_quant"] == (3, 3)
 

@@ -12,9 +12,7 @@ from torch.nn import functional
 
 import graphex
 import graphex.ops
-from tests.fusion.lifted import Lifted, rand
-from tests.fusion.support import Fused
-from tests.passes.support import Optimised
+from tests.harness.compiling import Fused, Lifted, Optimised, rand
 
 npu = torch.ops.npu
 
@@ -44,7 +42,7 @@ def told(journal: graphex.Journal, rule: str) -> list[tuple[str, str]]:
 
 def told_of_norm(model: Callable[..., Any], *inputs: Any, **options: Any) -> list[tuple[str, str]]:
     fused = Fused(model, *(inputs or norm_inputs()), fusion_rules=[norm_rule()], **options)
-    assert fused.fired() == []
+    assert fused.fusions() == []
     return told(fused.journal, "add_norm")
 
 
@@ -191,7 +189,9 @@ def test_a_question_about_a_symbolic_size() -> None:
     rule = graphex.replacement(search, replace, (torch.empty(3, 4),), self_test=False)
     x = torch.randn(6, 4)
     torch._dynamo.mark_dynamic(x, 0)
-    [(_, edit)] = told(Fused(search, x, fusion_rules=[rule]).journal, "search")
+    fused = Fused(search, fusion_rules=[rule])
+    fused(x)
+    [(_, edit)] = told(fused.journal, "search")
     assert "torch._dynamo.mark_static" in edit
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphex
-from tests.fusion.lifted import Lifted, rand
+from tests.harness.compiling import Lifted, rand
 
 ATTENTION = torch.ops.graphex.attention
 REPEATS = "grouped_attention"
@@ -148,13 +148,13 @@ def test_a_mask_that_the_op_takes_otherwise(mask, reason):
     inputs = rand(1, 4, 1, 16), rand(1, 2, 12, 16), rand(1, 2, 12, 16)
     found = lifted(capped, *inputs, mask)
     assert found.count(ATTENTION) == 0
-    assert reason in found.reasons
+    assert reason in found.why
 
 
 def test_a_long_query_keeps_its_matrix_products():
     found = lifted(capped, *heads(4, positions=17))
     assert found.count(ATTENTION) == 0
-    assert "17 query positions" in found.reasons
+    assert "17 query positions" in found.why
 
 
 @pytest.mark.parametrize(

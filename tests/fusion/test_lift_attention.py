@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphex
 from graphex.frontend import attention as frontend
-from tests.fusion.lifted import Lifted, rand
+from tests.harness.compiling import Lifted, rand
 
 ATTENTION = torch.ops.graphex.attention
 RULE = "lift_attention"

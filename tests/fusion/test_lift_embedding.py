@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import graphex
-from tests.fusion.lifted import Lifted, rand
-from tests.passes.test_properties import effort
+from tests.harness.compiling import Lifted, rand
+from tests.harness.properties import effort
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton (Linux)")
 ours, theirs = torch.ops.graphex.embedding, torch.ops.aten.embedding
@@ -82,13 +82,13 @@ def test_more_indices_than_a_few_are_left_to_pytorch(count: int, lifted: bool) -
     found = Lifted(embed, indices_of(count), rand(8, 4))
     assert found.count(ours) == lifted
     assert found.count(theirs) == (not lifted)
-    assert found.reasons == ("" if lifted else "65 indices are more than 64: PyTorch's own kernel is as good")
+    assert found.why == ("" if lifted else "65 indices are more than 64: PyTorch's own kernel is as good")
 
 
 def test_indices_that_are_certainly_many_are_left_to_pytorch_whatever_their_number() -> None:
     found = Lifted(embed, indices_of(3, 70), rand(8, 4), dynamic=True)
     assert found.count(theirs) == 1
-    assert "indices are more than 64" in found.reasons
+    assert "indices are more than 64" in found.why
 
 
 def test_a_prompt_is_no_problem_to_explain() -> None:

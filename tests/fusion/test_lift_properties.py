@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphex
-from tests.passes.support import trace
-from tests.passes.test_properties import effort
+from tests.harness.compiling import trace
+from tests.harness.properties import effort
 
 ROWS, WIDTH = 4, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.fusion.lifted import Lifted, rand
-from tests.fusion.test_lifts import BF16, F64, cases, llama, ways
+from tests.harness.compiling import Lifted, rand
+from tests.harness.idioms import BF16, F64, cases, llama, ways
 
 ops = torch.ops.graphex
 Two = tuple[Tensor, Tensor]
@@ -207,4 +207,4 @@ def test_a_norm_that_is_used_elsewhere_stays_and_the_journal_says_why() -> None:
 
     lifted = Lifted(model, rand(3, 16), rand(16))
     assert lifted.fused == {"lift_rms_norm": 1, "lift_dynamic_quant": 1}
-    assert "also returned" in lifted.reasons
+    assert "also returned" in lifted.why

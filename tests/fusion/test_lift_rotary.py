@@ -8,34 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fusion.lifted import Lifted, rand
-from tests.fusion.test_lifts import BF16, cases, ways
+from tests.harness.compiling import Lifted, rand
+from tests.harness.idioms import BF16, angles, cases, half, half_by_chunk, interleaved, rotate_half, unequal_parts, ways
 
 ops = torch.ops.graphex
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return torch.cat((-second, first), dim=-1)
-
-
-def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return (x * cos) + (rotate_half(x) * sin)
-
-
-def half_by_chunk(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
-
-
 def half_the_other_way(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (sin * rotate_half(x)) + (cos * x)
-
-
-def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def pairs_made_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,11 +28,6 @@ def pairs_made_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def part_of_the_head(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated, passed = x[..., :4], x[..., 4:]
     return torch.cat((half(rotated, cos[..., :4], sin[..., :4]), passed), dim=-1)
-
-
-def angles(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    angle = torch.randn(1, 1, 5, 8)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 @ways
@@ -73,10 +48,6 @@ def not_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def other_half_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos) + (torch.cat((x[..., 4:], -x[..., :4]), -1) * sin)
-
-
-def unequal_parts(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return (x * cos) + (torch.cat((-x[..., 3:], x[..., :3]), -1) * sin)
 
 
 def another_dimension(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

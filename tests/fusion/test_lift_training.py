@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
 import graphex
-from tests.fusion.test_lifts import llama
-from tests.passes.support import Observer
+from tests.harness.compiling import Observer
+from tests.harness.idioms import llama
 
 
 class Block(nn.Module):

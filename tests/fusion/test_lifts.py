@@ -9,27 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.fusion.lifted import Lifted, rand
+from tests.harness.compiling import Lifted, rand
+from tests.harness.idioms import BF16, F16, F32, F64, cases, llama, ways
 
 ops = torch.ops.graphex
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-ways = pytest.mark.parametrize(
-    ("dtype", "dynamic"), [(F32, False), (BF16, True), (F16, False)], ids=["float32", "bfloat16-dynamic", "float16"]
-)
-
-
-def cases(*functions: Callable[..., object]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("fn", functions, ids=lambda fn: fn.__name__)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
-
-
-def llama(x: Tensor, weight: Tensor) -> Tensor:
-    dtype, x = x.dtype, x.to(torch.float32)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-    return weight * x.to(dtype)
 
 
 def t5(x: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +133,7 @@ def test_what_only_looks_like_a_norm_is_left_alone(
 ) -> None:
     lifted = Lifted(fn, rand(16, 16, dtype=dtype), rand(16, dtype=dtype), dynamic=dynamic)
     assert lifted.fused == {}
-    assert lifted.reasons
+    assert lifted.why
 
 
 def test_a_norm_with_its_epsilon_elsewhere_is_left_alone() -> None:

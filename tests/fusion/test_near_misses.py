@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphex.records import NearMiss
-from tests.fusion.lifted import Lifted, rand
-from tests.fusion.test_lift_rotary import angles, half, half_by_chunk, interleaved, unequal_parts
+from tests.harness.compiling import Lifted, rand
+from tests.harness.idioms import angles, half, half_by_chunk, interleaved, unequal_parts
 
 
 def counts(lifted: Lifted) -> dict[str, tuple[int, int]]:
@@ -52,7 +52,7 @@ def test_a_place_where_the_lift_is_refused_is_a_candidate() -> None:
 
     lifted = Lifted(model, rand(2, 3, 5, 8), *angles())
     assert counts(lifted) == {"lift_rotary": (0, 1)}
-    assert "also returned" in lifted.reasons
+    assert "also returned" in lifted.why
 
 
 def test_the_variants_of_an_idiom_are_counted_together() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import graphex
 from graphex.records import NearMiss
-from tests.fusion.lifted import Lifted, rand
+from tests.harness.compiling import Lifted, rand
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ops = torch.ops.graphex

@@ -17,8 +17,7 @@ from torch.nn import functional
 
 import graphex
 import graphex.ops
-from tests.fusion.support import Fused
-from tests.passes.support import Optimised
+from tests.harness.compiling import Fused, Optimised
 
 npu = torch.ops.npu
 BOTH = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -70,11 +69,11 @@ def test_the_documented_example(dynamic):
         search_fn=add_norm, replace_fn=fused_add_norm, example_inputs=norm_examples(), extra_check=of_width_7168
     ):
         fused = Fused(*residual_norm(7168), dynamic=dynamic)
-        assert fused.fired() == ["add_norm"]
+        assert fused.fusions() == ["add_norm"]
         assert fused.ops() == ["npu_add_rms_norm"]
         torch._dynamo.reset()
         kept = Fused(*residual_norm(512), dynamic=dynamic)
-        assert kept.fired() == []
+        assert kept.fusions() == []
         assert kept.ops() == ["add", "npu_rms_norm"]
         [refusal] = [r for r in kept.journal.refusals if r.rule == "add_norm"]
         assert "of_width_7168" in refusal.reason
@@ -83,16 +82,16 @@ def test_the_documented_example(dynamic):
 
 def test_a_handle_takes_the_registration_back():
     handle = graphex.register_replacement(add_norm, fused_add_norm, norm_examples())
-    assert Fused(add_norm, *norm_inputs()).fired() == ["add_norm"]
+    assert Fused(add_norm, *norm_inputs()).fusions() == ["add_norm"]
     handle.remove()
     torch._dynamo.reset()
-    assert Fused(add_norm, *norm_inputs()).fired() == []
+    assert Fused(add_norm, *norm_inputs()).fusions() == []
 
 
 def test_a_rule_can_belong_to_one_configuration():
-    assert Fused(add_norm, *norm_inputs(), fusion_rules=[norm_rule()]).fired() == ["add_norm"]
+    assert Fused(add_norm, *norm_inputs(), fusion_rules=[norm_rule()]).fusions() == ["add_norm"]
     torch._dynamo.reset()
-    assert Fused(add_norm, *norm_inputs()).fired() == []
+    assert Fused(add_norm, *norm_inputs()).fusions() == []
 
 
 def test_duplicates_are_an_error_or_skipped():
@@ -103,7 +102,7 @@ def test_duplicates_are_an_error_or_skipped():
         assert first
         assert not again
         again.remove()
-        assert Fused(add_norm, *norm_inputs()).fired() == ["add_norm"]
+        assert Fused(add_norm, *norm_inputs()).fusions() == ["add_norm"]
 
 
 # -- what matches ------------------------------------------------------------------------------------------------------
@@ -121,13 +120,13 @@ def gated_in_one(a, b):
 def test_a_composite_op_is_traced_as_in_the_graph(dynamic):
     rule = graphex.replacement(gated, gated_in_one, (torch.empty(2, 8), torch.empty(2, 8)))
     fused = Fused(gated, torch.randn(3, 4), torch.randn(3, 4), dynamic=dynamic, fusion_rules=[rule])
-    assert fused.fired() == ["gated"]
+    assert fused.fusions() == ["gated"]
 
 
 def test_operands_match_in_either_order():
     rule = graphex.replacement(gated, gated_in_one, (torch.empty(2, 8), torch.empty(2, 8)))
     other = Fused(lambda a, b: b * functional.silu(a), torch.randn(3, 4), torch.randn(3, 4), fusion_rules=[rule])
-    assert other.fired() == ["gated"]
+    assert other.fusions() == ["gated"]
 
 
 @BOTH
@@ -140,7 +139,7 @@ def test_a_layer_norm_pattern_matches_a_layer_norm(dynamic):
 
     rule = graphex.replacement(search, replace, (torch.empty(2, 8), torch.empty(8), torch.empty(8)))
     inputs = torch.randn(3, 16), torch.randn(16), torch.randn(16)
-    assert Fused(search, *inputs, dynamic=dynamic, fusion_rules=[rule]).fired() == ["search"]
+    assert Fused(search, *inputs, dynamic=dynamic, fusion_rules=[rule]).fusions() == ["search"]
 
 
 @BOTH
@@ -156,7 +155,7 @@ def test_views_are_compared_by_what_they_come_to(dynamic):
     def model(a):
         return a.reshape(a.shape[0] * a.shape[1], a.shape[2]).relu()
 
-    assert Fused(model, torch.randn(4, 5, 6), dynamic=dynamic, fusion_rules=[rule]).fired() == ["search"]
+    assert Fused(model, torch.randn(4, 5, 6), dynamic=dynamic, fusion_rules=[rule]).fusions() == ["search"]
 
 
 def test_a_default_and_its_value_are_the_same():
@@ -164,7 +163,7 @@ def test_a_default_and_its_value_are_the_same():
         x = x1 + x2
         return npu.npu_rms_norm(x, gamma, epsilon=1e-6)[0], x
 
-    assert Fused(explicit, *norm_inputs(), fusion_rules=[norm_rule()]).fired() == ["add_norm"]
+    assert Fused(explicit, *norm_inputs(), fusion_rules=[norm_rule()]).fusions() == ["add_norm"]
 
 
 def test_a_scalar_is_a_variable_that_reaches_the_replacement():
@@ -187,7 +186,7 @@ def test_a_scalar_is_a_variable_that_reaches_the_replacement():
                 return npu.npu_rms_norm(x, gamma, eps)[0] * 2
 
             fused = Fused(model, torch.randn(3, 8), torch.randn(8), fusion_rules=[rule])
-            assert fused.fired() == [rule.name], eps
+            assert fused.fusions() == [rule.name], eps
 
 
 def test_a_pattern_in_torchs_own_classes():
@@ -199,7 +198,7 @@ def test_a_pattern_in_torchs_own_classes():
         raise AssertionError("the search function only says what the arguments are called")
 
     rule = graphex.replacement(unused, fused_add_norm, norm_examples(), search_fn_pattern=pattern, name="by_hand")
-    assert Fused(add_norm, *norm_inputs(), fusion_rules=[rule]).fired() == ["by_hand"]
+    assert Fused(add_norm, *norm_inputs(), fusion_rules=[rule]).fusions() == ["by_hand"]
 
 
 def test_the_larger_pattern_and_the_users_rule_come_first():
@@ -215,10 +214,10 @@ def test_the_larger_pattern_and_the_users_rule_come_first():
         return q, scale
 
     inputs = [tensor.half() for tensor in norm_inputs(32)]
-    assert Fused(quantised, *inputs).fired() == ["add_rms_norm_dynamic_quant"]
+    assert Fused(quantised, *inputs).fusions() == ["add_rms_norm_dynamic_quant"]
     rule = graphex.replacement(mine, mine_instead, (torch.empty(2, 32, dtype=torch.float16),))
     torch._dynamo.reset()
-    assert Fused(quantised, *inputs, fusion_rules=[rule]).fired() == ["mine"]
+    assert Fused(quantised, *inputs, fusion_rules=[rule]).fusions() == ["mine"]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "reversed"])
@@ -243,7 +242,7 @@ def test_rules_run_to_a_fixed_point(order):
 
     inputs = [tensor.half() for tensor in norm_inputs(32)]
     fused = Fused(model, *inputs, fusion_rules=[rules[i] for i in order])
-    assert fused.fired() == ["add_norm", "norm_quant"]
+    assert fused.fusions() == ["add_norm", "norm_quant"]
     assert fused.ops() == ["npu_add_rms_norm_dynamic_quant"]
 
 
@@ -255,7 +254,7 @@ def test_a_rule_that_feeds_itself_ends():
         return x.relu().relu()
 
     rule = graphex.replacement(search, replace, (torch.empty(2),))
-    assert Fused(lambda x: x.relu(), torch.randn(4), fusion_rules=[rule]).fired() == ["search"]
+    assert Fused(lambda x: x.relu(), torch.randn(4), fusion_rules=[rule]).fusions() == ["search"]
 
 
 def test_a_result_nobody_asks_for_may_be_missing():
@@ -264,7 +263,7 @@ def test_a_result_nobody_asks_for_may_be_missing():
         return y.to(torch.float32)
 
     fused = Fused(model, *[t.half() for t in norm_inputs()])
-    assert fused.fired() == ["add_rms_norm_cast"]
+    assert fused.fusions() == ["add_rms_norm_cast"]
 
 
 # -- what must not happen ----------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def test_an_input_that_is_defined_late_is_waited_for():
         late = gamma * 2
         return npu.npu_rms_norm(x, late)[0], x, early
 
-    assert Fused(model, *norm_inputs(), fusion_rules=[norm_rule()]).fired() == ["add_norm"]
+    assert Fused(model, *norm_inputs(), fusion_rules=[norm_rule()]).fusions() == ["add_norm"]
 
 
 def test_an_input_that_needs_a_result_is_a_cycle():
@@ -287,7 +286,7 @@ def test_an_input_that_needs_a_result_is_a_cycle():
 
     x1, x2, _ = norm_inputs()
     fused = Fused(model, x1, x2, fusion_rules=[norm_rule()])
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("computed from its result" in reason for reason in fused.reasons("add_norm"))
 
 
@@ -298,7 +297,7 @@ def test_the_rstd_in_use_blocks_a_rule_that_does_not_return_it():
         return y, x, rstd
 
     fused = Fused(model, *norm_inputs(), fusion_rules=[norm_rule()])
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("would disappear" in reason for reason in fused.reasons("add_norm"))
 
 
@@ -311,7 +310,7 @@ def test_a_replacement_of_another_dtype_is_refused_where_it_would_matter():
 
     rule = graphex.replacement(search, replace, (torch.empty(2, 2),))
     fused = Fused(search, torch.randn(3, 3).half(), fusion_rules=[rule])
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("float32[3, 3] instead of float16[3, 3]" in reason for reason in fused.reasons("search"))
 
 
@@ -321,7 +320,7 @@ def test_new_nodes_carry_what_the_old_ones_had():
             return add_norm(x1, x2, gamma)
 
     fused = Fused(model, *norm_inputs(), fusion_rules=[norm_rule()])
-    assert fused.fired() == ["add_norm"]
+    assert fused.fusions() == ["add_norm"]
     metas = [meta for name, meta in fused.seen.metas.items() if "npu_add_rms_norm" in name]
     assert metas
     for meta in metas:
@@ -356,11 +355,12 @@ def test_no_new_guards():
     x = torch.randn(6, 4)
     torch._dynamo.mark_dynamic(x, 0)
     with warnings_logged_by("torch.fx.experimental.symbolic_shapes") as logged:
-        fused = Fused(search, x, fusion_rules=[rule])
+        fused = Fused(search, fusion_rules=[rule])
+        fused(x)
     assert logged == []
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("not known for every size" in reason for reason in fused.reasons("search"))
-    fused.again(search, torch.randn(7, 4))
+    fused(torch.randn(7, 4))
     assert len(fused.journal.graphs) == 1
 
 
@@ -384,7 +384,7 @@ def test_a_match_across_streams_is_told():
                 node.meta["custom"] = {"stream": 1}
 
     fused = Fused(add_norm, *norm_inputs(), fusion_rules=[norm_rule()], post_grad_custom_pre_pass=move)
-    assert fused.fired() == []
+    assert fused.fusions() == []
     assert any("different streams" in reason for reason in fused.reasons("add_norm"))
 
 
@@ -409,7 +409,7 @@ def test_another_constant_is_told_with_both_values(eps):
         return npu.npu_rms_norm(x, gamma, eps)[0], x
 
     fused = Fused(model, *norm_inputs(), fusion_rules=[norm_rule()])
-    assert fused.fired() == []
+    assert fused.fusions() == []
     [miss] = [miss for miss in fused.journal.near_misses if miss.rule == "add_norm"]
     assert str(eps) in miss.reason
     assert "1e-06" in miss.reason
@@ -478,7 +478,7 @@ def test_a_replacement_that_writes_to_an_argument_is_refused_where_it_would_be_m
     x = torch.randn(4)
     before = x.clone()
     found = Fused(lambda a, b: (a + b, a * 2), x, torch.randn(4), fusion_rules=[rule])
-    assert found.fired() == []
+    assert found.fusions() == []
     assert found.reasons("writes") == ["the replacement writes to an argument (aten.copy_.default)"]
     assert torch.equal(x, before)
 
@@ -654,7 +654,7 @@ def test_node_info_tells_a_check_where_a_node_is_from():
 
 def test_fwd_only_is_what_it_is_without_being_named():
     rule = graphex.replacement(add_norm, fused_add_norm, norm_examples(), fwd_only)
-    assert Fused(add_norm, *norm_inputs(), fusion_rules=[rule]).fired() == ["add_norm"]
+    assert Fused(add_norm, *norm_inputs(), fusion_rules=[rule]).fusions() == ["add_norm"]
 
 
 # -- what a search function may look like ------------------------------------------------------------------------------
@@ -671,7 +671,7 @@ class Doubled:
 def test_methods_can_be_a_rule():
     rule = graphex.replacement(Doubled().search, Doubled().replace, (torch.empty(2, 2),), name="doubled")
     fused = Fused(Doubled().search, torch.randn(3, 4), fusion_rules=[rule])
-    assert fused.fired() == ["doubled"]
+    assert fused.fusions() == ["doubled"]
     assert fused.journal.near_misses == []  # what the rule itself has made is no candidate
 
 
@@ -679,7 +679,7 @@ def test_results_may_be_a_dictionary():
     rule = graphex.replacement(
         lambda x: {"y": x.relu() * 2}, lambda x: {"y": (x * 2).relu()}, (torch.empty(2, 2),), name="named"
     )
-    assert Fused(lambda x: x.relu() * 2, torch.randn(3, 4), fusion_rules=[rule]).fired() == ["named"]
+    assert Fused(lambda x: x.relu() * 2, torch.randn(3, 4), fusion_rules=[rule]).fusions() == ["named"]
 
 
 def test_a_default_of_the_search_function_is_an_example():
@@ -691,7 +691,7 @@ def test_a_default_of_the_search_function_is_an_example():
 
     rule = graphex.replacement(search, replace, (torch.empty(2, 8), torch.empty(8)))
     model = Fused(lambda x, gamma: search(x, gamma, 0.5), torch.randn(3, 8), torch.randn(8), fusion_rules=[rule])
-    assert model.fired() == ["search"]
+    assert model.fusions() == ["search"]
 
 
 def test_a_list_of_tensors_is_refused_with_advice():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.support import assert_same_to_user
+from tests.harness.comparing import assert_same_to_user
 
 
 def twice(x: Tensor) -> Tensor:

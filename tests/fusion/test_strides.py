@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.support import assert_same_to_user
+from tests.harness.comparing import assert_same_to_user
 
 RULE = "batchmatmul_transpose"  # its result lies in memory as it is transposed, the original's as it was before
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fusion.lifted import rand
-from tests.passes.support import Optimised, assert_same_to_user
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, rand
 
 
 def norm(x: Tensor, gain: Tensor) -> Tensor:

@@ -5,26 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import Phase, given, seed
 from hypothesis import strategies as st
 
 from tests.fuzz.check import session
 from tests.fuzz.instructions import random_program
+from tests.harness.properties import effort
 
 SHARDS = 4
 PROGRAMS = 75  # of each shard
 PROGRAMS_OF_THE_LONG_RUN = 1500
-
-
-def effort(programs: int) -> Any:
-    return settings(
-        max_examples=programs,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def run_programs(shard: int, programs: int) -> None:
@@ -32,7 +22,7 @@ def run_programs(shard: int, programs: int) -> None:
     with session() as checks:
 
         @seed(shard)
-        @effort(programs)
+        @effort(programs, phases=(Phase.generate, Phase.shrink))
         @given(rng=st.randoms(use_true_random=False))
         def nobody_can_tell(rng: Any) -> None:
             program = random_program(rng)

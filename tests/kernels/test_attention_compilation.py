@@ -14,10 +14,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from graphex.kernels import attention_ways
 from graphex.kernels.attention_ways import Job, New, Tile, tiles
 from graphex.kernels.starts import launch
-from tests.kernels.attention_jobs import job
-from tests.kernels.rotary_attention_steps import step
-from tests.kernels.test_compilation import Compiler
-from tests.kernels.test_linears_compilation import MOST_SHARED
+from tests.harness.kernels.attention import decode_job
+from tests.harness.kernels.hopper import MOST_SHARED, Compiler
+from tests.harness.kernels.rotary_attention import step
 
 
 def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | None = None) -> tuple[str, int]:
@@ -30,10 +29,6 @@ def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | No
     return code, kernels["attention_kernel"].shared
 
 
-def decode(width: int, mask: str = "prefix", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Job:
-    return job(group=4, heads=2, length=4096, width=width, mask=mask, dtype=dtype, **sizes)
-
-
 WIDTHS = (64, 80, 96, 112, 128, 192, 256)
 CASES = [(width, at) for width in WIDTHS for at in range(len(attention_ways.TILES))]
 
@@ -43,7 +38,7 @@ CASES = [(width, at) for width in WIDTHS for at in range(len(attention_ways.TILE
     [pytest.param(*case, marks=() if case in ((128, 0), (80, 1), (256, 3)) else pytest.mark.full) for case in CASES],
 )
 def test_tiles(width, at, monkeypatch):
-    of = decode(width)
+    of = decode_job(width)
     found = tiles(of, 4096)
     code, shared = compiled(found[min(at, len(found) - 1)], of, monkeypatch)
     assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
@@ -54,7 +49,7 @@ def test_tiles(width, at, monkeypatch):
 @pytest.mark.parametrize("mask", ["none", "by head", pytest.param("added -inf", marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.full)])
 def test_masks_and_types(mask, dtype, monkeypatch):
-    of = decode(128, mask, dtype, positions=4)._replace(softcap=30.0)
+    of = decode_job(128, mask, dtype, positions=4)._replace(softcap=30.0)
     code, shared = compiled(tiles(of, 4096)[0], of, monkeypatch)
     assert "cp.async.cg.shared.global" in code
     assert shared <= MOST_SHARED

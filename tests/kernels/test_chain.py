@@ -17,10 +17,10 @@ from graphex.kernels import attention_ways, linear_ways
 from graphex.kernels.attention_ways import Tile
 from graphex.kernels.linear_ways import GATED_GEMVS, GEMVS, Skinny
 from graphex.kernels.starts import launch
-from tests.kernels.rotary_attention_steps import step
-from tests.kernels.test_attention_compilation import decode
-from tests.kernels.test_compilation import Compiler, cases, compiled
-from tests.kernels.test_linears_compilation import job
+from tests.harness.kernels.attention import decode_job
+from tests.harness.kernels.hopper import Compiler, cases, compiled
+from tests.harness.kernels.linears import zeros_job
+from tests.harness.kernels.rotary_attention import step
 
 ACCESS = re.compile(r"\b(ld|st|red|atom|cp\.async[\w.]*|prefetch)\.[\w.:]*global|cp\.async\.bulk")
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
@@ -43,7 +43,7 @@ def test_norms_and_rotary_embeddings_wait(name, monkeypatch):
     ("way", "rows"), [(GEMVS[0], 1), (GEMVS[-1], 1), (GATED_GEMVS[-1], 1), (Skinny(64, 64, 4, 5, parts=2), 16)]
 )
 def test_linear_layers_wait(way, rows, monkeypatch):
-    of = job(rows, "none", (64,))
+    of = zeros_job(rows, "none", (64,))
     if way in GATED_GEMVS:
         of = replace(of, weights=[*of.weights, *of.weights], biases=[None, None], residual=None, gated=True)
     kernels = [Compiler(getattr(linear_ways, name)) for name in ("gemv_kernel", "skinny_kernel", "combine_kernel")]
@@ -59,7 +59,7 @@ def test_linear_layers_wait(way, rows, monkeypatch):
 
 @pytest.mark.parametrize("adds_a_token", [False, True])
 def test_attention_waits(adds_a_token, monkeypatch):
-    of, new = decode(64), None
+    of, new = decode_job(64), None
     if adds_a_token:
         decoding = step(group=4, heads=2, length=4096, width=64, mask="prefix", dtype=torch.bfloat16)
         of, new = decoding.attention(), decoding.new()

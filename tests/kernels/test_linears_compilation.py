@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -14,19 +13,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from graphex.kernels import linear_ways
 from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
-from tests.kernels.test_compilation import Compiler
-
-MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200
-
-
-def job(rows: int, prologue: str, sizes: tuple[int, ...]) -> Job:
-    make = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
-    x, columns = make(rows, 2048), 2048
-    up = make(rows, columns) if prologue == "silu_mul" else None
-    gain = make(columns) if prologue == "rms_norm" else None
-    residual = make(rows, sizes[0]) if len(sizes) == 1 else None
-    weights = [make(n, columns) for n in sizes]
-    return Job(prologue, x, up, gain, 1e-5, 0.0, False, weights, [None for _ in sizes], residual)
+from tests.harness.kernels.hopper import MOST_SHARED, Compiler
+from tests.harness.kernels.linears import zeros_job
 
 
 def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
@@ -44,14 +32,14 @@ def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, i
 @pytest.mark.parametrize("way", [GEMVS[0], GEMVS[-1]], ids=lambda way: way.name)
 @pytest.mark.parametrize(("prologue", "sizes"), [("none", (64,)), ("rms_norm", (64, 32, 32)), ("silu_mul", (64,))])
 def test_one_row(way, prologue, sizes, monkeypatch):
-    code, _ = compiled(way, job(1, prologue, sizes), monkeypatch)
+    code, _ = compiled(way, zeros_job(1, prologue, sizes), monkeypatch)
     assert ("cp.async" if way.stages > 1 else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in code
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("way", GEMVS[1:-1], ids=lambda way: way.name)
 def test_other_tiles_of_one_row(way, monkeypatch):
-    compiled(way, job(1, "rms_norm", (64, 32)), monkeypatch)
+    compiled(way, zeros_job(1, "rms_norm", (64, 32)), monkeypatch)
 
 
 ALL = [(rows, way) for rows, ways in SKINNIES.items() for way in ways]
@@ -63,7 +51,7 @@ GATED = [(rows, way) for rows, ways in GATED_SKINNIES.items() for way in ways]
     [pytest.param(*each, marks=() if at % 9 in (2, 8) else pytest.mark.full) for at, each in enumerate(ALL)],
 )
 def test_several_rows(rows, way, monkeypatch):
-    code, shared = compiled(way, job(rows, "none", (256, 128)), monkeypatch)
+    code, shared = compiled(way, zeros_job(rows, "none", (256, 128)), monkeypatch)
     assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
     assert "mma" in code
     assert shared <= MOST_SHARED
@@ -79,5 +67,5 @@ def test_several_rows(rows, way, monkeypatch):
     ],
 )
 def test_a_gate_and_what_it_lets_through(rows, way, monkeypatch):
-    _, shared = compiled(way, replace(job(rows, "none", (256, 256)), gated=True), monkeypatch)
+    _, shared = compiled(way, replace(zeros_job(rows, "none", (256, 256)), gated=True), monkeypatch)
     assert shared <= MOST_SHARED

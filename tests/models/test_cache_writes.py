@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graphex
-from tests.models.test_transformers import ARCHITECTURES, transformers
+from tests.harness.models import ARCHITECTURES, transformers
 
 LENGTH, PROMPT, STEPS = 16, 5, 3
 

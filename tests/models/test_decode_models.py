@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.decoding import DECODERS, WINDOW, assert_equal_to_eager, decode, lifted, wanted
+from tests.harness.decoding import DECODERS, WINDOW, assert_equal_to_eager, decode, lifted, wanted
 
 
 @pytest.mark.parametrize("name", DECODERS)

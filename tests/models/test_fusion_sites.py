@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import graphex
-from tests.models.test_transformers import ARCHITECTURES, HIDDEN, LATENT_ATTENTION, Architecture
-from tests.passes.support import Observer
+from tests.harness.compiling import Observer
+from tests.harness.models import ARCHITECTURES, HIDDEN, LATENT_ATTENTION, Architecture
 
 pytest.importorskip("transformers")
 

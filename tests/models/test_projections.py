@@ -10,23 +10,12 @@ import torch
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from tests.models.test_transformers import ARCHITECTURES, transformers
-from tests.passes.support import Observer
+from tests.harness.compiling import Observer
+from tests.harness.models import ARCHITECTURES, transformers
+from tests.harness.projections import folds, folds_of_decoding
 
 ops = torch.ops.graphex
 LENGTH, PROMPT = 16, 4
-
-
-def fused(journal: graphex.Journal, graph: str) -> dict[str, tuple[int, int]]:
-    tried = [each for each in journal.rules if each.graph == graph and each.pass_name == "fold_projections"]
-    return {each.rule: (each.matches, each.candidates) for each in tried}
-
-
-def wanted(model: torch.nn.Module, layers: int) -> dict[str, tuple[int, int]]:
-    """Each layer has a norm before its attention and one before its MLP, and a residual after both; then one more."""
-    linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    folds = {"rms_norm_linears": 2 * layers + 1, "silu_mul_linears": layers, "linears_residual": 2 * layers}
-    return {rule: (count, count) for rule, count in {"linears": linears, **folds}.items()}
 
 
 def decoded(model: Any, like: torch.nn.Module, batch: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -51,7 +40,7 @@ def test_a_decode_step_of_transformers(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=3e-2, atol=1e-3)
     journal, layers = graphex.journal(compiled), model.config.num_hidden_layers
     (graph,) = journal.graphs
-    assert fused(journal, graph.graph) == wanted(model, layers)
+    assert folds(journal, graph.graph) == folds_of_decoding(model, layers)
     assert sum(record.rule == "rotary_qkv_write" for record in journal.rewrites) == layers
     left = Counter(seen.targets)
     assert not {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & left.keys()
@@ -78,6 +67,6 @@ def test_a_decode_step_of_the_example(dtype: torch.dtype, dynamic: bool) -> None
         torch.testing.assert_close((found, mine), (expected, theirs), rtol=3e-2, atol=2e-3)
     journal = graphex.journal(compiled)
     (graph,) = journal.graphs
-    assert fused(journal, graph.graph) == wanted(model, shape.layers)
+    assert folds(journal, graph.graph) == folds_of_decoding(model, shape.layers)
     assert sum(record.rule == "rotary_qkv_write" for record in journal.rewrites) == shape.layers
     assert not journal.fallbacks

@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from graphex import ops
-from tests.ops.samples import SAMPLES, Maker, overload
+from tests.harness.kernels.samples import SAMPLES, Maker, overload
 
 WITH_GRADIENT = [name for name in SAMPLES if ops.SPECS[name].gradient is not None]
 

@@ -17,7 +17,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 import graphex
 from graphex.analysis.source import origins
-from tests.passes.support import Observer
+from tests.harness.compiling import Observer
 
 aten = torch.ops.aten
 

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from tests.passes.support import Optimised, assert_same_to_user, aten
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, aten
 
 cast = aten._to_copy.default
 
@@ -62,7 +63,7 @@ def there_and_back(dtype, through):
 @pytest.mark.parametrize(("dtype", "through"), EXACT, ids=str)
 def test_there_and_back_through_a_wider_type_is_no_trip(dtype, through):
     made = Optimised(there_and_back(dtype, through), everything(dtype))
-    assert made.rules() == ["cast_back"]
+    assert made.cleaned() == ["cast_back"]
     assert made.count(cast) == 0
     assert_same_to_user(made.run, there_and_back(dtype, through), everything(dtype))
 
@@ -71,7 +72,7 @@ def test_there_and_back_through_a_wider_type_is_no_trip(dtype, through):
 def test_there_and_back_through_a_type_that_rounds_stays(dtype, through):
     given = everything(dtype) if dtype.is_floating_point <= through.is_floating_point else torch.tensor([1.5, -2.0])
     made = Optimised(there_and_back(dtype, through), given)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert made.count(cast) == 2
     assert_same_to_user(made.run, there_and_back(dtype, through), given)
 
@@ -91,7 +92,7 @@ def test_a_stop_on_the_way_to_a_third_type_is_skipped(source, middle, last):
         return aten.neg.default(cast(cast(x, dtype=middle), dtype=last))
 
     made = Optimised(detour, everything(source))
-    assert made.rules() == ["cast_through"]
+    assert made.cleaned() == ["cast_through"]
     assert made.count(cast) == 1
     assert_same_to_user(made.run, detour, everything(source))
 
@@ -111,7 +112,7 @@ def test_the_middle_stays_for_those_who_read_it():
 
     given = everything(torch.bfloat16)
     made = Optimised(used_twice, given)
-    assert made.rules() == ["cast_back"]
+    assert made.cleaned() == ["cast_back"]
     assert made.count(cast) == 1
     assert_same_to_user(made.run, used_twice, given)
 
@@ -168,7 +169,7 @@ def test_a_cast_that_also_changes_the_layout_is_kept():
 
     image = torch.randn(1, 3, 4, 4)
     made = Optimised(relaid, image)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, relaid, image)
 
 
@@ -180,7 +181,7 @@ def test_the_rules_can_be_disabled(rule):
         return aten.neg.default(cast(cast(x, dtype=torch.float32), dtype=last))
 
     made = Optimised(detour, everything(torch.bfloat16), disable_rules=[rule])
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, detour, everything(torch.bfloat16))
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.support import Optimised, assert_same_to_user, aten, trace
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, aten, trace
 
 X = torch.randn(3, 4)
 WHOLE = torch.arange(12).view(3, 4)
@@ -54,14 +55,14 @@ def twice(op):
 )
 def test_equal_calls_become_one(op):
     made = Optimised(twice(op), X)
-    assert "equal_calls" in made.rules()
+    assert "equal_calls" in made.cleaned()
     assert len(made.seen.targets) < len(trace(twice(op), X).graph.nodes)
     assert_same_to_user(made.run, twice(op), X)
 
 
 def test_equal_chains_become_one_chain():
     made = Optimised(twice(lambda x: aten.cos.default(aten.sin.default(aten.add.Tensor(x, 1)))), X)
-    assert made.rules() == ["equal_calls"] * 3
+    assert made.cleaned() == ["equal_calls"] * 3
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_calls_that_differ_in_any_argument_stay_two(one, other, given):
         return aten.sin.default(one(x)), aten.sin.default(other(x))
 
     made = Optimised(both, given)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, both, given)
 
 
@@ -99,7 +100,7 @@ def test_calls_that_differ_in_any_argument_stay_two(one, other, given):
 )
 def test_random_ops_are_never_merged(op):
     made = Optimised(twice(op), X)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, twice(op), X)
 
 
@@ -115,7 +116,7 @@ def test_dropout_through_torch_compile_draws_twice():
 
 def test_custom_ops_that_nobody_called_pure_are_not_merged():
     made = Optimised(twice(torch.ops.graphex_test.unknown), X)
-    assert made.rules() == []
+    assert made.cleaned() == []
 
 
 def test_uninitialised_memory_is_not_shared():
@@ -136,7 +137,7 @@ def test_a_write_in_between_keeps_calls_apart():
         return aten.sub.Tensor(before, aten.sin.default(x))
 
     made = Optimised(written, X)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, written, X)
 
 
@@ -147,7 +148,7 @@ def test_a_write_through_a_view_in_between_keeps_calls_apart():
         return aten.sub.Tensor(before, aten.sin.default(x))
 
     made = Optimised(written, X)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, written, X)
 
 
@@ -158,7 +159,7 @@ def test_after_a_write_the_later_calls_become_one():
         return aten.add.Tensor(before, aten.mul.Tensor(aten.sin.default(x), aten.sin.default(x)))
 
     made = Optimised(written, X)
-    assert made.rules() == ["equal_calls"]
+    assert made.cleaned() == ["equal_calls"]
     assert_same_to_user(made.run, written, X)
 
 
@@ -195,7 +196,7 @@ def test_one_result_returned_and_one_used_inside_become_one():
         return aten.sin.default(x), aten.mul.Tensor(aten.sin.default(x), 2)
 
     made = Optimised(one, X)
-    assert made.rules() == ["equal_calls"]
+    assert made.cleaned() == ["equal_calls"]
     assert_same_to_user(made.run, one, X)
 
 
@@ -229,7 +230,7 @@ def test_calls_on_different_streams_stay_two():
             node.meta["custom"] = {"stream": stream}
 
     apart = Optimised(twice(aten.sin.default), X, post_grad_custom_pre_pass=place)
-    assert apart.rules() == []
+    assert apart.cleaned() == []
     assert apart.count(aten.sin.default) == 2
 
 
@@ -238,12 +239,12 @@ def test_calls_on_one_stream_become_one():
         for node in gm.graph.nodes:
             node.meta["custom"] = {"stream": 1}
 
-    assert Optimised(twice(aten.sin.default), X, post_grad_custom_pre_pass=place).rules() == ["equal_calls"]
+    assert Optimised(twice(aten.sin.default), X, post_grad_custom_pre_pass=place).cleaned() == ["equal_calls"]
 
 
 def test_equal_calls_of_dynamic_shape_become_one():
     made = Optimised(twice(lambda x: aten.view.default(x, [x.shape[0] * x.shape[1]])), X, dynamic=True)
-    assert "equal_calls" in made.rules()
+    assert "equal_calls" in made.cleaned()
     assert_same_to_user(made.run, twice(lambda x: x.view(-1)), torch.randn(5, 6))
 
 

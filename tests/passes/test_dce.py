@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.support import Optimised, assert_same_to_user, aten
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, aten
 
 X = torch.randn(3, 4)
 LOG: list[str] = []

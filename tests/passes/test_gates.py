@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 from torch.nn import functional
 
-from tests.passes.folded import HIDDEN, WIDTH, Folded, half, linear, norm, weights
+from tests.harness.projections import HIDDEN, WIDTH, Folded, half, linear, norm, weights
 
 RULE = "gated_linears"
 
@@ -41,7 +41,7 @@ def inputs(*shape: int) -> tuple[Tensor, ...]:
 )
 def test_a_gate_is_folded(fn, ops, shape):
     folded = Folded(fn, *inputs(*shape))
-    assert folded.ops == ops
+    assert folded.shown == ops
     assert folded.counts[RULE] == (1, 1)
     (made,) = [record for record in folded.journal.rewrites if record.rule == RULE]
     assert made.line
@@ -49,14 +49,14 @@ def test_a_gate_is_folded(fn, ops, shape):
 
 def test_any_number_of_rows():
     folded = Folded(normed, *inputs(3, WIDTH), varies=[(0, 0)])
-    assert folded.ops == ["rms_norm_gated_linears", "linears"]
+    assert folded.shown == ["rms_norm_gated_linears", "linears"]
     for rows in (1, 64, 65, 7):
-        folded.again(*inputs(rows, WIDTH))
+        folded(*inputs(rows, WIDTH))
 
 
 @pytest.mark.parametrize("off", [{"disable_rules": [RULE]}, {"disable_passes": ["fold_gates"]}])
 def test_the_rule_can_be_switched_off(off):
-    assert Folded(normed, *inputs(2, WIDTH), **off).ops == ["rms_norm_linears", "silu_mul_linears"]
+    assert Folded(normed, *inputs(2, WIDTH), **off).shown == ["rms_norm_linears", "silu_mul_linears"]
 
 
 def also_used(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def test_what_is_needed_elsewhere_stays(fn, reason):
     folded = Folded(fn, *inputs(2, WIDTH))
     assert folded.counts[RULE] == (0, 1)
     assert reason in folded.reasons(RULE)[0]
-    assert "silu_mul_linears" in folded.ops
+    assert "silu_mul_linears" in folded.shown
 
 
 def test_layers_in_a_row():
@@ -89,7 +89,7 @@ def test_layers_in_a_row():
         return normed(normed(x, gain, gate, up, down), gain, up, gate, down)
 
     folded = Folded(model, *inputs(5, WIDTH))
-    assert folded.ops == ["rms_norm_gated_linears", "linears"] * 2
+    assert folded.shown == ["rms_norm_gated_linears", "linears"] * 2
     assert folded.counts[RULE] == (2, 2)
 
 
@@ -105,4 +105,4 @@ def halves(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> T
 
 @pytest.mark.parametrize("fn", [itself, halves])
 def test_one_layer_is_no_pair(fn):
-    assert RULE not in Folded(fn, *inputs(2, WIDTH)).ops
+    assert RULE not in Folded(fn, *inputs(2, WIDTH)).shown

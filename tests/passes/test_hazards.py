@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from tests.passes.final_graph import Compiled
+from tests.harness.compiling import Verified
 
 aten = torch.ops.aten
 CACHE, INDEX, ROWS = torch.randn(6, 4), torch.tensor([1, 3]), torch.randn(2, 4)
@@ -32,8 +32,8 @@ def test_h1_equal_calls_on_both_sides_of_a_write_are_two(verify):
         c.index_copy_(0, i, k)
         return before - c.sum(0)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
-    assert compiled.calls(aten.sum.dim_IntList) == 2
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
+    assert compiled.running().count(aten.sum.dim_IntList) == 2
     assert not compiled.full_copies(CACHE)
 
 
@@ -58,7 +58,7 @@ def test_h3_intermediates_written_before_inputs_change_nothing(verify):
         c.index_copy_(0, i, rows)
         return (c * 2).add(1).relu().sum(0) + rows.sum(0)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
     assert compiled.made("write_input_in_place") == 1
     assert compiled.made("compute_in_place") >= 4
 
@@ -68,8 +68,8 @@ def test_h4_no_input_is_copied_onto_itself(verify):
         c[2:4] = k
         return c.sum(0)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
-    assert compiled.calls(aten.copy_.default) == 1  # of two rows
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
+    assert compiled.running().count(aten.copy_.default) == 1  # of two rows
     assert not compiled.full_copies(CACHE)
 
 
@@ -79,8 +79,8 @@ def test_h5_two_updates_of_one_input_are_two_writes(verify):
         c[4:] = k * 2
         return c.sum(0)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
-    assert compiled.calls(aten.copy_.default) == 2
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
+    assert compiled.running().count(aten.copy_.default) == 2
     assert not compiled.full_copies(CACHE)
 
 
@@ -109,10 +109,10 @@ def test_h7_an_op_after_the_update_does_not_reuse_the_cache(verify):
         c.index_put_((i,), k)
         return c + 1
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
     assert compiled.made("write_input_in_place") == 1
-    assert compiled.calls(aten.add.Tensor) == 1
-    assert compiled.calls(aten.add_.Tensor) == 0
+    assert compiled.running().count(aten.add.Tensor) == 1
+    assert compiled.running().count(aten.add_.Tensor) == 0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_add_after_the_cache_update(verify):
         new = c.index_copy_(0, i, k)
         return new + 1, (new * 2).add(3)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
     assert compiled.made("write_input_in_place") == 1
 
 
@@ -145,7 +145,7 @@ def test_reads_before_and_after_the_cache_update(verify):
         c[0] = between
         return before + between * 2 + c.mean(0)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS, verify=verify)
+    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
     assert not compiled.full_copies(CACHE)
 
 
@@ -156,7 +156,7 @@ def test_two_caches_swapped(verify):
         b.copy_(kept)
         return a - b * 2
 
-    Compiled(model, CACHE, CACHE + 1, verify=verify)
+    Verified(model, CACHE, CACHE + 1, verify=verify)
 
 
 def test_two_caches_swapped_with_an_update(verify):
@@ -166,7 +166,7 @@ def test_two_caches_swapped_with_an_update(verify):
         b.copy_(new_b)
         return a - b * 2
 
-    Compiled(model, CACHE, CACHE + 1, ROWS[0], verify=verify)
+    Verified(model, CACHE, CACHE + 1, ROWS[0], verify=verify)
 
 
 def test_a_cache_passed_twice(verify):
@@ -175,9 +175,9 @@ def test_a_cache_passed_twice(verify):
         b[0] = a[1] * 2
         return a + b
 
-    Compiled(model, CACHE, CACHE, INDEX, ROWS, verify=verify)
+    Verified(model, CACHE, CACHE, INDEX, ROWS, verify=verify)
     torch._dynamo.reset()
-    Compiled(model, CACHE, CACHE + 1, INDEX, ROWS, verify=verify)
+    Verified(model, CACHE, CACHE + 1, INDEX, ROWS, verify=verify)
 
 
 # -- bugs of the original system -----------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_a_cache_passed_twice(verify):
 
 def test_bug_6_a_concatenation_of_two_types_is_promoted(verify):
     x = torch.arange(128 * 256).reshape(128, 256)
-    compiled = Compiled(lambda x, y: torch.cat([x * 2, y + 1]), x, x / 3, verify=verify)
-    assert compiled.calls(aten.cat.default) == 0
+    compiled = Verified(lambda x, y: torch.cat([x * 2, y + 1]), x, x / 3, verify=verify)
+    assert compiled.running().count(aten.cat.default) == 0
 
 
 def test_bug_6_a_producer_listed_twice_is_computed_once(verify):
@@ -196,6 +196,6 @@ def test_bug_6_a_producer_listed_twice_is_computed_once(verify):
         twice = x * 2
         return torch.cat([twice, y + 1, twice])
 
-    compiled = Compiled(model, x, x + 1, verify=verify)
-    assert compiled.calls(aten.cat.default) == 0
-    assert sum(map(compiled.calls, (aten.mul.Tensor, aten.mul.out))) == 1
+    compiled = Verified(model, x, x + 1, verify=verify)
+    assert compiled.running().count(aten.cat.default) == 0
+    assert sum(map(compiled.running().count, (aten.mul.Tensor, aten.mul.out))) == 1

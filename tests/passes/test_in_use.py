@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,44 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import graphex
-from tests.passes import pending
-from tests.passes.pending import forgetful, kept, ops, seen, tap, tap_all, tap_and_bump
-from tests.passes.support import Optimised
+from tests.harness import pending_ops
+from tests.harness.compiling import Optimised, Outcome
+from tests.harness.pending_ops import forgetful, kept, ops, seen, tap, tap_all, tap_and_bump
 
 SHAPE = (4, 4)
 
-
-@pytest.fixture(autouse=True)
-def known() -> Iterator[None]:
-    pending.forget()
-    with pending.declared(), torch.no_grad():
-        yield
-    pending.forget()
+pytestmark = pytest.mark.usefixtures("pending")
 
 
-class Compiled:
+class Compiled(Outcome):
     """A function by Dynamo, AOTAutograd and graphex, called once; it must leave what eager leaves."""
 
     def __init__(self, fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> None:
         self.run = torch.compile(fn, backend="graphex", fullgraph=True, options=options)
         assert_same(self.run, fn, *inputs)
-        self.journal = graphex.journal(self.run)
-
-    def made(self, rule: str) -> int:
-        return sum(record.rule == rule for record in self.journal.rewrites)
-
-    def reasons(self, rule: str) -> list[str]:
-        return [record.reason for record in self.journal.refusals if record.rule == rule]
 
 
 def everything(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any, list[Tensor], list[Tensor]]:
     """(results, inputs, kept tensors) of two calls; what is still in flight is waited for."""
-    pending.forget()
+    pending_ops.forget()
     given = [[each.clone() for each in inputs], [each + 1 for each in inputs]]
     results = [fn(*each) for each in given]
     leaves = [ops.finish(leaf) for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
     found = [leaf.clone() for leaf in leaves], [*given[0], *given[1]], [each.clone() for each in kept]
-    pending.forget()
+    pending_ops.forget()
     return found
 
 

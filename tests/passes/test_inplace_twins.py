@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.passes.test_reinplace import INPUT, compiled_like_eager, made
+from tests.harness.compiling import Verified
 
-RULE = "call_inplace_twin"
+RULE, INPUT = "call_inplace_twin", "write_input_in_place"
 LIBRARY = torch.library.Library("graphex_twins", "DEF")
 LIBRARY.define("scale(Tensor x, float by) -> Tensor")
 LIBRARY.define("scale_(Tensor(a!) x, float by) -> ()")
@@ -78,20 +78,14 @@ def twins() -> Iterator[None]:
         yield
 
 
-class Final:
-    """A function, compiled and equal to eager, and what the memory stage made of its graph."""
-
-    def __init__(self, f: Any, *args: Tensor, **options: Any) -> None:
-        self.journal = compiled_like_eager(f, *args, **options)
+class Final(Verified):
+    """And what the memory stage made of the graph."""
 
     def added(self, op: Any) -> int:
         """How many calls of `op` the memory stage added (or, negative, removed)."""
         name = str(op.default)
         ran = [record for record in self.journal.passes if record.stage in ("memory", "tidy")]
         return sum(record.added.get(name, 0) - record.removed.get(name, 0) for record in ran)
-
-    def reasons(self) -> list[str]:
-        return [record.reason for record in self.journal.refusals if record.rule == RULE]
 
 
 # -- intermediates -------------------------------------------------------------------------------------------------
@@ -110,7 +104,7 @@ def test_a_dead_intermediate_is_written_over():
 def test_a_chain_uses_one_memory():
     final = Final(lambda x: ops.scale(ops.scale(ops.scale(x + 1, 2.0), 3.0).relu(), 4.0), X)
     assert final.added(ops.scale_) == 3
-    assert made(final.journal, "compute_in_place") == 1
+    assert final.made("compute_in_place") == 1
 
 
 def test_several_results_become_what_they_were():
@@ -123,7 +117,7 @@ def test_several_results_become_what_they_were():
     final = Final(f, X, W, M)
     assert final.added(ops.step_) == 1
     assert final.added(ops.step) == -1
-    assert made(final.journal, RULE) == 2
+    assert final.made(RULE) == 2
 
 
 def test_results_of_their_own_stay_parts_of_a_tuple():
@@ -142,7 +136,7 @@ def test_the_only_result_is_reused_in_turn():
     """The one tensor that the twin returns is the graph's own, and stands for itself."""
     final = Final(lambda x, w, m: ops.step(x, w + 1, m=m + 1)[0].relu() + 1, X, W, M)
     assert final.added(ops.step_) == 1
-    assert made(final.journal, "compute_in_place") == 2
+    assert final.made("compute_in_place") == 2
 
 
 def test_a_value_read_later_is_not_overwritten_and_the_read_is_named():
@@ -155,7 +149,7 @@ def test_a_value_read_later_is_not_overwritten_and_the_read_is_named():
 
     final = Final(f, X, W, M)
     assert final.added(ops.step_) == 0
-    (reason,) = final.reasons()
+    (reason,) = final.reasons(RULE)
     assert "is read later by 'cos'" in reason
     assert "return out, new_w, old.cos()" in reason
 
@@ -180,8 +174,8 @@ def test_a_value_read_later_is_not_overwritten_and_the_read_is_named():
 )  # fmt: skip
 def test_what_is_still_needed_is_not_overwritten(f, reason):
     final = Final(f, X, W)
-    assert made(final.journal, RULE) == 0
-    assert any(reason in each for each in final.reasons())
+    assert final.made(RULE) == 0
+    assert any(reason in each for each in final.reasons(RULE))
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------
@@ -229,7 +223,7 @@ def test_inputs_are_written_where_they_are(dynamic):
     assert final.added(ops.step_) == 1
     assert final.added(torch.ops.aten.copy_) == -2
     assert copies(final) == 0
-    assert made(final.journal, INPUT) == 2
+    assert final.made(INPUT) == 2
     assert all(record.certificate is not None for record in final.journal.rewrites if record.rule == INPUT)
 
 
@@ -243,7 +237,7 @@ def test_two_updates_of_the_same_inputs():
 def test_inputs_stay_as_they_are_until_the_last_op_that_may_raise():
     final = Final(update_after_both, X, W, M)
     assert final.added(torch.ops.aten.copy_) == 0
-    reasons = [refusal.reason for refusal in final.journal.refusals if refusal.rule == INPUT]
+    reasons = final.reasons(INPUT)
     assert len(reasons) == 2
     assert all("'step_1' may raise" in reason or "'step_1' (" in reason for reason in reasons)
 
@@ -310,13 +304,13 @@ def new_weight_returned(x: Tensor, w: Tensor, m: Tensor) -> Tensor:
 def test_a_hazard_keeps_the_functional_op(hazard):
     final = Final(hazard, X, W, M)
     assert final.added(ops.step_) == 0
-    assert made(final.journal, INPUT) == 0
+    assert final.made(INPUT) == 0
 
 
 def test_a_part_that_must_be_copied_and_lies_otherwise_in_memory_is_refused():
     final = Final(update_one, X, W, torch.randn(4, 6).t())
     assert final.added(ops.step_) == 0
-    assert any("is not contiguous" in record.reason for record in final.journal.refusals if record.rule == INPUT)
+    assert any("is not contiguous" in each for each in final.reasons(INPUT))
 
 
 # -- declaring -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tests.fuzz import ops
-from tests.passes.final_graph import Compiled
+from tests.harness.compiling import Verified
 
 RULE = "write_input_in_place"
 CACHE, INDEX, ROWS = torch.randn(6, 4), torch.tensor([1, 3]), torch.randn(2, 4)
@@ -116,7 +116,7 @@ def updating(update: Update) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_no_copy_of_the_whole_survives(name):
-    compiled = Compiled(updating(UPDATES[name]), CACHE, INDEX, ROWS)
+    compiled = Verified(updating(UPDATES[name]), CACHE, INDEX, ROWS)
     assert len(compiled.full_copies(CACHE)) == (name in ITS_OWN_COPY)
     assert compiled.made(RULE) == 1
     assert not compiled.reasons(RULE)
@@ -136,7 +136,7 @@ NOT_ITS_OWN = [name for name in UPDATES if name not in ITS_OWN_COPY]
 
 @pytest.mark.parametrize("name", NOT_ITS_OWN)
 def test_a_copy_of_the_old_value_is_the_only_one(name):
-    compiled = Compiled(keeping_the_old_value(UPDATES[name]), CACHE, INDEX, ROWS, exact="transposed" not in name)
+    compiled = Verified(keeping_the_old_value(UPDATES[name]), CACHE, INDEX, ROWS, exact="transposed" not in name)
     assert compiled.full_copies(CACHE) == ["clone"]  # which eager makes too
     assert compiled.made(RULE) == 1
 
@@ -153,7 +153,7 @@ def drop_clones(gm: GraphModule, example_inputs: Any, config: Any) -> None:
 def test_a_later_read_of_the_old_value_blocks_the_write_and_is_named(name):
     model = keeping_the_old_value(UPDATES[name])
     exact = "transposed" not in name
-    compiled = Compiled(model, CACHE, INDEX, ROWS, exact=exact, post_grad_custom_pre_pass=drop_clones)
+    compiled = Verified(model, CACHE, INDEX, ROWS, exact=exact, post_grad_custom_pre_pass=drop_clones)
     assert compiled.made(RULE) == 0
     assert any("the old value is read later by 'cos'" in reason for reason in compiled.reasons(RULE))
     assert any("return c.sum(0), old.cos()" in reason for reason in compiled.reasons(RULE))
@@ -162,7 +162,7 @@ def test_a_later_read_of_the_old_value_blocks_the_write_and_is_named(name):
 @pytest.mark.parametrize("name", ["index_copy_", "slice", "row add_", "transposed add_", "index_copy_ of columns"])
 def test_dynamic_sizes(name):
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        compiled = Compiled(updating(UPDATES[name]), CACHE, INDEX, ROWS)
+        compiled = Verified(updating(UPDATES[name]), CACHE, INDEX, ROWS)
     assert not compiled.full_copies(CACHE)
     assert not compiled.reasons(RULE)
 
@@ -174,7 +174,7 @@ def test_an_input_that_lies_otherwise_in_memory_is_written_where_it_is():
         c.index_copy_(0, i, k)
         return c.t().sum(0), c[1:] @ k.t()
 
-    compiled = Compiled(model, CACHE.t().contiguous().t(), INDEX, ROWS)
+    compiled = Verified(model, CACHE.t().contiguous().t(), INDEX, ROWS)
     assert not compiled.full_copies(CACHE)
     assert compiled.made(RULE) == 1
 
@@ -184,7 +184,7 @@ def test_a_reader_that_depends_on_the_layout_is_an_obstacle():
         c.index_copy_(0, i, k)
         return c.reshape(4, 6) + 1
 
-    compiled = Compiled(model, CACHE.t().contiguous().t(), INDEX, ROWS)
+    compiled = Verified(model, CACHE.t().contiguous().t(), INDEX, ROWS)
     assert compiled.reasons(RULE) == ["the new value has another layout than the input"]
 
 
@@ -208,7 +208,7 @@ def test_a_view_of_the_updated_cache_costs_nothing(name, returned):
         UPDATES[name](c, i, k)
         return returned(c)
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS)
+    compiled = Verified(model, CACHE, INDEX, ROWS)
     assert not compiled.full_copies(CACHE)
     cache = CACHE.clone()
     results = compiled.run(cache, INDEX, ROWS)
@@ -222,7 +222,7 @@ def test_a_view_taken_before_the_update_sees_it():
         c.index_copy_(0, i, k)
         return window, c.sum(0)
 
-    assert not Compiled(model, CACHE, INDEX, ROWS).full_copies(CACHE)
+    assert not Verified(model, CACHE, INDEX, ROWS).full_copies(CACHE)
 
 
 def test_a_new_value_of_its_own_stays_a_tensor_of_its_own():
@@ -231,7 +231,7 @@ def test_a_new_value_of_its_own_stays_a_tensor_of_its_own():
         c.copy_(new)
         return new[:, :2]
 
-    compiled = Compiled(model, CACHE, INDEX, ROWS)
+    compiled = Verified(model, CACHE, INDEX, ROWS)
     assert compiled.reasons(RULE) == ["an output would begin to share memory with an input"]
 
 
@@ -244,7 +244,7 @@ def test_a_list_of_caches():
             cache.index_copy_(0, i, k + layer)
         return sum(cache.sum(0) for cache in caches)
 
-    compiled = Compiled(model, [CACHE, CACHE + 1, CACHE + 2], INDEX, ROWS)
+    compiled = Verified(model, [CACHE, CACHE + 1, CACHE + 2], INDEX, ROWS)
     assert not compiled.full_copies(CACHE)
     assert compiled.made(RULE) == 3
 
@@ -255,8 +255,8 @@ def test_an_optimizer_style_update():
         w.addcmul_(m, m, value=-0.1)
         return w.sum(0)
 
-    compiled = Compiled(model, CACHE, CACHE * 0, torch.randn(6, 4), exact=False)
-    assert compiled.calls(torch.ops.aten.copy_.default) == 0
+    compiled = Verified(model, CACHE, CACHE * 0, torch.randn(6, 4), exact=False)
+    assert compiled.running().count(torch.ops.aten.copy_.default) == 0
     assert len(compiled.full_copies(CACHE)) <= 1  # m * m, where torch takes addcmul_ apart
     assert compiled.made(RULE) == 2
 
@@ -268,7 +268,7 @@ def test_a_custom_op_copies_only_what_is_still_needed():
         ops.swap(a, kept)
         return old + kept
 
-    compiled = Compiled(model, CACHE, CACHE + 1)
+    compiled = Verified(model, CACHE, CACHE + 1)
     copies = [name for name in compiled.full_copies(CACHE) if "cos" not in name and "add" not in name]
     assert len(copies) == 1
 
@@ -313,17 +313,17 @@ def reshaped_back_the_wrong_way(c: Tensor, i: Tensor, k: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 def test_a_hazard_inside_of_a_window(hazard, verify):
-    Compiled(hazard, CACHE, INDEX, ROWS, verify=verify)
+    Verified(hazard, CACHE, INDEX, ROWS, verify=verify)
 
 
 def test_what_is_inside_of_a_window_may_still_be_copied_into_it():
-    compiled = Compiled(update_inside_reads_another_row, CACHE, INDEX, ROWS)
+    compiled = Verified(update_inside_reads_another_row, CACHE, INDEX, ROWS)
     assert not compiled.full_copies(CACHE)
     assert compiled.made(RULE) == 1
 
 
 def test_an_op_that_may_round_differently_in_place_is_named():
-    compiled = Compiled(lambda c: c.cumsum_(0).sum(), CACHE)
+    compiled = Verified(lambda c: c.cumsum_(0).sum(), CACHE)
     assert any("is not known to give the same bits in place" in reason for reason in compiled.reasons(RULE))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import graphex
-from tests.passes.support import Optimised, assert_same_to_user, aten, trace
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, aten, trace
 
 prims = torch.ops.prims
 
@@ -105,7 +106,7 @@ def used_inside(op):
 def test_noop_inside_a_graph_is_removed(name):
     rule, op, given = NOOPS[name]
     made = Optimised(used_inside(op), given)
-    assert rule in made.rules()
+    assert rule in made.cleaned()
     assert [node.op for node in made.seen.gm.graph.nodes].count("call_function") == 2
     assert_same_to_user(made.run, used_inside(op), given)
 
@@ -114,7 +115,7 @@ def test_noop_inside_a_graph_is_removed(name):
 def test_noop_of_dynamic_shape_is_removed(name):
     rule, op, given = NOOPS[name]
     made = Optimised(used_inside(op), given, dynamic=True)
-    assert rule in made.rules()
+    assert rule in made.cleaned()
     larger = torch.cat([given, given])
     assert_same_to_user(made.run, used_inside(op), larger)
 
@@ -132,7 +133,7 @@ def test_noop_of_dynamic_shape_is_removed(name):
 )
 def test_sizes_are_compared_as_expressions(op):
     made = Optimised(used_inside(op), X, dynamic=True)
-    assert len(made.rules()) == 1
+    assert len(made.cleaned()) == 1
     assert_same_to_user(made.run, used_inside(op), torch.randn(7, 5))
 
 
@@ -141,7 +142,7 @@ def test_a_slice_that_covers_only_some_sizes_is_kept():
         return aten.mul.Tensor(aten.slice.Tensor(x, 0, 0, 3), 2)
 
     made = Optimised(first_three, X, dynamic=True)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert_same_to_user(made.run, first_three, torch.randn(7, 4))
 
 
@@ -150,7 +151,7 @@ def test_op_that_does_something_is_kept(name):
     op, given = WORK[name]
     before = [node.target for node in trace(used_inside(op), given).graph.nodes]
     made = Optimised(used_inside(op), given)
-    assert made.rules() == []
+    assert made.cleaned() == []
     assert made.seen.targets == before
     assert_same_to_user(made.run, used_inside(op), given)
 
@@ -160,7 +161,7 @@ def test_returned_copy_of_an_input_is_kept(name):
     rule, op, given = NOOPS[name]
     made = Optimised(op, given)
     assert made.reasons(rule) == ["an output would begin to share memory with an input"]
-    assert rule not in made.rules()
+    assert rule not in made.cleaned()
     assert_same_to_user(made.run, op, given)
 
 
@@ -181,7 +182,7 @@ def test_returned_copy_of_another_result_is_kept(name):
 def test_returned_view_that_changes_nothing_is_replaced_by_what_it_looks_at(name):
     rule, op, given = NOOPS[name]
     made = Optimised(op, given)
-    assert made.rules() == [rule]
+    assert made.cleaned() == [rule]
     assert_same_to_user(made.run, op, given)
 
 
@@ -190,7 +191,7 @@ def test_only_copy_of_an_intermediate_is_returned_without_it():
         return aten.clone.default(aten.add.Tensor(x, 1))
 
     made = Optimised(copied_once, X)
-    assert made.rules() == ["plain_copy"]
+    assert made.cleaned() == ["plain_copy"]
     assert_same_to_user(made.run, copied_once, X)
 
 
@@ -201,7 +202,7 @@ def test_two_returned_copies_of_one_value_stay_two():
 
     made = Optimised(twice, X)
     assert_same_to_user(made.run, twice, X)
-    assert made.rules() == ["plain_copy"]
+    assert made.cleaned() == ["plain_copy"]
     assert made.reasons("plain_copy") == ["two outputs would begin to share memory"]
 
 
@@ -254,7 +255,7 @@ def test_copy_read_only_before_the_original_is_overwritten_is_removed():
         return result
 
     made = Optimised(save, X)
-    assert made.rules() == ["plain_copy"]
+    assert made.cleaned() == ["plain_copy"]
     assert_same_to_user(made.run, save, X)
 
 
@@ -266,7 +267,7 @@ def test_copies_of_copies_all_go():
         return aten.mul.Tensor(y, 2)
 
     made = Optimised(chain, X)
-    assert made.rules() == ["plain_copy"] * 3
+    assert made.cleaned() == ["plain_copy"] * 3
     assert_same_to_user(made.run, chain, X)
 
 
@@ -311,11 +312,11 @@ def test_remove_noop_ops_false_keeps_everything():
 def test_a_disabled_rule_does_not_fire(name):
     rule, op, given = NOOPS[name]
     made = Optimised(used_inside(op), given, disable_rules=[rule])
-    assert rule not in made.rules()
+    assert rule not in made.cleaned()
 
 
 def test_disabling_one_rule_leaves_the_others():
     def both(x):
         return aten.mul.Tensor(aten.pow.Tensor_Scalar(aten.clone.default(aten.add.Tensor(x, 1)), 1), 2)
 
-    assert Optimised(both, X, disable_rules=["plain_copy"]).rules() == ["power_one"]
+    assert Optimised(both, X, disable_rules=["plain_copy"]).cleaned() == ["power_one"]

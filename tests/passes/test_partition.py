@@ -18,7 +18,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, cha
 from graphex.analysis.source import origins
 from graphex.passes.metadata import stamp_origins
 from graphex.passes.partition import Partitioner
-from tests.passes.support import trace
+from tests.harness.compiling import trace
 
 aten = torch.ops.aten
 SUPPORTED, OTHER = aten.add.Tensor, aten.mul.Tensor

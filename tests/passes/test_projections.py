@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import graphex
-from tests.passes.folded import HIDDEN, KV, WIDTH, Folded, half, linear, norm, ops, weights
+from tests.harness.projections import HIDDEN, KV, WIDTH, Folded, half, linear, norm, ops, weights
 
 LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
 
@@ -42,17 +42,17 @@ def mlp(*shape: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("shape", [(1, WIDTH), (2, 1, WIDTH), (2, 3, 4, WIDTH), (64, WIDTH)])
 def test_projections_of_a_norm_become_one_op(shape: tuple[int, ...]) -> None:
     folded = Folded(attend, *qkv(*shape))
-    assert folded.ops == ["rms_norm_linears"]
+    assert folded.shown == ["rms_norm_linears"]
     assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1)}
     made = {record.rule: record for record in folded.journal.rewrites if record.pass_name == "fold_projections"}
     assert len(made[LINEARS].nodes) == 3
-    assert made[LINEARS].line.startswith("folded.py:")
+    assert made[LINEARS].line.startswith("projections.py:")
     assert made[NORM].into == made[LINEARS].into
 
 
 def test_a_feed_forward_block_is_two_ops() -> None:
     folded = Folded(feed_forward, *mlp(2, 1, WIDTH))
-    assert folded.ops == ["rms_norm_gated_linears", "linears"]
+    assert folded.shown == ["rms_norm_gated_linears", "linears"]
     assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1), GATED: (1, 1), RESIDUAL: (1, 1), "gated_linears": (1, 1)}
 
 
@@ -62,13 +62,13 @@ def test_layers_in_a_row_carry_the_residual_along(dtype: torch.dtype) -> None:
         return feed_forward(feed_forward(x, *given), *given)
 
     folded = Folded(model, *(each.to(dtype) for each in mlp(2, 1, WIDTH)))
-    assert folded.ops == ["rms_norm_gated_linears", "linears"] * 2
+    assert folded.shown == ["rms_norm_gated_linears", "linears"] * 2
     assert folded.counts == {LINEARS: (6, 6), NORM: (2, 2), GATED: (2, 2), RESIDUAL: (2, 2), "gated_linears": (2, 2)}
 
 
 def test_a_layer_alone_is_taken_too() -> None:
     folded = Folded(lambda x, w: linear(x, w).relu(), half(2, 3, WIDTH), *weights(KV))
-    assert folded.ops == ["linears"]
+    assert folded.shown == ["linears"]
     assert folded.counts == {LINEARS: (1, 1)}
 
 
@@ -77,7 +77,7 @@ def test_each_layer_keeps_its_own_bias() -> None:
         return linear(x, q, one), linear(x, k), linear(x, v, two)
 
     folded = Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV, KV), half(WIDTH), half(KV))
-    assert folded.ops == ["linears"]
+    assert folded.shown == ["linears"]
 
 
 SPELLINGS = {
@@ -101,7 +101,7 @@ SPELLINGS = {
 def test_a_linear_layer_has_many_spellings(spelling: str, varies: Any) -> None:
     folded = Folded(SPELLINGS[spelling], half(2, 3, WIDTH), *weights(KV), varies=varies)
     assert folded.counts == {LINEARS: (1, 1)}
-    assert not {"mm", "addmm"} & set(folded.ops)
+    assert not {"mm", "addmm"} & set(folded.shown)
 
 
 @pytest.mark.parametrize("varies", [(), [(0, 0)]])
@@ -119,7 +119,7 @@ def test_halves_of_one_weight_are_joined() -> None:
         return linear(x, w[:KV], b[:KV]), linear(x, w[KV:], b[KV:])
 
     folded = Folded(model, half(3, WIDTH), *weights(2 * KV), half(2 * KV))
-    assert folded.ops == ["linears"]
+    assert folded.shown == ["linears"]
 
 
 def test_a_weight_that_is_used_elsewhere_is_left_where_it_is() -> None:
@@ -127,7 +127,7 @@ def test_a_weight_that_is_used_elsewhere_is_left_where_it_is() -> None:
         return linear(norm(functional.embedding(tokens, table), gain), table)
 
     folded = Folded(tied, torch.tensor([[3], [1]]), half(7, WIDTH), half(WIDTH))
-    assert folded.ops == ["embedding", "rms_norm_linears"]
+    assert folded.shown == ["embedding", "rms_norm_linears"]
 
 
 def test_results_share_no_memory_that_they_did_not_share() -> None:
@@ -137,7 +137,7 @@ def test_results_share_no_memory_that_they_did_not_share() -> None:
 
     folded = Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV))
     with torch.no_grad():
-        results = folded.compiled(half(2, 3, WIDTH), *weights(WIDTH, KV))
+        results = folded.run(half(2, 3, WIDTH), *weights(WIDTH, KV))
     assert len({id(each) for each in results}) == 4
     assert [each.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr() for each in results] == [
         True,
@@ -156,7 +156,7 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
         return (x, *attend(x, *given[1:]))
 
     folded = Folded(model, half(5, 13, WIDTH), *qkv(5, 13, WIDTH))
-    assert folded.ops == ["add_rms_norm", "mm", "mm", "mm"]
+    assert folded.shown == ["add_rms_norm", "mm", "mm", "mm"]
     assert folded.counts == {}  # a plain product is as good: they are no candidates
     (reason,) = folded.reasons(LINEARS)
     assert reason.startswith("65 rows are more than 64")
@@ -165,15 +165,15 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
 def test_an_unknown_number_of_rows_is_the_ops_to_decide() -> None:
     given = mlp(4, 3, WIDTH)
     folded = Folded(feed_forward, *given, varies=[(0, 0)])
-    assert folded.ops == ["rms_norm_gated_linears", "linears"]
+    assert folded.shown == ["rms_norm_gated_linears", "linears"]
     for rows in (2, 7, 50):
-        folded.again(half(rows, 3, WIDTH), *given[1:])
+        folded(half(rows, 3, WIDTH), *given[1:])
     assert len(folded.journal.graphs) == 1
 
 
 def test_rows_that_are_certainly_too_many_are_refused_whatever_their_number() -> None:
     folded = Folded(linear, half(4, 70, WIDTH), *weights(KV), varies=[(0, 0)])
-    assert folded.ops == ["mm"]
+    assert folded.shown == ["mm"]
     assert "are more than 64" in folded.reasons(LINEARS)[0]
 
 
@@ -187,7 +187,7 @@ def test_a_weight_whose_size_varies_is_refused() -> None:
 
 def test_float32_is_left_to_the_library() -> None:
     folded = Folded(attend, *(each.float() for each in qkv(2, WIDTH)))
-    assert folded.ops == ["rms_norm", "mm", "mm", "mm"]
+    assert folded.shown == ["rms_norm", "mm", "mm", "mm"]
     assert "float32" in folded.reasons(LINEARS)[0]
 
 
@@ -222,7 +222,7 @@ def test_a_norm_that_is_used_elsewhere_stays(use: object, said: str) -> None:
         return linear(y, w), use(y)  # type: ignore[operator]
 
     folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV))
-    assert folded.ops == ["rms_norm", "linears"]
+    assert folded.shown == ["rms_norm", "linears"]
     assert folded.counts == {LINEARS: (1, 1), NORM: (0, 1)}
     (reason,) = folded.reasons(NORM)
     assert said in reason
@@ -234,7 +234,7 @@ def test_a_norm_whose_scale_is_used_stays() -> None:
         return linear(y, w), rstd
 
     folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV))
-    assert folded.ops == ["rms_norm", "linears"]
+    assert folded.shown == ["rms_norm", "linears"]
     assert "rstd" in folded.reasons(NORM)[0]
 
 
@@ -243,7 +243,7 @@ def test_a_norm_that_widens_is_no_norm_for_narrow_layers() -> None:
         return linear(norm(x, gain).half(), w)
 
     folded = Folded(model, half(2, WIDTH), torch.randn(WIDTH), *weights(KV))
-    assert folded.ops == ["rms_norm", "linears"]
+    assert folded.shown == ["rms_norm", "linears"]
 
 
 def test_an_activation_that_is_used_elsewhere_stays() -> None:
@@ -252,7 +252,7 @@ def test_an_activation_that_is_used_elsewhere_stays() -> None:
         return linear(y, w), y.abs()
 
     folded = Folded(model, half(2, WIDTH), half(2, WIDTH), *weights(KV))
-    assert folded.ops == ["silu_mul", "linears"]
+    assert folded.shown == ["silu_mul", "linears"]
     assert "also used by 'abs" in folded.reasons(GATED)[0]
 
 
@@ -261,7 +261,7 @@ def test_so_many_layers_are_joined_and_no_more() -> None:
         return [linear(x, each) for each in given]
 
     folded = Folded(model, half(2, WIDTH), *weights(*[KV] * 10))
-    assert folded.ops == ["linears", "linears"]
+    assert folded.shown == ["linears", "linears"]
     assert folded.counts == {LINEARS: (10, 10)}
     assert "8 layers are already" in folded.reasons(LINEARS)[0]
 
@@ -272,7 +272,7 @@ def test_a_weight_that_is_computed_later_is_not_waited_for() -> None:
         return first, linear(x, k * first.sum())
 
     folded = Folded(model, half(2, WIDTH), *weights(KV, KV))
-    assert folded.ops == ["linears", "linears"]
+    assert folded.shown == ["linears", "linears"]
     assert "is computed later" in folded.reasons(LINEARS)[0]
 
 
@@ -289,7 +289,7 @@ def test_a_weight_that_is_computed_later_is_not_waited_for() -> None:
     ],
 )
 def test_each_rule_can_be_left_out(rule: str, left: list[str]) -> None:
-    assert Folded(feed_forward, *mlp(2, WIDTH), disable_rules=[rule]).ops == left
+    assert Folded(feed_forward, *mlp(2, WIDTH), disable_rules=[rule]).shown == left
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_each_rule_can_be_left_out(rule: str, left: list[str]) -> None:
 )
 def test_the_pass_can_be_left_out(options: dict[str, object]) -> None:
     folded = Folded(feed_forward, *mlp(2, WIDTH), **options)
-    assert folded.ops.count("mm") == 3
+    assert folded.shown.count("mm") == 3
     assert not [ran for ran in folded.journal.passes if ran.name == "fold_projections"]
 
 
@@ -320,7 +320,7 @@ def test_a_rule_of_the_users_comes_first() -> None:
     rule = graphex.replacement(search, replace, (half(2, WIDTH), half(KV, WIDTH)), name="clamped")
     folded = Folded(model, half(2, WIDTH), *weights(KV, KV), fusion_rules=[rule])
     assert [(each.matches, each.candidates) for each in folded.journal.rules if each.rule == "clamped"] == [(1, 1)]
-    assert sorted(folded.ops) == ["linears", "mm"]
+    assert sorted(folded.shown) == ["linears", "mm"]
     assert folded.reasons(LINEARS) == ["your rule 'clamped' takes it"]
 
 

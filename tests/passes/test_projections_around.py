@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 import graphex
-from tests.passes.final_graph import Compiled
-from tests.passes.folded import KV, WIDTH, Folded, half, linear, norm, ops, weights
-from tests.passes.support import Observer, assert_same_to_user, trace
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised, Verified
+from tests.harness.projections import KV, WIDTH, Folded, half, linear, norm, ops, weights
 
 aten = torch.ops.aten
 LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
@@ -34,7 +34,7 @@ ADDED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("varies", [(), [(0, 1), (1, 1)]])
 def test_a_residual_is_added_in_the_op(how: str, varies: Any) -> None:
     folded = Folded(ADDED[how], half(2, 3, WIDTH), half(2, 3, KV), *weights(KV), varies=varies)
-    assert set(folded.ops) == {"linears"}
+    assert set(folded.shown) == {"linears"}
     assert folded.counts[RESIDUAL] == (1, 1)
 
 
@@ -61,14 +61,14 @@ NOT_ADDED: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_residual_that_does_not_fit_stays_an_addition(how: str) -> None:
     function, said = NOT_ADDED[how]
     folded = Folded(function, half(2, 3, WIDTH), half(2, 3, KV), *weights(KV))
-    assert folded.ops.count("add") == 1
+    assert folded.shown.count("add") == 1
     assert folded.counts[RESIDUAL] == (0, 1)
     assert said in folded.reasons(RESIDUAL)[0]
 
 
 @pytest.mark.parametrize("function", [lambda x, w: 2 * (y := linear(x, w)) + y, lambda x, w: (y := linear(x, w)) + y])
 def test_a_result_added_to_itself_is_no_residual(function: Callable[..., Any]) -> None:
-    assert "add" in Folded(function, half(2, WIDTH), *weights(KV)).ops
+    assert "add" in Folded(function, half(2, WIDTH), *weights(KV)).shown
 
 
 def test_a_scaled_residual_is_none() -> None:
@@ -79,18 +79,17 @@ def test_a_scaled_residual_is_none() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Written:
-    """A function whose writes stay where they are, through graphex: nobody can tell which one ran."""
+def written(fn: Callable[..., Any], *inputs: Tensor) -> Optimised:
+    """A function whose writes stay where they are, through graphex: a caller cannot tell which one ran."""
+    made = Optimised(fn, *inputs, lift_idioms="always")
+    assert_same_to_user(made.run, fn, *inputs)
+    made.assert_nothing_given_up()
+    return made
 
-    def __init__(self, fn: Callable[..., Any], *inputs: Tensor) -> None:
-        self.seen = Observer()
-        options = {"lift_idioms": "always", "post_grad_custom_post_pass": self.seen}
-        run = graphex.compile_fx(trace(fn, *inputs), options=options)
-        assert_same_to_user(run, fn, *inputs)
-        self.journal = graphex.journal(run)
-        self.ops = self.seen.targets.count(ops.linears.default), self.seen.targets.count(ops.rms_norm_linears.default)
-        self.reasons = [each.reason for each in self.journal.refusals if each.pass_name == "fold_projections"]
-        assert not [ran for ran in self.journal.passes if ran.status not in ("changed", "unchanged")]
+
+def linears(made: Optimised) -> tuple[int, int]:
+    """(without a norm, with one)"""
+    return made.count(ops.linears.default), made.count(ops.rms_norm_linears.default)
 
 
 def test_a_weight_that_is_written_in_between_is_read_where_it_was() -> None:
@@ -99,9 +98,9 @@ def test_a_weight_that_is_written_in_between_is_read_where_it_was() -> None:
         k.mul_(2)
         return first, x @ turned
 
-    written = Written(model, half(2, WIDTH), *weights(KV, KV))
-    assert written.ops == (2, 0)
-    assert "is written in between" in written.reasons[0]
+    made = written(model, half(2, WIDTH), *weights(KV, KV))
+    assert linears(made) == (2, 0)
+    assert "is written in between" in made.reasons()[0]
 
 
 def test_an_input_that_is_written_in_between_is_another_input() -> None:
@@ -110,7 +109,7 @@ def test_an_input_that_is_written_in_between_is_another_input() -> None:
         x.add_(1)
         return first, linear(x, k)
 
-    assert Written(model, half(2, WIDTH), *weights(KV, KV)).ops == (2, 0)
+    assert linears(written(model, half(2, WIDTH), *weights(KV, KV))) == (2, 0)
 
 
 def test_a_write_to_something_else_does_not_matter() -> None:
@@ -119,7 +118,7 @@ def test_a_write_to_something_else_does_not_matter() -> None:
         other.add_(1)
         return first, linear(x, k)
 
-    assert Written(model, half(2, WIDTH), *weights(KV, KV), half(3)).ops == (1, 0)
+    assert linears(written(model, half(2, WIDTH), *weights(KV, KV), half(3))) == (1, 0)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -129,9 +128,9 @@ def test_a_norm_is_not_moved_across_a_write_to_what_it_reads(which: int) -> None
         (x, gain)[which].zero_()
         return linear(y, w)
 
-    written = Written(model, half(2, WIDTH), half(WIDTH), *weights(KV))
-    assert written.ops == (1, 0)
-    assert "is written between" in written.reasons[0]
+    made = written(model, half(2, WIDTH), half(WIDTH), *weights(KV))
+    assert linears(made) == (1, 0)
+    assert "is written between" in made.reasons()[0]
 
 
 def test_a_layer_is_not_moved_to_its_residual_across_a_write() -> None:
@@ -140,9 +139,9 @@ def test_a_layer_is_not_moved_to_its_residual_across_a_write() -> None:
         w.zero_()
         return r + y
 
-    written = Written(model, half(2, WIDTH), half(2, KV), *weights(KV))
-    assert written.ops == (1, 0)
-    assert "is written between" in written.reasons[0]
+    made = written(model, half(2, WIDTH), half(2, KV), *weights(KV))
+    assert linears(made) == (1, 0)
+    assert "is written between" in made.reasons()[0]
 
 
 def test_a_sum_that_is_written_back_stays_in_place() -> None:
@@ -151,9 +150,9 @@ def test_a_sum_that_is_written_back_stays_in_place() -> None:
         return total * 2
 
     total = half(2, KV)
-    compiled = Compiled(model, half(2, WIDTH), total, *weights(KV), lift_idioms="always")
-    assert compiled.calls(aten.copy_.default) == 0
-    assert compiled.calls(ops.linears.default) == 1
+    compiled = Verified(model, half(2, WIDTH), total, *weights(KV), lift_idioms="always")
+    assert compiled.running().count(aten.copy_.default) == 0
+    assert compiled.running().count(ops.linears.default) == 1
     assert "is written back" in compiled.reasons(RESIDUAL)[0]
 
 
@@ -162,8 +161,8 @@ def test_a_result_may_be_written_to_an_input() -> None:
         cache[:, 1] = linear(x, w)
         return cache.sum(0)
 
-    compiled = Compiled(model, half(2, WIDTH), half(2, 3, KV), *weights(KV), lift_idioms="always")
-    assert compiled.calls(ops.linears.default) == 1
+    compiled = Verified(model, half(2, WIDTH), half(2, 3, KV), *weights(KV), lift_idioms="always")
+    assert compiled.running().count(ops.linears.default) == 1
 
 
 def test_results_that_nobody_needs_any_more_are_written_over() -> None:
@@ -171,17 +170,17 @@ def test_results_that_nobody_needs_any_more_are_written_over() -> None:
         one, other = linear(x, q), linear(x, k)
         return one.exp() * 2, other.exp() * 3
 
-    compiled = Compiled(model, half(2, WIDTH), *weights(KV, KV), lift_idioms="always")
-    assert compiled.calls(ops.linears.default) == 1
-    assert compiled.calls(aten.exp_.default) == 2
+    compiled = Verified(model, half(2, WIDTH), *weights(KV, KV), lift_idioms="always")
+    assert compiled.running().count(ops.linears.default) == 1
+    assert compiled.running().count(aten.exp_.default) == 2
 
 
 def test_parts_of_a_cat_are_right() -> None:
     def model(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.cat((linear(x, q), linear(x, k)), -1)
 
-    compiled = Compiled(model, half(64, WIDTH), *weights(512, 512), lift_idioms="always")
-    assert compiled.calls(ops.linears.default) == 1
+    compiled = Verified(model, half(64, WIDTH), *weights(512, 512), lift_idioms="always")
+    assert compiled.running().count(ops.linears.default) == 1
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ def test_layers_on_two_streams_are_two_ops() -> None:
         return [linear(x, each) for each in (q, k, v, o)]
 
     folded = Folded(model, half(2, WIDTH), *weights(KV, KV, KV, KV), post_grad_custom_pre_pass=placed)
-    assert folded.ops.count("linears") == 2
+    assert folded.shown.count("linears") == 2
     assert "run on different streams" in folded.reasons(LINEARS)[0]
     made = [node for node in folded.seen.gm.graph.nodes if node.target is ops.linears.default]
     assert [len(node.args[1]) for node in made] == [2, 2]
@@ -217,7 +216,7 @@ def test_a_norm_on_another_stream_stays_there() -> None:
         return linear(ops.rms_norm(x, gain, 1e-6)[0], w)
 
     folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV), post_grad_custom_pre_pass=aside)
-    assert "rms_norm_linears" not in folded.ops
+    assert "rms_norm_linears" not in folded.shown
     assert "run on different streams" in folded.reasons(NORM)[0]
 
 
@@ -231,7 +230,7 @@ def test_layers_on_both_sides_of_an_event_are_two_ops() -> None:
         return one, far, linear(x, k)
 
     folded = Folded(model, half(2, WIDTH), *weights(KV, KV))
-    assert folded.ops.count("linears") == 2
+    assert folded.shown.count("linears") == 2
     assert "records or waits between" in folded.reasons(LINEARS)[0]
 
 
@@ -256,8 +255,8 @@ def test_the_cache_is_still_written_with_the_rotary_embedding() -> None:
 
     caches = half(2, 2, 4, WIDTH // 2), half(2, 2, 4, WIDTH // 2)
     given = half(2, 1, WIDTH), torch.tensor([2]), half(1, 1, 1, WIDTH // 2), *caches, half(WIDTH)
-    compiled = Compiled(step, *given, *weights(*[WIDTH] * 4), lift_idioms="always")
+    compiled = Verified(step, *given, *weights(*[WIDTH] * 4), lift_idioms="always")
     assert compiled.made("rotary_qkv_write") == 1
-    assert compiled.calls(ops.rms_norm_linears.default) == 1
-    assert compiled.calls(ops.linears.default) == 1
+    assert compiled.running().count(ops.rms_norm_linears.default) == 1
+    assert compiled.running().count(ops.linears.default) == 1
     assert compiled.full_copies(caches[0]) == []

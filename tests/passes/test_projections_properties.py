@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-import graphex
-from tests.passes.folded import linear, ops
-from tests.passes.support import Observer, assert_same_to_user, trace
+from tests.harness.comparing import assert_same_to_user
+from tests.harness.compiling import Optimised
+from tests.harness.projections import linear, ops
 
 WIDTH = 6  # as many as there are rows, so that any value can be a weight
 SHAPE = 2, 3, WIDTH
@@ -105,14 +105,11 @@ def check(made: list[Step], returned: list[int], dynamic: bool) -> None:
     global folds
     torch.manual_seed(0)
     inputs = (torch.randn(SHAPE) / 2).half(), *((torch.randn(WIDTH, WIDTH) / WIDTH).half() for _ in range(3))
-    function, seen = Program(made, returned), Observer()
-    options = {"lift_idioms": "always", "post_grad_custom_post_pass": seen}
-    run = graphex.compile_fx(trace(function, *inputs, dynamic=dynamic), options=options)
-    assert_same_to_user(run, function, *inputs)
-    journal = graphex.journal(run)
-    assert journal.fallbacks == []
-    assert [ran.name for ran in journal.passes if ran.status not in ("changed", "unchanged")] == []
-    folds += sum(target in OURS for target in seen.targets)
+    function = Program(made, returned)
+    compiled = Optimised(function, *inputs, dynamic=dynamic, lift_idioms="always")
+    assert_same_to_user(compiled.run, function, *inputs)
+    compiled.assert_nothing_given_up()
+    folds += sum(target in OURS for target in compiled.seen.targets)
 
 
 def test_nobody_can_tell_what_was_folded() -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import graphex
-from tests.passes.support import CLEAN, Observer, memory, trace
+from tests.harness.comparing import memory
+from tests.harness.compiling import CLEAN, Observer, trace
+from tests.harness.properties import effort
 
 SHAPE = (4, 4)
 Op = Callable[..., Tensor]
@@ -121,16 +123,6 @@ def assert_indistinguishable(ours: Callable[..., Any], theirs: Callable[..., Any
     for which in (0, 1):
         torch.testing.assert_close(found[which], wanted[which], rtol=0, atol=0, equal_nan=True, check_stride=True)
     assert found[2] == wanted[2]
-
-
-def effort(examples: int) -> Any:
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @given(program=programs())

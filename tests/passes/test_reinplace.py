@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-import graphex
+from tests.harness.compiling import Verified
 
 INPUT = "write_input_in_place"
 DEAD = "compute_in_place"
-
-
-def compiled_like_eager(f: Callable[..., Any], *args: Any, **options: Any) -> graphex.Journal:
-    """Run compiled (twice, verified) and eager on equal inputs; results and final inputs must be bit-equal."""
-    run = torch.compile(f, backend="graphex", options={"verify": True, **options})
-    with torch.no_grad():
-        for _ in range(2):
-            mine = [a.clone() if isinstance(a, Tensor) else a for a in args]
-            theirs = [a.clone() if isinstance(a, Tensor) else a for a in args]
-            torch.testing.assert_close(run(*mine), f(*theirs), rtol=0, atol=0)
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-    journal = graphex.journal(run)
-    assert {verdict.status for verdict in journal.verifications} == {"equal"}
-    return journal
-
-
-def made(journal: graphex.Journal, rule: str) -> int:
-    return sum(record.rule == rule for record in journal.rewrites)
 
 
 CACHE, INDEX, ROWS = torch.randn(6, 4), torch.tensor([1, 3]), torch.randn(2, 4)
@@ -109,9 +88,9 @@ UPDATES = [
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_an_updated_input_is_written_in_place(update, dynamic):
     with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
-        journal = compiled_like_eager(update, CACHE, INDEX, ROWS)
-    assert made(journal, INPUT) == 1
-    assert not [record for record in journal.refusals if record.rule == INPUT]
+        compiled = Verified(update, CACHE, INDEX, ROWS)
+    assert compiled.made(INPUT) == 1
+    assert not compiled.reasons(INPUT)
 
 
 @pytest.mark.parametrize("update", [put, chain, assign_slice], ids=lambda f: f.__name__)
@@ -122,7 +101,7 @@ def test_the_option_and_the_rule_turn_it_off(update):
         {"disable_passes": ["restore_input_writes"]},
     ):
         torch._dynamo.reset()
-        assert made(compiled_like_eager(update, CACHE, INDEX, ROWS, **options), INPUT) == 0
+        assert Verified(update, CACHE, INDEX, ROWS, **options).made(INPUT) == 0
 
 
 def old_value_read_later(c: Tensor, i: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,14 +138,14 @@ def source_is_a_view_of_the_input(c: Tensor, i: Tensor, k: Tensor) -> Tensor:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_hazard_blocks_it_and_is_named(hazard, reason):
-    journal = compiled_like_eager(hazard, CACHE, INDEX, ROWS)
-    assert made(journal, INPUT) == 0
-    assert any(reason in record.reason for record in journal.refusals if record.rule == INPUT)
+    compiled = Verified(hazard, CACHE, INDEX, ROWS)
+    assert compiled.made(INPUT) == 0
+    assert any(reason in each for each in compiled.reasons(INPUT))
 
 
 def test_a_refused_write_names_the_line_that_reads():
-    journal = compiled_like_eager(old_value_read_later, CACHE, INDEX, ROWS)
-    (refusal,) = [record for record in journal.refusals if record.rule == INPUT]
+    compiled = Verified(old_value_read_later, CACHE, INDEX, ROWS)
+    (refusal,) = [record for record in compiled.journal.refusals if record.rule == INPUT]
     assert "late = c.cos()" in refusal.reason
 
 
@@ -177,7 +156,7 @@ def test_two_caches_swapped():
         b.copy_(kept)
         return a - b
 
-    compiled_like_eager(swap, CACHE, CACHE + 1)
+    Verified(swap, CACHE, CACHE + 1)
 
 
 def test_a_list_of_caches_and_an_optimizer_style_update():
@@ -186,8 +165,8 @@ def test_a_list_of_caches_and_an_optimizer_style_update():
         w.sub_(m * 0.1)
         return w.norm()
 
-    journal = compiled_like_eager(step, CACHE, CACHE * 0, torch.randn(6, 4))
-    assert made(journal, INPUT) == 2
+    compiled = Verified(step, CACHE, CACHE * 0, torch.randn(6, 4))
+    assert compiled.made(INPUT) == 2
 
 
 def test_the_same_cache_given_twice_stays_right():
@@ -206,8 +185,8 @@ def test_the_same_cache_given_twice_stays_right():
 
 
 def test_a_chain_of_intermediates_reuses_one_buffer():
-    journal = compiled_like_eager(lambda x, y: ((x * y + x).relu() - y).tanh(), CACHE, CACHE + 1)
-    assert made(journal, DEAD) == 4
+    compiled = Verified(lambda x, y: ((x * y + x).relu() - y).tanh(), CACHE, CACHE + 1)
+    assert compiled.made(DEAD) == 4
 
 
 @pytest.mark.parametrize(
@@ -225,11 +204,11 @@ def test_a_chain_of_intermediates_reuses_one_buffer():
     ids=["input", "returned", "view returned", "read later", "aliased operand", "expanded", "bool", "promotion"],
 )
 def test_what_is_still_needed_is_not_overwritten(f):
-    assert made(compiled_like_eager(f, CACHE, CACHE + 1), DEAD) == 0
+    assert Verified(f, CACHE, CACHE + 1).made(DEAD) == 0
 
 
 def test_the_option_turns_it_off():
-    assert made(compiled_like_eager(lambda x: (x * 2 + 1).relu(), CACHE, inplace_pass=False), DEAD) == 0
+    assert Verified(lambda x: (x * 2 + 1).relu(), CACHE, inplace_pass=False).made(DEAD) == 0
 
 
 def test_an_op_that_returns_its_input_without_saying_so_is_seen_through():
@@ -239,7 +218,7 @@ def test_an_op_that_returns_its_input_without_saying_so_is_seen_through():
         kept, _ = torch.native_dropout(x, 0.5, False)
         return kept.add(1)
 
-    compiled_like_eager(f, CACHE)
+    Verified(f, CACHE)
 
 
 def test_random_ops_are_left_alone():

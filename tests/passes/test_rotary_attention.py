@@ -14,13 +14,12 @@ from torch.nn import functional
 
 import graphex
 from examples.tiny_llama import TinyLlama
-from tests.passes.final_graph import Compiled
-from tests.passes.support import trace
-from tests.passes.test_rotary_write import HEADS, ROOM, WIDTH, half, interleaved
+from tests.harness.compiling import Verified, trace
+from tests.harness.idioms import half, interleaved
 
 ops = torch.ops.graphex
 RULE, PASS = "rotary_attention", "join_rotary_and_attention"
-BATCH = 2
+BATCH, HEADS, WIDTH, ROOM = 2, 2, 8, 16
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -62,16 +61,16 @@ def inputs(
     return x, angle.cos().to(dtype), angle.sin().to(dtype), at, mask, caches
 
 
-def compiled(f: Callable[..., Any], *given: Any, exact: bool = False, **options: Any) -> Compiled:
+def compiled(f: Callable[..., Any], *given: Any, exact: bool = False, **options: Any) -> Verified:
     """Not exact: with a mask, eager's attention is another kernel than that of the op's reference."""
-    return Compiled(f, *given, exact=exact, **{"lift_idioms": "always", **options})
+    return Verified(f, *given, exact=exact, **{"lift_idioms": "always", **options})
 
 
-def joined(ran: Compiled) -> int:
+def joined(ran: Verified) -> int:
     """How often the rule applied; each time there is one such op in the graph that runs."""
     made = ran.made(RULE)
-    assert ran.calls(ops.rotary_attention_.default) == made
-    assert ran.calls(ops.rotary_qkv_write_.default) == ran.made("rotary_qkv_write") - made
+    assert ran.running().count(ops.rotary_attention_.default) == made
+    assert ran.running().count(ops.rotary_qkv_write_.default) == ran.made("rotary_qkv_write") - made
     return made
 
 
@@ -91,7 +90,7 @@ def refused(f: Callable[..., Any], *given: Any, layers: int = 2, **options: Any)
 def test_every_layer_of_a_decode_step_is_one_op(turn, masked):
     ran = compiled(step(turn=turn), *inputs(masked=masked))
     assert joined(ran) == 2
-    assert ran.calls(ops.attention.default) == ran.calls(ops.rotary_qkv_write_.default) == 0
+    assert ran.running().count(ops.attention.default) == ran.running().count(ops.rotary_qkv_write_.default) == 0
 
 
 def test_narrow_types():
@@ -277,14 +276,14 @@ def test_attention_on_another_stream():
 
 
 def test_the_cpu_has_no_kernel_for_it():
-    assert joined(Compiled(step(), *inputs(), exact=False)) == 0
+    assert joined(Verified(step(), *inputs(), exact=False)) == 0
 
 
 @pytest.mark.parametrize("options", [{"disable_rules": [RULE]}, {"disable_passes": [PASS]}])
 def test_it_can_be_switched_off(options):
     ran = compiled(step(), *inputs(), **options)
     assert joined(ran) == 0
-    assert ran.calls(ops.rotary_qkv_write_.default) == ran.calls(ops.attention.default) == 2
+    assert ran.running().count(ops.rotary_qkv_write_.default) == ran.running().count(ops.attention.default) == 2
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -11,23 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 import graphex
-from tests.passes.final_graph import Compiled
-from tests.passes.support import trace
+from tests.harness.compiling import Verified, trace
+from tests.harness.idioms import half, interleaved
 
 ops, aten = torch.ops.graphex, torch.ops.aten
 ONE, ALL = "rotary_write", "rotary_qkv_write"
 HEADS, WIDTH, ROOM = 2, 8, 16
-
-
-def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
-    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
-
-
-def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos[..., : WIDTH // 2], sin[..., : WIDTH // 2]
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -78,16 +67,19 @@ def given(tokens: int = 1, layers: int = 2, dtype: torch.dtype = torch.float32) 
     return torch.randn(1, HEADS, tokens, WIDTH).to(dtype), *angles(tokens, dtype), at, caches
 
 
-def compiled(f: Callable[..., Any], *inputs: Any, disable_rules: Sequence[str] = (), **options: Any) -> Compiled:
+def compiled(f: Callable[..., Any], *inputs: Any, disable_rules: Sequence[str] = (), **options: Any) -> Verified:
     """Without what comes next: attention, which would take the query, the key and the value in."""
     disabled = [*disable_rules, "rotary_attention"]
-    return Compiled(f, *inputs, **{"lift_idioms": "always", "disable_rules": disabled, **options})
+    return Verified(f, *inputs, **{"lift_idioms": "always", "disable_rules": disabled, **options})
 
 
-def joined(ran: Compiled) -> dict[str, int]:
+def joined(ran: Verified) -> dict[str, int]:
     """Rule -> how often it applied; each time there is one such op in the graph that runs."""
     made = {rule: ran.made(rule) for rule in (ONE, ALL)}
-    assert made == {ONE: ran.calls(ops.rotary_write_.default), ALL: ran.calls(ops.rotary_qkv_write_.default)}
+    assert made == {
+        ONE: ran.running().count(ops.rotary_write_.default),
+        ALL: ran.running().count(ops.rotary_qkv_write_.default),
+    }
     return {rule: count for rule, count in made.items() if count}
 
 
@@ -100,12 +92,12 @@ def test_query_key_and_value_of_every_layer_are_one_op(write: Write, tokens: int
     ran = compiled(step(write), *given(tokens))
     assert joined(ran) == {ALL: 2}
     writing = (aten.index_copy_.default, aten.index_put_.default, aten.copy_.default, ops.rotary_qk.default)
-    assert [ran.calls(op) for op in writing] == [0, 0, 0, 0]
+    assert [ran.running().count(op) for op in writing] == [0, 0, 0, 0]
 
 
 def test_positions_of_all_layers_are_made_once() -> None:
-    assert compiled(step(by_slice), *given()).calls(aten.arange.default) == 1
-    assert compiled(step(by_index_put), *given()).calls(aten.where.self) == 1
+    assert compiled(step(by_slice), *given()).running().count(aten.arange.default) == 1
+    assert compiled(step(by_index_put), *given()).running().count(aten.where.self) == 1
 
 
 def test_negative_positions_count_from_the_end() -> None:
@@ -208,7 +200,7 @@ def test_values_at_other_positions_are_written_by_themselves() -> None:
 
     ran = compiled(model, *given(layers=1))
     assert joined(ran) == {ONE: 1}
-    assert ran.calls(ops.rotary.default) == ran.calls(aten.index_copy_.default) == 1
+    assert ran.running().count(ops.rotary.default) == ran.running().count(aten.index_copy_.default) == 1
 
 
 def test_a_cache_with_heads_behind_tokens() -> None:
@@ -384,7 +376,7 @@ def test_a_write_into_the_rotated_key_itself() -> None:
 
 
 def test_the_cpu_has_no_kernel_for_it() -> None:
-    ran = Compiled(step(by_index_copy), *given())
+    ran = Verified(step(by_index_copy), *given())
     assert joined(ran) == {}
 
 

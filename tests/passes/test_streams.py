@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import graphex
-from tests.passes.support import trace
+from tests.harness.compiling import trace
 
 aten = torch.ops.aten
 X = torch.randn(8, 8)

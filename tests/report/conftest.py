@@ -10,8 +10,8 @@ import pytest
 
 import graphex
 from graphex.evidence.report.page import write_page
-from tests.report import browser as browsers
-from tests.report.graphs import explain_llama, large_report
+from tests.harness import browser as browsers
+from tests.harness.reports import explain_llama, large_report
 
 
 @pytest.fixture(scope="session")

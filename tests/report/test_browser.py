@@ -11,8 +11,8 @@ import torch
 import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
-from tests.report.browser import Browser
-from tests.report.graphs import VERSIONS, explain_gate
+from tests.harness.browser import Browser
+from tests.harness.reports import VERSIONS, explain_gate
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source")
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import escaped_json, page, read_data, write_page
-from tests.report.browser import Browser
-from tests.report.graphs import VERSIONS, explain_gate
+from tests.harness.browser import Browser
+from tests.harness.reports import VERSIONS, explain_gate
 
 ATTACK = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--'
 TABS = "1234567"

@@ -15,9 +15,8 @@ import graphex
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import write_page
 from graphex.evidence.watch import watching
-from graphex.runtime import executable
-from tests.report.browser import Browser
-from tests.runtime.tape import TapeDevice
+from tests.harness.browser import Browser
+from tests.harness.tape import TapeDevice, run_on
 
 TABS = "1234567"
 
@@ -108,7 +107,7 @@ def test_several_graphs_are_looked_at_one_by_one(chrome: Browser, tmp_path: Path
 def test_captures_show_keys_hits_and_what_runs_outside(
     chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executable, "device_of", lambda devices: TapeDevice())
+    run_on(monkeypatch, TapeDevice())
 
     def model(x: Tensor) -> Tensor:
         kept = (x + 1).relu()

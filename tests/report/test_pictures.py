@@ -6,7 +6,7 @@ import runpy
 import struct
 from pathlib import Path
 
-from tests.report.browser import Browser
+from tests.harness.browser import Browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/pictures"
 

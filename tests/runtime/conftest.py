@@ -13,8 +13,8 @@ import pytest
 from torch import Tensor
 
 from graphex import backend
-from graphex.runtime import executable, native
-from tests.runtime.tape import TapeDevice
+from graphex.runtime import native
+from tests.harness.tape import TapeDevice, run_on
 
 Move = Callable[[Tensor], Tensor]
 
@@ -22,7 +22,7 @@ Move = Callable[[Tensor], Tensor]
 @pytest.fixture
 def tape(monkeypatch) -> TapeDevice:
     device = TapeDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     return device
 
 

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphex
-from graphex.runtime import executable
-from tests.runtime.support import compile_it, count, reasons, replays, statuses
-from tests.runtime.tape import TapeDevice
+from tests.harness.capture import compile_it, count, reasons, replays, statuses
+from tests.harness.tape import TapeDevice, run_on
 
 Function = Callable[[Tensor], Any]
 Look = Callable[[Function, Tensor, Tensor], Any]
@@ -60,7 +59,7 @@ def program(kind: str, monkeypatch: Any) -> tuple[Function, Function]:
     """A function, and what it is compiled to, after calls that capture where that kind does."""
     if kind != "straight line":
         device = TapeDevice()
-        monkeypatch.setattr(executable, "device_of", lambda devices: device)
+        run_on(monkeypatch, device)
     function = {"pieces": through_the_host, "training": Trained()}.get(kind, model)
     compiled = compile_it(function, capture_sizes=[8]) if kind == "padded" else compile_it(function)
     for _ in range(4):
@@ -395,7 +394,7 @@ def test_tangents_of_random_programs_are_those_of_eager(chosen, captured):
     with pytest.MonkeyPatch.context() as monkeypatch:
         if captured:
             device = TapeDevice()
-            monkeypatch.setattr(executable, "device_of", lambda devices: device)
+            run_on(monkeypatch, device)
         compiled = compiled_graph(chain, x)
         assert (statuses(compiled) == ["captured"]) == captured
         for look in (tangents, LOOKS["vmap"], LOOKS["vjp"]):

@@ -11,37 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays, statuses
+from tests.harness.capture import compile_it, reasons, replays, statuses
+from tests.harness.host_ops import doubles, doubles_outside, kept, looks, looks_and_keeps
 
 CALLS = 12  # more than the captures in a row after which a graph would give up
-
-kept: list[Tensor] = []
-
-
-@torch.library.custom_op("graphex_tests::looks", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
-def looks(x: Tensor) -> Tensor:
-    return x * float(x.sum())
-
-
-@torch.library.custom_op("graphex_tests::looks_and_keeps", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
-def looks_and_keeps(x: Tensor) -> Tensor:
-    kept[:] = [x]
-    return x * float(x.sum())
-
-
-@torch.library.custom_op("graphex_tests::doubles", mutates_args={"x"})
-def doubles(x: Tensor) -> None:
-    x.mul_(2)
-
-
-@torch.library.custom_op("graphex_tests::doubles_outside", mutates_args={"x"}, tags=(torch.Tag.data_dependent_output,))
-def doubles_outside(x: Tensor) -> None:
-    x.mul_(2)
-
-
-looks.register_fake(torch.empty_like)
-looks_and_keeps.register_fake(torch.empty_like)
-graphex.register_keeps_nothing(looks)
 
 
 def check(compiled: Callable[..., Any], model: Callable[..., Any], where: str) -> None:

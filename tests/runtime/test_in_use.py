@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.passes import pending
-from tests.passes.pending import kept, ops
-from tests.runtime.support import compile_it, replays, statuses
+from tests.harness import pending_ops
+from tests.harness.capture import compile_it, replays, statuses
+from tests.harness.pending_ops import kept, ops
 
 CALLS = 6
 
@@ -25,17 +25,12 @@ def keeps(x: Tensor) -> Tensor:
 keeps.register_fake(torch.empty_like)
 
 
-@pytest.fixture(autouse=True)
-def known() -> Iterator[None]:
-    pending.forget()
-    with pending.declared(), torch.no_grad():
-        yield
-    pending.forget()
+pytestmark = pytest.mark.usefixtures("pending")
 
 
 def outcome(run: Callable[..., Any], w: Tensor) -> tuple[list[Any], list[Tensor]]:
     """The results of several calls, what is in flight waited for at the end, and all that was kept by then."""
-    pending.forget()
+    pending_ops.forget()
     torch.manual_seed(0)
     found = [run(torch.randn(3, 4), w) for _ in range(CALLS)]
     results = [[ops.finish(leaf) for leaf in each] for each in found]

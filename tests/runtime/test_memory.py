@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.runtime.support import compile_it, count, in_threads, reasons, replays, same, statuses
+from tests.harness.capture import compile_it, count, in_threads, reasons, replays, same, statuses
 
 
 def run_sizes(compiled, sizes=(2, 3, 4), times=3) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphex.runtime import native
 from graphex.runtime.addresses import Addresses
-from tests.runtime.support import check_with_weights_replaced, compile_it, replays, statuses
+from tests.harness.capture import check_with_weights_replaced, compile_it, replays, statuses
 
 NOWHERE: native.Places = (b"", b"", b"", b"", bytearray())
 

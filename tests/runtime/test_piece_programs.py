@@ -14,10 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
 from graphex.evidence.tensors import sharing
-from graphex.runtime import executable
-from tests.runtime.support import compile_it
-from tests.runtime.tape import TapeDevice
-from tests.runtime.test_crossing import doubles, doubles_outside, looks, looks_and_keeps
+from tests.harness.capture import compile_it
+from tests.harness.host_ops import doubles, doubles_outside, looks, looks_and_keeps
+from tests.harness.tape import TapeDevice, run_on
 
 ROWS, COLUMNS = 3, 4
 
@@ -148,7 +147,7 @@ def compiled(program: Any, returned: Any, given_options: dict[str, Any]) -> Any:
 @given(instructions, st.lists(number, min_size=1, max_size=5), options, calls, st.integers(0, 99))
 def check_programs(monkeypatch, program, returned, given_options, how, seed):
     device = TapeDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     run = compiled(program, returned, given_options)
     mine, theirs = Run(run, seed), Run(model_of(program, returned), seed)
     may_keep = given_options["clone_output"] == "auto"
@@ -213,7 +212,7 @@ def rows_of(program: list[tuple[str, int, int]], returned: list[int]) -> Any:
 )
 def check_sizes(monkeypatch, program, returned, clone_output, capture_sizes, rows):
     device = TapeDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     torch._dynamo.reset()
     model = rows_of(program, returned)
     run = compile_it(model, clone_output=clone_output, capture_sizes=capture_sizes)

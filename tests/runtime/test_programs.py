@@ -13,7 +13,7 @@ from torch import Tensor
 from graphex.evidence.tensors import sharing
 from tests.fuzz.programs import SIZES, load
 from tests.fuzz.run import program_number
-from tests.runtime.support import compile_it, replays
+from tests.harness.capture import compile_it, replays
 
 EACH = 6
 CALLS = 4

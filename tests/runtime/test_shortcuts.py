@@ -22,8 +22,8 @@ from graphex.runtime.addresses import Addresses
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.shortcuts import Questions, what_fits
 from graphex.torch_private.numerics import states, switches_for
-from tests.runtime.support import compile_it, count, in_threads, same, statuses
-from tests.runtime.tape import TapeDevice
+from tests.harness.capture import compile_it, count, in_threads, same, statuses
+from tests.harness.tape import TapeDevice
 
 
 @pytest.fixture(autouse=True, params=["C++", "Python"])

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule, Interpreter
 
 import graphex
-from tests.passes.support import trace
+from tests.harness.compiling import trace
 
 aten = torch.ops.aten
 X = torch.arange(6.0).reshape(2, 3)

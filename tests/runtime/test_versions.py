@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.runtime.support import compile_it, replays
+from tests.harness.capture import compile_it, replays
 
 WRITES = {
     "add_": lambda x: x.add_(1),

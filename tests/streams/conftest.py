@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from graphex.runtime import executable
-from tests.streams.captured import StreamDevice
-from tests.streams.lanes import PaperDevice
+from tests.harness.paper import PaperDevice
+from tests.harness.stream_tape import StreamDevice
+from tests.harness.tape import run_on
 
 
 @pytest.fixture
 def paper(monkeypatch) -> PaperDevice:
     device = PaperDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     return device
 
 
@@ -20,5 +20,5 @@ def paper(monkeypatch) -> PaperDevice:
 def captured(monkeypatch) -> StreamDevice:
     """Streams on a device that captures."""
     device = StreamDevice()
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     return device

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import graphex
-from graphex.runtime import executable
-from tests.streams.lanes import PaperDevice
+from tests.harness.paper import PaperDevice
+from tests.harness.tape import run_on
 
 X = torch.randn(64, 512)
 WEIGHTS = [torch.randn(512, 512) for _ in range(4)]
@@ -110,7 +110,7 @@ def test_the_version_on_two_streams_is_right_in_every_order():
     torch._dynamo.reset()
     device = PaperDevice()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executable, "device_of", lambda devices: device)
+        run_on(patch, device)
         result, journal, _ = run(three, X, *WEIGHTS, calls=2, stream_safety="shuffle")
     torch.testing.assert_close(result, three(X, *WEIGHTS))
     assert set(journal.streams[0].streams) == {"auto", "(current)"}

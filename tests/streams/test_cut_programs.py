@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from graphex.runtime import executable
-from tests.passes.support import trace
-from tests.streams.captured import StreamDevice
-from tests.streams.support import Finished
-from tests.streams.test_cuts import reads_back
-from tests.streams.test_properties import INPUTS, OPS, number, placed, places, syncs
+from tests.harness.compiling import trace
+from tests.harness.host_ops import reads_back
+from tests.harness.random_streams import INPUTS, OPS, number, placed, places, syncs
+from tests.harness.stream_tape import StreamDevice
+from tests.harness.streams import Finished
+from tests.harness.tape import run_on
 
 CALLS = 4
 CUTTING: dict[str, Any] = {
@@ -57,7 +57,7 @@ def results(run: Any) -> list[Tensor]:
 @given(programs, places, syncs, st.sampled_from(["auto", True, False]), st.integers(0, 99))
 def check_programs(monkeypatch, program, where, wanted, clone_output, seed):
     device = StreamDevice(seed)
-    monkeypatch.setattr(executable, "device_of", lambda devices: device)
+    run_on(monkeypatch, device)
     right = results(traced(program))
     try:
         done = Finished(placed(traced(program), where, wanted), clone_output=clone_output)

@@ -11,18 +11,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays, same, statuses
-from tests.streams.support import Finished, find, ours, scoped, trace
+from tests.harness.capture import compile_it, reasons, replays, same, statuses
+from tests.harness.compiling import trace
+from tests.harness.host_ops import reads_back
+from tests.harness.streams import Finished, find, ours, scoped
 
 CALLS = 6
-
-
-@torch.library.custom_op("graphex_tests::reads_back", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
-def reads_back(x: Tensor) -> Tensor:
-    return x * float(x.sum())
-
-
-reads_back.register_fake(torch.empty_like)
 
 
 def check(model: Callable[..., Any], compiled: Callable[..., Any], calls: int = CALLS) -> None:

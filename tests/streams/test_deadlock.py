@@ -11,7 +11,7 @@ import torch._dynamo.variables.streams  # defines torch.ops.streams
 
 import graphex
 from graphex.device import Cores, Device
-from tests.streams.support import Finished, ours
+from tests.harness.streams import Finished, ours
 
 X = torch.randn(4, 4)
 

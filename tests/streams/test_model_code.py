@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 
 import graphex
 from graphex.frontend.streams import keep_stream_calls
-from graphex.runtime import executable
-from tests.streams.lanes import PaperDevice
-from tests.streams.support import Finished, aten, find, ours, trace
+from tests.harness.compiling import trace
+from tests.harness.paper import PaperDevice
+from tests.harness.streams import Finished, aten, find, ours
+from tests.harness.tape import run_on
 
 X = torch.randn(4, 4)
 
@@ -89,7 +90,7 @@ def with_events(stream: int) -> GraphModule:
 
 
 def test_a_stream_with_events_and_no_work_has_a_lane(monkeypatch):
-    monkeypatch.setattr(executable, "device_of", lambda devices: PaperDevice())
+    run_on(monkeypatch, PaperDevice())
     done = Finished(with_events(2))
     assert ("torch event 7", "torch stream 1") in done.waits()
     assert torch.equal(done.run(X), X.sin() + X.cos())

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 import graphex
-from tests.streams.support import Finished, aten, find, in_scope, ours, scoped
+from tests.harness.streams import Finished, aten, find, in_scope, ours, scoped
 
 X = torch.randn(4, 4)
 

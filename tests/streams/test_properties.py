@@ -12,31 +12,14 @@ from torch.fx import GraphModule
 
 import graphex
 from graphex.analysis.races import races
-from tests.streams.support import Finished, events, ours, trace, without
+from tests.harness.compiling import trace
+from tests.harness.random_streams import INPUTS, OPS, number, placed, places, syncs
+from tests.harness.streams import Finished, events, ours, without
 
-INPUTS = [torch.randn(3, 3) for _ in range(3)]
-STREAMS = (None, "a", "b")
-
-# An instruction is an op and the values it takes, as indices into what there is.
-OPS: dict[str, Any] = {
-    "add": lambda x, y: x + y,
-    "mul": lambda x, y: x * y,
-    "sin": lambda x, y: x.sin(),
-    "mm": lambda x, y: x @ y,
-    "view": lambda x, y: x.t(),
-    "in place": lambda x, y: x.add_(y.sin()),
-    "copy": lambda x, y: x.copy_(y + 1),
-    "part": lambda x, y: (x[0].mul_(2), x)[1],
-}
 WRITING = ("in place", "copy", "part")
-number = st.integers(0, 20)
 instructions = st.lists(st.tuples(st.sampled_from(sorted(OPS)), number, number), min_size=3, max_size=9)
 reading = st.lists(
     st.tuples(st.sampled_from([op for op in sorted(OPS) if op not in WRITING]), number, number), min_size=3, max_size=9
-)
-places = st.lists(st.sampled_from(STREAMS), min_size=24, max_size=24)
-syncs = st.lists(
-    st.tuples(st.sampled_from(["record", "wait"]), number, st.sampled_from(STREAMS), st.sampled_from("xy")), max_size=6
 )
 
 
@@ -48,22 +31,6 @@ def traced(program: list[tuple[str, int, int]]) -> GraphModule:
         return values[0] + 1, values[-2] + 1, values[-1] * 2
 
     return trace(run, *INPUTS)
-
-
-def placed(gm: GraphModule, where: list[Any], events_wanted: list[tuple[str, int, Any, str]]) -> GraphModule:
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    for node, stream in zip(calls, [*where, *where], strict=False):
-        node.meta["custom"] = {"graphex_stream": stream} if stream else {}
-    recorded: set[str] = set()
-    for kind, position, stream, tag in sorted(events_wanted, key=lambda wanted: wanted[1]):
-        if kind == "wait" and tag not in recorded:
-            continue
-        recorded.add(tag)
-        op = ours.tagged_event_record.default if kind == "record" else ours.tagged_event_wait.default
-        with gm.graph.inserting_before(calls[min(position, len(calls) - 1)]):
-            node = gm.graph.call_function(op, (tag,))
-        node.meta.update(val=None, custom={"graphex_stream": stream} if stream else {})
-    return gm
 
 
 def compiled(program: Any, where: Any, wanted: Any) -> Finished | None:

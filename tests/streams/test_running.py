@@ -15,7 +15,8 @@ from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphex
-from tests.streams.support import Finished, aten, find, in_scope, ours, scoped, trace
+from tests.harness.compiling import trace
+from tests.harness.streams import Finished, aten, find, in_scope, ours, scoped
 
 X = torch.randn(4, 4)
 

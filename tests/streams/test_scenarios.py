@@ -11,7 +11,8 @@ import torch._dynamo.variables.streams  # defines torch.ops.streams
 from torch.fx import GraphModule
 
 import graphex
-from tests.streams.support import Finished, aten, events, find, in_scope, ours, scoped, trace
+from tests.harness.compiling import trace
+from tests.harness.streams import Finished, aten, events, find, in_scope, ours, scoped
 
 X = torch.randn(4, 4)
 

@@ -8,41 +8,14 @@ from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 
 import graphex
-from tests.streams.support import Finished, events, ours, without
+from tests.harness.streams import DocumentedModel, Finished, documented_pass, events, ours, without
 
 X = torch.randn([3, 3])
 
 
-class Model(torch.nn.Module):
-    def forward(self, x):
-        mm = torch.mm(x, x)
-        abs = torch.abs(mm)
-        add = torch.add(abs, 1)
-        sub = torch.sub(x, mm)
-        return add, sub
-
-
-def _custom_pre_pass(gm, example_inputs, config: graphex.CompilerConfig):
-    fx_graph = gm.graph
-    for node in fx_graph.nodes:
-        if node.op == "call_function" and node.target == torch.ops.aten.mm.default:
-            with fx_graph.inserting_before(node):
-                fx_graph.call_function(torch.ops.air.scope_enter.default, args=(["_user_stream_label"], ["stream_1"]))
-
-        if node.op == "call_function" and node.target == torch.ops.aten.abs.default:
-            with fx_graph.inserting_after(node):
-                record_node = fx_graph.call_function(torch.ops.air.record.default, args=())
-            with fx_graph.inserting_after(record_node):
-                fx_graph.call_function(torch.ops.air.scope_exit.default, args=())
-
-        if node.op == "call_function" and node.target == torch.ops.aten.sub.Tensor:
-            with fx_graph.inserting_before(node):
-                fx_graph.call_function(torch.ops.air.wait.default, args=([record_node],))
-
-
 @pytest.mark.parametrize("when", ["passes", "after"])
 def test_the_pass_works_as_it_is_written(when):
-    done = Finished(Model(), X, **{when: _custom_pre_pass}, verify=True)
+    done = Finished(DocumentedModel(), X, **{when: documented_pass}, verify=True)
     assert done.streams == {"stream_1": ("mm", "abs_1"), "(current)": ("add", "sub")}
     assert done.order() == [
         "record begin",
@@ -55,7 +28,7 @@ def test_the_pass_works_as_it_is_written(when):
         "wait record_default on (current)",  # what the pass says
         "sub",
     ]
-    for got, wanted in zip(done.results, Model()(X), strict=True):
+    for got, wanted in zip(done.results, DocumentedModel()(X), strict=True):
         assert torch.equal(got, wanted)
     assert not done.journal.fallbacks
     assert done.journal.verifications[0].status == "equal"
@@ -64,7 +37,7 @@ def test_the_pass_works_as_it_is_written(when):
 
 def test_the_dump_shows_streams_and_events(tmp_path):
     with inductor.patch({"trace.enabled": True}), dynamo.patch(debug_dir_root=str(tmp_path)):
-        Finished(Model(), X, passes=_custom_pre_pass)
+        Finished(DocumentedModel(), X, passes=documented_pass)
     (final,) = tmp_path.rglob("*_after_schedule_streams.txt")
     text = final.read_text()
     assert "#   stream_1: wait begin, mm, abs_1, record record_default" in text
@@ -72,7 +45,7 @@ def test_the_dump_shows_streams_and_events(tmp_path):
 
 
 def test_explain_shows_the_streams():
-    report = graphex.explain(Model(), (X,), options={"post_grad_custom_pre_pass": _custom_pre_pass})
+    report = graphex.explain(DocumentedModel(), (X,), options={"post_grad_custom_pre_pass": documented_pass})
     assert "stream_1" in str(report)
     assert report.to_dict()["records"]
     assert report.journal.streams[0].added_events == 1
@@ -82,13 +55,13 @@ def test_a_wait_that_does_nothing_is_found():
     """A graph whose records and waits are dropped on the way to the device runs, and is wrong now and then."""
 
     def side_pass(gm, example_inputs, config):
-        _custom_pre_pass(gm, example_inputs, config)
+        documented_pass(gm, example_inputs, config)
         (moment,) = (node for node in gm.graph.nodes if node.target is torch.ops.air.record.default)
         (add,) = (node for node in gm.graph.nodes if node.target is torch.ops.aten.add.Tensor)
         with gm.graph.inserting_before(add):
             gm.graph.call_function(torch.ops.air.wait.default, ([moment],))
 
-    done = Finished(Model(), X, passes=side_pass)
+    done = Finished(DocumentedModel(), X, passes=side_pass)
     kept = done.gm
     for wait in events(kept, ours.event_wait.default):
         kept = without(kept, wait.name)

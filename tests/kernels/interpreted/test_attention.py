@@ -13,8 +13,8 @@ from graphex.kernels.attention import allowing, copied, description
 from graphex.kernels.attention_ways import Tile, ways
 from graphex.kernels.launching import NO_ROOM
 from graphex.ops.definition import SPECS, Declined
-from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, check, job
-from tests.kernels.compare import launcher
+from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, check, job
+from tests.harness.kernels.compare import launcher
 
 FEW = settings(max_examples=16, deadline=None, derandomize=True, database=None)
 small_tiles = st.builds(Tile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))

@@ -11,8 +11,8 @@ from torch import Tensor
 from graphex.kernels.embedding import MOST_INDICES
 from graphex.ops.definition import SPECS, Declined
 from graphex.ops.embedding import COPIED, INDICES
-from tests.kernels.compare import launcher
-from tests.passes.test_properties import effort
+from tests.harness.kernels.compare import launcher
+from tests.harness.properties import effort
 
 embedding = launcher("graphex::embedding")
 dtypes = st.sampled_from(sorted(COPIED, key=str))

@@ -13,8 +13,8 @@ from graphex.kernels import linears
 from graphex.kernels.launching import NO_ROOM
 from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
 from graphex.ops.definition import SPECS, Declined
-from tests.kernels.compare import launcher
-from tests.kernels.linear_jobs import check
+from tests.harness.kernels.compare import launcher
+from tests.harness.kernels.linears import check
 
 FEW = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 HALF = torch.float16

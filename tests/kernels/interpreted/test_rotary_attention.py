@@ -12,9 +12,9 @@ from graphex.kernels import rotary_attention
 from graphex.kernels.attention_ways import Library, Tile
 from graphex.kernels.launching import NO_ROOM
 from graphex.ops.definition import Declined
-from tests.kernels.attention_jobs import LAYOUTS, MASKS
-from tests.kernels.compare import launcher
-from tests.kernels.rotary_attention_steps import by, check, step
+from tests.harness.kernels.attention import LAYOUTS, MASKS
+from tests.harness.kernels.compare import launcher
+from tests.harness.kernels.rotary_attention import by, check, step
 
 FEW = settings(max_examples=24, deadline=None, derandomize=True, database=None)
 small_tiles = st.builds(Tile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))

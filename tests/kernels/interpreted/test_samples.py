@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphex.ops.definition import SPECS, Declined
-from tests.kernels.compare import assert_close_to_reference, copies, exact_results, launcher, roundings, tensors
-from tests.ops.samples import SAMPLES, Maker
+from tests.harness.kernels.compare import assert_close_to_reference, copies, exact_results, launcher, roundings, tensors
+from tests.harness.kernels.samples import SAMPLES, Maker
 
 WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
 # The interpreter's own conversion to float8 does not round to nearest: those are tested on a GPU.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphex.kernels import layout, norm, rotary
 from graphex.ops.definition import SPECS, Declined
-from tests.kernels.compare import assert_close_to_reference, launcher, tensors
+from tests.harness.kernels.compare import assert_close_to_reference, launcher, tensors
 
 FEW = settings(max_examples=10, deadline=None, derandomize=True, database=None)
 leading = st.lists(st.integers(0, 4), max_size=3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
+from tests.harness.capture import compile_it, count, reasons, replays, same, statuses
 
 
 @torch.no_grad()

@@ -48,3 +48,13 @@ def check(way: Way, job: Job, at_most: float = 2.0) -> None:
         allowed = at_most * (its - right).abs().max() + 0.5 * torch.finfo(mine.dtype).eps * right.abs().max()
         worst = (mine - right).abs().max()
         assert worst <= allowed, f"{way.name}: {worst} from exact, eager and rounding allow {allowed}"
+
+
+def zeros_job(rows: int, prologue: str, sizes: tuple[int, ...]) -> Job:
+    make = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731
+    x, columns = make(rows, 2048), 2048
+    up = make(rows, columns) if prologue == "silu_mul" else None
+    gain = make(columns) if prologue == "rms_norm" else None
+    residual = make(rows, sizes[0]) if len(sizes) == 1 else None
+    weights = [make(n, columns) for n in sizes]
+    return Job(prologue, x, up, gain, 1e-5, 0.0, False, weights, [None for _ in sizes], residual)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays
+from tests.harness.capture import compile_it, reasons, replays
 
 
 def trained(where: str, *, compiled: bool, steps: int = 20) -> list[Tensor]:

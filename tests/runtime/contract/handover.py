@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tests.runtime.support import check_with_weights_replaced, compile_it, count, in_threads, replays, same, statuses
+from tests.harness.capture import check_with_weights_replaced, compile_it, count, in_threads, replays, same, statuses
 
 
 def straight(compiled: object) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphex.ops.definition import SPECS
-from tests.ops.samples import Sample
+from tests.harness.kernels.samples import Sample
 
 
 def roundings(name: str, sample: Sample) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from graphex.kernels.attention_ways import Job, Way
 from graphex.ops.attention import attention
-from tests.kernels.compare import assert_close_to_reference
+from tests.harness.kernels.compare import assert_close_to_reference
 
 MASKS = ("none", "prefix", "boolean", "by head", "added", "added -inf", "least", "nothing")
 LAYOUTS = ("heads first", "positions first", "sliced")
@@ -76,3 +76,7 @@ def assert_right(of: Job, found: Tensor) -> None:
     narrow = [x.cpu() if isinstance(x, Tensor) else x for x in of]
     wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in narrow]
     assert_close_to_reference(found.cpu(), attention(*narrow), attention(*wide))
+
+
+def decode_job(width: int, mask: str = "prefix", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Job:
+    return job(group=4, heads=2, length=4096, width=width, mask=mask, dtype=dtype, **sizes)

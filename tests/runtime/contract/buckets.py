@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 import graphex
-from tests.runtime.support import compile_it, count, reasons, replays, statuses
+from tests.harness.capture import compile_it, count, reasons, replays, statuses
 
 SIZES = [2, 4, 8]
 WIDTH = 13  # no number of rows in these tests

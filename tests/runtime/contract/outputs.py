@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.runtime.support import compile_it, reasons, replays, same
+from tests.harness.capture import compile_it, reasons, replays, same
 
 
 def memory(tensor: Tensor) -> int:

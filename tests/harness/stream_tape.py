@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from graphex.device import Cores, Lanes
-from tests.runtime.tape import Tape, TapeDevice, _memory, _owners, _owners_of_nobody, _spoil, _tensors
+from tests.harness.tape import Tape, TapeDevice, _memory, _owners, _owners_of_nobody, _spoil, _tensors
 
 Item = tuple[str, Any, Any]  # ("run", number of the call, stream), ("record" or "wait", event, stream)
 

@@ -11,7 +11,7 @@ from graphex.kernels.attention_ways import Job, Tile
 from graphex.kernels.rotary_attention import Step
 from graphex.kernels.starts import launch
 from graphex.ops.definition import SPECS
-from tests.kernels.attention_jobs import assert_right, mask_of, tensor
+from tests.harness.kernels.attention import assert_right, mask_of, tensor
 
 
 def step(

@@ -1,4 +1,8 @@
-"""What the tests of streams share: the graph that runs in the end, its events, and copies of it with one missing."""
+"""Graphs on streams: place nodes, compile, and read the order and the events of the graph that runs.
+
+done = Finished(model, x, passes=in_scope("side", aten.mm.default))
+assert done.streams == {"side": ("mm",), "(current)": ("add",)}
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,20 @@ import torch
 from torch.fx import GraphModule, Node
 
 import graphex
-from tests.passes.support import trace
+from tests.harness.compiling import Observer, Outcome
 
 ours = torch.ops.graphex
 aten = torch.ops.aten
 
 
-class Finished:
-    """A function through torch.compile, or a graph through compile_fx, and the graph its last pass left."""
+class Finished(Outcome):
+    """A function through torch.compile, or a graph through compile_fx. The graph that runs is `gm`."""
 
     def __init__(self, fn: Any, *inputs: Any, passes: Any = (), after: Any = (), **options: Any) -> None:
-        self._graphs: list[GraphModule] = []
+        self.seen, self.inputs = Observer(), inputs
         options = {
             "post_grad_custom_pre_pass": list(passes) if isinstance(passes, (list, tuple)) else [passes],
-            "post_grad_custom_post_pass": [*(after if isinstance(after, (list, tuple)) else [after]), self._keep],
+            "post_grad_custom_post_pass": [*(after if isinstance(after, (list, tuple)) else [after]), self.seen],
             **options,
         }
         if isinstance(fn, GraphModule):
@@ -32,16 +36,10 @@ class Finished:
             self.run = torch.compile(fn, backend="graphex", options=options)
             with torch.no_grad():
                 self.results = self.run(*[value.clone() for value in inputs])
-        self.journal = graphex.journal(self.run)
-        self.inputs = inputs
-
-    def _keep(self, gm: GraphModule, example_inputs: Any, config: Any) -> None:
-        """A pass that changes nothing; later stages go on with this very module."""
-        self._graphs.append(gm)
 
     @property
     def gm(self) -> GraphModule:
-        return self._graphs[-1]
+        return self.seen.graphs[-1]
 
     @property
     def streams(self) -> dict[str, tuple[str, ...]]:
@@ -102,4 +100,29 @@ def in_scope(label: str, first: Any, last: Any | None = None) -> Callable[..., N
     return placing
 
 
-__all__ = ["Finished", "aten", "events", "find", "in_scope", "ours", "scoped", "trace", "without"]
+class DocumentedModel(torch.nn.Module):
+    def forward(self, x):
+        mm = torch.mm(x, x)
+        abs = torch.abs(mm)
+        add = torch.add(abs, 1)
+        sub = torch.sub(x, mm)
+        return add, sub
+
+
+def documented_pass(gm, example_inputs, config: graphex.CompilerConfig):
+    """mm and abs on a stream of their own, sub after abs: as documented, but for the import."""
+    fx_graph = gm.graph
+    for node in fx_graph.nodes:
+        if node.op == "call_function" and node.target == torch.ops.aten.mm.default:
+            with fx_graph.inserting_before(node):
+                fx_graph.call_function(torch.ops.air.scope_enter.default, args=(["_user_stream_label"], ["stream_1"]))
+
+        if node.op == "call_function" and node.target == torch.ops.aten.abs.default:
+            with fx_graph.inserting_after(node):
+                record_node = fx_graph.call_function(torch.ops.air.record.default, args=())
+            with fx_graph.inserting_after(record_node):
+                fx_graph.call_function(torch.ops.air.scope_exit.default, args=())
+
+        if node.op == "call_function" and node.target == torch.ops.aten.sub.Tensor:
+            with fx_graph.inserting_before(node):
+                fx_graph.call_function(torch.ops.air.wait.default, args=([record_node],))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
+from graphex.runtime import executable
 
 
 class Tape(TorchDispatchMode, Replay):
@@ -129,6 +131,11 @@ def _places(call: Any) -> list[int]:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def run_on(patch: pytest.MonkeyPatch, device: Device) -> None:
+    """What is compiled from now on runs on this device, wherever its tensors are."""
+    patch.setattr(executable, "device_of", lambda devices: device)
 
 
 class TapeDevice(Device):

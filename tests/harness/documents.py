@@ -1,6 +1,6 @@
 """Run every Python block of a document: Markdown (fences), reStructuredText (`code` directives) or plain text.
 
-    python -m tests.docs.blocks [--ascend] [--device cuda] README.md guide.rst ...
+    python -m tests.harness.documents [--ascend] [--device cuda] README.md guide.rst ...
 
 Each block is a program of its own in a folder of its own. A block that is no Python is passed over. Names that a block
 uses and does not define are supplied, where `SUPPLIED` has them. With --ascend the blocks run under `graphex run`.

@@ -12,8 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from tests.runtime.support import compile_it, count, replays, same, statuses
-from tests.runtime.test_pieces import between, on_the_host
+from tests.harness.capture import compile_it, count, replays, same, statuses
+from tests.harness.host_ops import between, reads_back
 
 
 @torch.library.custom_op("graphex_tests::fetched", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
@@ -195,7 +195,7 @@ def test_a_replayer_needs_one_captured_graph(where):
     with pytest.raises(graphex.InputError, match="runs 2"):
         graphex.replayer(compile_it(broken), torch.ones(3, device=where))
     with pytest.warns(graphex.GraphexWarning), pytest.raises(graphex.InputError, match="reads a value back"):
-        graphex.replayer(compile_it(lambda x: on_the_host(x) + 1), torch.ones(3, device=where))
+        graphex.replayer(compile_it(lambda x: reads_back(x) + 1), torch.ones(3, device=where))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.models.test_transformers import PLAIN_ATTENTION, Architecture, transformers
+from tests.harness.models import PLAIN_ATTENTION, Architecture, transformers
 
 BATCH, PROMPT = 2, 6
 WINDOW = 16

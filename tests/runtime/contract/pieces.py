@@ -7,27 +7,12 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.runtime.support import compile_it, count, reasons, replays, same, statuses
+from tests.harness.capture import compile_it, count, reasons, replays, same, statuses
+from tests.harness.host_ops import between, reads_back
 
 
 def pieces(compiled: object) -> set[str]:
     return {record.graph for record in graphex.journal(compiled).captures}
-
-
-@torch.library.custom_op("graphex_tests::on_the_host", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
-def on_the_host(x: Tensor) -> Tensor:
-    return x * float(x.sum())
-
-
-@on_the_host.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def between(x: Tensor, w: Tensor) -> Tensor:
-    a = (x @ w).relu() * 2 + 1
-    b = on_the_host(a)
-    return (b @ w).sin() * 3 + a
 
 
 @torch.no_grad()
@@ -41,9 +26,9 @@ def test_both_sides_of_an_op_that_reads_back_are_captured(where):
     assert set(statuses(compiled)) == {"captured"}
     assert replays(compiled) == 8
     (cut,) = graphex.journal(compiled).cuts
-    assert cut.op == "graphex_tests.on_the_host.default"
+    assert cut.op == "graphex_tests.reads_back.default"
     assert cut.reason == "it reads a value back to the host"
-    assert "b = on_the_host(a)" in cut.line
+    assert "b = reads_back(a)" in cut.line
     assert reasons(compiled) == []
 
 
@@ -52,7 +37,7 @@ def test_explain_names_the_op_the_line_and_the_cost(where):
     report = graphex.explain(between, (torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)), calls=4)
     assert count(report, "microseconds_outside") > 0
     printed = " ".join(str(report).split())
-    assert "on_the_host" in printed
+    assert "reads_back" in printed
     assert "reads a value back" in printed
 
 
@@ -72,7 +57,7 @@ def test_every_size_has_its_pieces(where):
 def test_a_cache_written_on_both_sides(where):
     def f(cache, x):
         cache[0] = (x * 2).sin() + cache[1]
-        y = on_the_host(cache * 1)
+        y = reads_back(cache * 1)
         cache[1] = (y.sum(0) + cache[0]).cos() * 2
         return cache.sum(0) + 1, cache
 
@@ -91,7 +76,7 @@ def test_a_cache_written_on_both_sides(where):
 def test_results_of_a_piece_that_are_returned_stay_right(where):
     def f(x):
         a = (x * 2).sin() + 1
-        b = on_the_host(a)
+        b = reads_back(a)
         return a, (b * 2).sin() + a, a.view(-1)
 
     compiled = compile_it(f)
@@ -143,11 +128,11 @@ def test_sizes_that_depend_on_data_cut_the_graph(where):
 
 @torch.no_grad()
 def test_a_graph_without_a_piece_worth_capturing_runs_and_says_why(where):
-    compiled = compile_it(lambda x: on_the_host(x) + 1)
+    compiled = compile_it(lambda x: reads_back(x) + 1)
     with pytest.warns(graphex.GraphexWarning, match="reads a value back"):
         for _ in range(3):
             x = torch.randn(4, device=where)
-            torch.testing.assert_close(compiled(x), on_the_host(x) + 1)
+            torch.testing.assert_close(compiled(x), reads_back(x) + 1)
     assert replays(compiled) == 0
     (record,) = graphex.journal(compiled).fallbacks
     assert record.node
@@ -157,7 +142,7 @@ def test_a_graph_without_a_piece_worth_capturing_runs_and_says_why(where):
 def test_random_numbers_on_both_sides_follow_the_seed(where):
     def f(x):
         a = torch.nn.functional.dropout((x * 2).sin() + 1, 0.5)
-        b = on_the_host(a)
+        b = reads_back(a)
         return torch.nn.functional.dropout((b * 2).cos() + 1, 0.5), torch.rand_like(x)
 
     compiled = compile_it(f)
@@ -178,7 +163,7 @@ def test_inputs_that_trade_places_between_pieces(clone_input, where):
     """What a piece copies into the memory of the tensors it was captured with is not what the next one reads."""
 
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return (on_the_host((x @ x).relu() * 2 + 1) @ y).sin() * 3 + 1
+        return (reads_back((x @ x).relu() * 2 + 1) @ y).sin() * 3 + 1
 
     compiled = compile_it(f, clone_input=clone_input)
     one, other = torch.randn(2, 4, 4, device=where).unbind()
