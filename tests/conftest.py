@@ -10,14 +10,18 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import Tensor
 
 # Helpers and shared tests assert as test modules do.
-pytest.register_assert_rewrite("tests.harness", "tests.runtime.contract", "tests.device.contract")
+pytest.register_assert_rewrite(
+    "tests.harness", "tests.runtime.contract", "tests.loops.contract", "tests.device.contract"
+)
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 torch.set_num_threads(1)
@@ -74,3 +78,34 @@ def pending() -> Iterator[None]:
     with pending_ops.declared(), torch.no_grad():
         yield
     pending_ops.forget()
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Graphs run on the recording device, although its tensors are on the CPU."""
+    from tests.harness.tape import TapeDevice, run_on
+
+    device = TapeDevice()
+    run_on(monkeypatch, device)
+    return device
+
+
+# A test that takes `where`, `host` and `fetched` names no device: tests/cuda and tests/ascend have others of them.
+
+
+@pytest.fixture
+def where(tape: Any) -> str:
+    """The torch device of tensors that the capturing device holds."""
+    return "cpu"
+
+
+@pytest.fixture
+def host(tape: Any) -> Callable[[Tensor], Tensor]:
+    """A tensor in the memory of the host."""
+    return Tensor.double
+
+
+@pytest.fixture
+def fetched(tape: Any) -> Callable[[Tensor], Tensor]:
+    """A tensor in the memory of the device."""
+    return Tensor.float

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import npugraph_ex
@@ -16,8 +13,7 @@ from torch._functorch.aot_autograd import aot_function
 import graphex
 from graphex.ascend.scenarios import BETTER, NOT_OFFERED
 from tests.harness.ascend import Compiled, on_npu
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import python
 
 TRAINED = """
 import graphex.ascend, torch
@@ -29,8 +25,7 @@ compiled(torch.randn(2, 4).npu()).sum().backward()
 
 def debugged(folder: Path, **variables: str) -> Path:
     """The folder of debug files that a training step in a process of its own leaves."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DEBUG": "1", **variables}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", TRAINED], cwd=folder, env=environment, check=True)
+    python("-W", "ignore", "-c", TRAINED, cwd=folder, TORCH_COMPILE_DEBUG="1", **variables)
     (root,) = folder.glob("torch_compile_debug/run_*/graphex*")
     return root
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -15,22 +13,13 @@ import graphex
 from graphex.ascend.catalogue import NAMES, modules
 from graphex.ascend.npu.mapped import with_device_mapped
 from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import ROOT, python
 
 
 def run_python(code: str, folder: Path, **environment: str) -> str:
     """What a process of its own prints: the names cannot be taken back."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    path = {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return python("-W", "ignore", "-c", code, cwd=folder, **(path | environment)).stdout.strip()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.home], ids=lambda name: name.name)

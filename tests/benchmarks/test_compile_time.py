@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from benchmarks.compile_time import STAGES, table
 from graphex.cli.bench import FOLDER
+from tests.harness.processes import python
 
 OURS = ("graphex_passes", "graphex_program", "graphex_kernels")
 
@@ -31,9 +29,7 @@ def test_stages_add_up():
 
 @pytest.mark.full
 def test_every_stage_is_measured():
-    command = [sys.executable, str(FOLDER / "compile_time.py"), "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python(FOLDER / "compile_time.py", "--rounds", "1")
     rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")]
     medians = {stage.strip(): (float(plain), float(ours)) for stage, plain, ours, _ in rows[1:]}
     assert list(medians) == [*STAGES, "all"]

@@ -16,7 +16,7 @@ from graphex.evidence.report.page import read_data
 from graphex.runtime import native
 from graphex.torch_private import lookup
 from graphex.torch_private.versions import TRIED
-from tests.cli.terminal import ROOT, in_terminal, piped, plain
+from tests.harness.processes import ROOT, in_terminal, piped, plain
 
 SCRIPT = """
 import sys, torch

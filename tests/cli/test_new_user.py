@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphex.cli import main
-from tests.cli.terminal import ROOT
+from tests.harness.processes import ROOT
 
 SECTION = (ROOT / "docs/debugging.md").read_text().split("## Why did my RMSNorm not fuse?")[1].split("\n## ")[0]
 

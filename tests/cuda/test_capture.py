@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.contract.ahead import *  # noqa: F403
-from tests.runtime.contract.buckets import *  # noqa: F403
+from tests.loops.contract import *  # noqa: F403
 from tests.runtime.contract.handover import *  # noqa: F403
 from tests.runtime.contract.inputs import *  # noqa: F403
 from tests.runtime.contract.keys import *  # noqa: F403
 from tests.runtime.contract.outputs import *  # noqa: F403
+from tests.runtime.contract.padding import *  # noqa: F403
 from tests.runtime.contract.pieces import *  # noqa: F403
 from tests.runtime.contract.training import *  # noqa: F403
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -20,6 +16,7 @@ import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from graphex.device.cuda import CudaDevice
 from tests.harness.capture import compile_it, count, in_threads, reasons, replays, statuses
+from tests.harness.processes import python
 
 pytestmark = pytest.mark.cuda
 
@@ -380,10 +377,7 @@ def test_blocking_launches_still_capture():
         "    for i in range(4): assert f(torch.full((4,), float(i), device='cuda'))[0].item() == 2 * i + 1\n"
         "print(len(graphex.journal(f).captures))"
     )
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": str(root)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert (ran.stdout.strip(), ran.returncode) == ("1", 0), ran.stderr
+    assert python("-c", code, CUDA_LAUNCH_BLOCKING="1").stdout.strip() == "1"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

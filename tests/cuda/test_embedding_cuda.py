@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ import graphex
 from graphex.kernels.embedding import MOST_INDICES
 from graphex.ops import declined
 from graphex.ops.embedding import COPIED, INDICES
+from tests.harness.processes import run
 
 pytestmark = pytest.mark.cuda
 
@@ -92,10 +89,8 @@ except RuntimeError:
 @pytest.mark.parametrize("index", [8, -1, 2**32 + 1])
 def test_an_index_outside_of_the_table_stops_the_device(index):
     """In a process of its own: nothing runs on the device after it."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    command = [sys.executable, "-c", OUTSIDE, str(index)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert "stopped" in run.stdout, run.stderr[-2000:]
+    ended = run("-c", OUTSIDE, str(index))
+    assert "stopped" in ended.stdout, ended.stderr[-2000:]
 
 
 class Model(nn.Module):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +13,11 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 from graphex.kernels import linears, tuning
 from graphex.kernels.linear_ways import Job, Library, likely, ways
 from tests.harness.kernels.linears import check
+from tests.harness.processes import python
 
 pytestmark = pytest.mark.cuda
 
 GX = torch.ops.graphex
-ROOT = Path(__file__).parents[2]
 PROLOGUES = ("none", "rms_norm", "silu_mul")
 
 
@@ -214,13 +210,8 @@ print(tuning.measured())
 
 
 def test_the_second_process_measures_nothing(tmp_path):
-    environment = {**os.environ, "GRAPHEX_TUNING": "on", "GRAPHEX_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, text=True, check=True
-        )
-        for _ in range(2)
-    ]
+    tuning = {"GRAPHEX_TUNING": "on", "GRAPHEX_CACHE_DIR": str(tmp_path)}
+    printed = [python("-c", IN_A_PROCESS, **tuning) for _ in range(2)]
     assert [result.stdout.strip() for result in printed] == ["1", "0"]
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.scenarios import SCENARIOS
+from tests.harness.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 600  # seconds for both processes: one that stops lets the other one know
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="there is no gloo")

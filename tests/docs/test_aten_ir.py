@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "aten_ir"
+from tests.harness.processes import ROOT
+
+FOLDER = ROOT / "examples" / "aten_ir"
 
 
 @pytest.mark.filterwarnings("ignore")

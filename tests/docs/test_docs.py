@@ -20,8 +20,8 @@ import pytest
 
 from graphex import docs, records
 from tests.harness.documents import Block, blocks, run_block
+from tests.harness.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,7 @@ from torch import Tensor, nn
 import graphex
 from graphex.evidence.report.page import read_data
 from graphex.records import SCHEMA_VERSION
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import python
 
 
 class Model(nn.Module):
@@ -224,10 +221,7 @@ with torch.no_grad():
 def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, str(script)], cwd=directory, env=environment, capture_output=True, text=True, check=True
-    )
+    return python(script, cwd=directory, **variables)
 
 
 def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path):
@@ -249,9 +243,7 @@ def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path
     assert names[0] == "000_original.txt"
     assert "001_after_remove_noops.txt" in names
     for program in root.glob("model__*/*/output_code.py"):
-        found = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stderr
-        assert found.stdout.startswith("ran:")
+        assert python(program).stdout.startswith("ran:")
 
 
 def test_structured_traces_hold_our_graphs(tmp_path):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
+
+from tests.harness.processes import python
 
 COMPILE = """
     import sys, torch, graphex
@@ -37,10 +37,7 @@ WHOLE = """
 
 
 def run(*parts: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(map(dedent, parts))], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", "\n".join(map(dedent, parts)))
 
 
 def test_code_generators_are_not_imported_and_are_there_when_asked_for():

@@ -1,4 +1,10 @@
-"""What the tests of capture ask a compiled object."""
+"""Compile for capture, and ask a compiled object how often it was captured and replayed.
+
+compiled = compile_it(model)
+for _ in range(3):
+    same(compiled(x), model(x))
+assert (statuses(compiled), replays(compiled), reasons(compiled)) == (["captured"], 2, [])
+"""
 
 from __future__ import annotations
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -21,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import run
+
 SUPPLIED = {
     "torch": "import torch",
     "torchair": "import torchair",
@@ -109,10 +108,7 @@ def run_block(block: Block, folder: Path, *, ascend: bool = False, device: str =
     script = folder / "block.py"
     script.write_text(program(block))
     runner = ["-m", "graphex.cli.run", "--device", device] if ascend else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, *runner, str(script)], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(*runner, script, cwd=folder, PYTHONWARNINGS="ignore")
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,29 +1,14 @@
-"""Where the tests of capture run: here on the recording device, although its tensors are on the CPU.
-
-A test that takes `where`, `host` and `fetched` says nothing about the device, and runs on a GPU too (tests/cuda).
-"""
+"""What a replay looks at is looked at in C++ or in Python."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from graphex import backend
 from graphex.runtime import native
-from tests.harness.tape import TapeDevice, run_on
-
-Move = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture
-def tape(monkeypatch) -> TapeDevice:
-    device = TapeDevice()
-    run_on(monkeypatch, device)
-    return device
 
 
 @pytest.fixture(scope="session")
@@ -50,21 +35,3 @@ def in_python(monkeypatch) -> None:
     """The same, in Python."""
     monkeypatch.setattr(native, "fits", None)
     monkeypatch.setattr(backend, "get_ready_meanwhile", lambda journal: None)
-
-
-@pytest.fixture
-def where(tape) -> str:
-    """The torch device of tensors that the capturing device holds."""
-    return "cpu"
-
-
-@pytest.fixture
-def host(tape) -> Move:
-    """A tensor in the memory of the host."""
-    return Tensor.double
-
-
-@pytest.fixture
-def fetched(tape) -> Move:
-    """A tensor in the memory of the device."""
-    return Tensor.float

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.processes import python
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    script = [sys.executable, "-W", "ignore", "-m", "tests.streams.simulated"]
-    ran = subprocess.run(script, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-W", "ignore", "-m", "tests.streams.simulated")
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,9 +16,10 @@ import torch
 import graphex
 from graphex.torch_private import lookup
 from graphex.torch_private.lookup import MissingNameError, missing_names, private
+from tests.harness.processes import python
 
-ROOT = Path(graphex.__file__).parent
-PRIVATE = sorted((ROOT / "torch_private").glob("*.py"))
+GRAPHEX = Path(graphex.__file__).parent
+PRIVATE = sorted((GRAPHEX / "torch_private").glob("*.py"))
 TYPES_OF_OPS = "torch._ops"  # what `torch.ops` is made of, which is public
 WITHOUT_PASSES = "the model runs without graphex's passes"
 
@@ -39,14 +39,8 @@ NAMES = {name: optional for source in PRIVATE for name, optional in looked_up(so
 
 def compiled_without(*lists: Sequence[str]) -> list[dict[str, Any]]:
     """What happened without each of these lists of names."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.torch_private.without", json.dumps(lists)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT.parent), *sys.path])},
-        cwd=ROOT.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    path = os.pathsep.join([str(GRAPHEX.parent), *sys.path])
+    done = python("-m", "tests.torch_private.without", json.dumps(lists), PYTHONPATH=path)
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(said) == len(lists), done.stderr
     return said
@@ -138,8 +132,8 @@ def _is_private(name: str) -> bool:
 
 def test_private_names_are_looked_up_not_imported():
     found = [
-        f"{source.relative_to(ROOT)}:{line}: {name}"
-        for source in sorted(ROOT.rglob("*.py"))
+        f"{source.relative_to(GRAPHEX)}:{line}: {name}"
+        for source in sorted(GRAPHEX.rglob("*.py"))
         for line, name in imported_names(source)
         if _is_private(name)
     ]

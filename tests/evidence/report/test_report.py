@@ -18,9 +18,9 @@ from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.evidence.watch import watching
 from graphex.records import Record
+from tests.harness.processes import ROOT
 from tests.harness.reports import VERSIONS, explain_gate
 
-ROOT = Path(__file__).resolve().parents[2]
 VENDOR = ROOT / "graphex/evidence/report/assets/vendor"
 
 

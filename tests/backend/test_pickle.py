@@ -6,17 +6,14 @@ import copy
 import functools
 import io
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import graphex
 from graphex.backend import graphex_backend
+from tests.harness.processes import python
 
-ROOT = Path(__file__).resolve().parents[1]
 AFTER_A_CALL = """
 import pickle, sys, torch, graphex
 compiled = pickle.load(open(sys.argv[1], "rb"))
@@ -116,9 +113,7 @@ def test_another_process_compiles_what_it_was_sent(tmp_path):
     compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), backend="graphex")
     wanted = compiled(torch.ones(2, 4))
     (tmp_path / "model").write_bytes(pickle.dumps(compiled))
-    command = [sys.executable, "-c", AFTER_A_CALL, str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", AFTER_A_CALL, tmp_path / "model")
     assert done.stdout.strip() == f"0 {wanted.tolist()} 1"
 
 

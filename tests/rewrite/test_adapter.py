@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 import graphex
 from graphex.analysis.source import origins
 from tests.harness.compiling import Observer
+from tests.harness.processes import python
 
 aten = torch.ops.aten
 
@@ -869,8 +868,7 @@ def test_the_repro_script_shows_the_difference_by_itself(tmp_path):
     with pytest.warns(graphex.GraphexWarning):
         result = fast(X, Y)
     script = graphex.journal(fast).verifications[0].repro
-    ran = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = python("-I", script, cwd=tmp_path)
     shown = next(float(line.split()[-1]) for line in ran.stdout.splitlines() if line.startswith("output 0"))
     assert shown == pytest.approx(float(result.abs().max()) * 0.001, rel=1e-2)
 

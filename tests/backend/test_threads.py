@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.harness.processes import ROOT, python
+
 PROGRAM = """
 import sys, threading, traceback
 import torch
@@ -54,12 +53,8 @@ BOTH = """import graphex
 )
 def test_threads_that_compile_first_together_all_can(before, use, tmp_path):
     entry_point(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
     program = PROGRAM.format(before=before, use=use)
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", program, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", OMP_NUM_THREADS="1")
 
 
 def entry_point(folder: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.harness.processes import python
 
 pytest.importorskip("triton", reason="needs triton (Linux)")
 
@@ -36,5 +35,4 @@ assert any("native is no folder" in record.reason for record in journal.fallback
 
 
 def test_what_is_made_ready_is_so_once_and_the_journal_says_what_was_not():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", PROGRAM)

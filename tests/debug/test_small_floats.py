@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy
 import pytest
 import torch
 
 import graphex
 from graphex.evidence import repro
+from tests.harness.processes import python
 
 NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 SMALL = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
@@ -74,6 +72,4 @@ def test_a_script_that_shows_a_difference_runs_with_small_floats(largest, monkey
     with pytest.warns(graphex.GraphexWarning, match="verification rolled back"):
         compiled(BYTES.clone(), [BYTES.view(dtype) for dtype in SMALL])
     (verdict,) = graphex.journal(compiled).verifications
-    ended = subprocess.run([sys.executable, verdict.repro], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("largest difference") > 2 * len(SMALL)
+    assert python(verdict.repro).stdout.count("largest difference") > 2 * len(SMALL)

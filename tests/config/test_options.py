@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import graphex
 from graphex.config import option_names, options_of
 from tests.harness.compiling import Observer
+from tests.harness.processes import python
 
 aten = torch.ops.aten
 X = torch.randn(3, 4)
@@ -339,9 +338,7 @@ torch.compile(lambda x: x + 1, backend="graphex")(torch.ones(2))
 assert before == [signal.getsignal(s) for s in {[int(s) for s in signals]}]
 print("untouched")
 """
-    root = Path(__file__).parents[1]
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
-    assert (ran.stdout.strip(), ran.returncode) == ("untouched", 0), ran.stderr
+    assert python("-c", code).stdout.strip() == "untouched"
 
 
 def test_graphex_disable_turns_the_backend_into_plain_execution(monkeypatch):

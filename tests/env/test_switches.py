@@ -1,4 +1,4 @@
-"""What the switches of the environment say. `tests/test_options.py` has GRAPHEX_DISABLE."""
+"""What the switches of the environment say. `tests/config/test_options.py` has GRAPHEX_DISABLE."""
 
 from __future__ import annotations
 

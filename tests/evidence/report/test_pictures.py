@@ -7,8 +7,9 @@ import struct
 from pathlib import Path
 
 from tests.harness.browser import Browser
+from tests.harness.processes import ROOT
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/pictures"
+FOLDER = ROOT / "docs/pictures"
 
 
 def test_every_picture_of_the_documentation_can_be_taken_again(

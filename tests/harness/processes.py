@@ -1,0 +1,75 @@
+"""Programs in processes of their own: Python that finds graphex, and the command line as people call it.
+
+assert python("-c", "import graphex; print(1)").stdout == "1\\n"
+assert piped("doctor", cwd=tmp_path).code == 0
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def python(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python ...`, with variables of the environment; the test fails, and shows what it wrote, unless it ends well."""
+    done = run(*arguments, cwd=cwd, **variables)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done
+
+
+def run(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same, however it ends."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": PATH, **variables}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str = ""
+
+
+TERMINAL = {"TERM": "xterm-256color", "COLUMNS": "120"}
+
+
+def piped(*arguments: str, cwd: Path, **variables: str) -> Ended:
+    """`graphex ... | cat`: neither output is a terminal."""
+    done = run("-m", "graphex", *arguments, cwd=cwd, **TERMINAL, **variables)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def in_terminal(*arguments: str, cwd: Path) -> Ended:
+    """`graphex ...` in a terminal of its own; both outputs as they come, with colours and cursor movements."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "graphex", *arguments]
+    environment = {**os.environ, "PYTHONPATH": PATH, **TERMINAL}
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    os.close(ours)
+    return Ended(process.wait(), b"".join(chunks).decode())
+
+
+def plain(text: str) -> str:
+    return COLOUR.sub("", text)
