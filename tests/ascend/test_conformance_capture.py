@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.harness.ascend import Compiled, on_npu
+from tests.harness.ascend import Compiled, called, on_npu
 
 
 def affine(x):
@@ -17,9 +17,7 @@ def affine(x):
 
 
 def test_scenario_01_two_calls_replay_what_eager_computes():
-    compiled = Compiled(affine)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(4, 4)))
+    compiled = called(affine, 4, 4)
     assert compiled.captures() == ["captured"]
     assert compiled.counted("replays") == 2
 
@@ -132,9 +130,7 @@ def test_scenario_11_forced_recaptures_are_counted_and_right():
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 def test_scenario_12_three_error_modes(mode):
-    compiled = Compiled(affine, capture_error_mode=mode)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(4, 4)))
+    compiled = called(affine, 4, 4, capture_error_mode=mode)
     assert compiled.captures() == ["captured"]
 
 
@@ -145,9 +141,7 @@ def test_scenario_12_another_error_mode_is_refused():
 
 def test_scenario_14_a_blocking_launch_does_not_hinder_capture(monkeypatch):
     monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
-    compiled = Compiled(affine)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(4, 4)))
+    compiled = called(affine, 4, 4)
     assert compiled.captures() == ["captured"]
 
 

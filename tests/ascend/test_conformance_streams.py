@@ -8,7 +8,7 @@ import torchair
 
 import graphex
 from graphex.records import DeadlockChecked
-from tests.harness.ascend import Compiled, on_npu
+from tests.harness.ascend import Compiled, called, on_npu
 
 aten = torch.ops.aten
 
@@ -32,9 +32,7 @@ def test_scenario_37_nested_streams_are_closed_by_events():
             c = a + b
         return c.sin()
 
-    compiled = Compiled(f)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(4, 4)))
+    compiled = called(f, 4, 4)
     assert streams_of(compiled) == 3
     assert compiled.journal.streams[0].added_events >= 3
     assert compiled.captures() == ["captured"]
@@ -104,9 +102,7 @@ def test_scenario_40_set_stream_places_what_follows_until_it_is_set_back():
         current.wait_stream(side)
         return y * 2
 
-    compiled = Compiled(f)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(3)))
+    compiled = called(f, 3)
     assert streams_of(compiled) == 2
 
 
@@ -138,9 +134,7 @@ def test_scenario_41_nothing_grows_from_call_to_call():
             y = x @ x
         return y + x
 
-    compiled = Compiled(f)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(3, 3)))
+    compiled = called(f, 3, 3)
     before = len(compiled.journal.records)
     for _ in range(5):
         compiled(*on_npu(torch.randn(3, 3)))
@@ -174,9 +168,7 @@ def test_scenario_42_events_of_model_code(kind):
             current.wait_stream(side)
         return y * 2
 
-    compiled = Compiled(f)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(3)))
+    called(f, 3)
 
 
 def test_scenario_42_without_an_event_the_strict_setting_refuses():
@@ -196,9 +188,7 @@ def test_scenario_43_streams_without_capture():
             y = x @ x
         return y + 1
 
-    compiled = Compiled(f, force_eager=True)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(3, 3)))
+    compiled = called(f, 3, 3, force_eager=True)
     assert compiled.captures() == []
     assert streams_of(compiled) == 2
 
@@ -261,8 +251,6 @@ def test_scenario_46_the_deadlock_check_finds_nothing_in_a_small_graph():
             y = x @ x
         return y + x.sin()
 
-    compiled = Compiled(f, deadlock_check=True)
-    for _ in range(3):
-        compiled(*on_npu(torch.randn(3, 3)))
+    compiled = called(f, 3, 3, deadlock_check=True)
     (record,) = compiled.journal.of(DeadlockChecked)
     assert (record.status, record.risks) == ("clean", ())

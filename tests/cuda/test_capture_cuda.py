@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from graphex.device.cuda import CudaDevice
-from tests.harness.capture import compile_it, count, in_threads, reasons, replays, statuses
+from tests.harness.capture import agree, compile_it, count, in_threads, reasons, replays, statuses
 from tests.harness.processes import python
 
 pytestmark = pytest.mark.cuda
@@ -170,9 +170,7 @@ def test_two_models_share_a_pool_that_they_are_given():
 @torch.no_grad()
 def test_captures_with_pools_of_their_own():
     compiled = compile_it(wide, dynamic=True, reuse_graph_pool_in_same_fx=False)
-    for rows in (2, 2, 2, 3, 3, 3, 2, 3):
-        x = torch.randn(rows, 16, device=CUDA)
-        torch.testing.assert_close(compiled(x), wide(x))
+    agree(compiled, wide, (torch.randn(rows, 16, device=CUDA) for rows in (2, 2, 2, 3, 3, 3, 2, 3)))
     assert statuses(compiled) == ["captured", "captured"]
 
 
@@ -182,9 +180,7 @@ def test_captures_after_all_of_a_pool_were_freed():
         torch.compiler.reset()
         gc.collect()
         compiled = compile_it(wide, capture_limit=1, dynamic=True)
-        for rows in (4, 4, 4, 5, 5, 5, 4, 4):
-            x = torch.randn(rows, 16, device=CUDA)
-            torch.testing.assert_close(compiled(x), wide(x))
+        agree(compiled, wide, (torch.randn(rows, 16, device=CUDA) for rows in (4, 4, 4, 5, 5, 5, 4, 4)))
         assert reasons(compiled) == ["more than capture_limit=1 combinations of sizes are in use"]
 
 
@@ -385,9 +381,7 @@ def test_blocking_launches_still_capture():
 def test_a_model_on_the_second_device():
     model = Block().to("cuda:1")
     compiled = compile_it(model)
-    for _ in range(4):
-        x = torch.randn(4, 16, device="cuda:1")
-        torch.testing.assert_close(compiled(x), model(x))
+    agree(compiled, model, (torch.randn(4, 16, device="cuda:1") for _ in range(4)))
     assert replays(compiled) == 3
 
 

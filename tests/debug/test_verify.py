@@ -22,9 +22,7 @@ def float32_only(x: Tensor) -> Tensor:
     return x * 2
 
 
-@float32_only.register_fake
-def _(x):
-    return torch.empty_like(x)
+float32_only.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphex_test::float64_after_all", mutates_args=())
@@ -32,9 +30,7 @@ def float64_after_all(x: Tensor) -> Tensor:
     return x.double()
 
 
-@float64_after_all.register_fake
-def _(x):
-    return torch.empty_like(x)
+float64_after_all.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphex_test::nothing_in_float64", mutates_args=())
@@ -42,9 +38,7 @@ def nothing_in_float64(x: Tensor) -> Tensor:
     return x * float("nan") if x.dtype == torch.float64 else x * 2
 
 
-@nothing_in_float64.register_fake
-def _(x):
-    return torch.empty_like(x)
+nothing_in_float64.register_fake(torch.empty_like)
 
 
 def verified(fn, *passes, **options):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.comparing import assert_same_to_user
 from tests.harness.compiling import Optimised, rand
 
 
@@ -45,7 +44,6 @@ def sum_is_written_later(x, y, gain):
 def test_what_is_written_between_its_ops_is_not_fused(fn, times, reasons):
     inputs = rand(2, 16), rand(2, 16), rand(16)
     found = Optimised(fn, *inputs, lift_idioms="always", verify=True)
-    assert_same_to_user(found.run, fn, *inputs)
     assert found.count(torch.ops.graphex.add_rms_norm.default) == times
     assert found.reasons("add_rms_norm") == reasons
     assert {verdict.status for verdict in found.journal.verifications} == {"equal"}

@@ -59,9 +59,7 @@ def plain(x: Tensor) -> Tensor:
     return x * 3
 
 
-@plain.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+plain.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphex_fuzz::mix", mutates_args=())
@@ -94,9 +92,7 @@ def turn(x: Tensor) -> Tensor:
     return x.flip(0)
 
 
-@turn.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.clone()
+turn.register_fake(torch.clone)
 
 
 @torch.library.custom_op("graphex_fuzz::turn_in_place", mutates_args=("x",))

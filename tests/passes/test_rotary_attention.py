@@ -116,16 +116,26 @@ def test_what_does_not_touch_the_caches_may_happen_in_between():
     assert joined(compiled(step(lambda keys, values, q, x, at, cos: x * 3), *inputs())) == 2
 
 
-def test_a_mask_that_is_made_after_the_write():
-    def model(x, cos, sin, at, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        return attend(q, keys, values, (torch.arange(ROOM) <= at).view(1, 1, 1, -1))
+def ending_in(end: Callable[..., Any]) -> Callable[..., Any]:
+    """A decode step of one layer: `end` makes something of (q, caches, at) after the writes to the first two caches."""
 
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert joined(compiled(model, x, cos, sin, at, caches)) == 1
+    def model(x, cos, sin, at, caches):
+        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
+        caches[0].index_copy_(2, at, k)
+        caches[1].index_copy_(2, at, x)
+        return end(q, caches, at)
+
+    return model
+
+
+def of_one_layer() -> tuple[Any, ...]:
+    x, cos, sin, at, _, caches = inputs()
+    return x, cos, sin, at, caches[:3]
+
+
+def test_a_mask_that_is_made_after_the_write():
+    mask = lambda at: (torch.arange(ROOM) <= at).view(1, 1, 1, -1)  # noqa: E731
+    assert joined(compiled(ending_in(lambda q, caches, at: attend(q, *caches[:2], mask(at))), *of_one_layer())) == 1
 
 
 @pytest.mark.parametrize(
@@ -201,78 +211,39 @@ def test_a_program_of_the_ops_themselves(between, reason):
     assert all(reason in record.reason for record in journal.refusals if record.rule == RULE)
 
 
-def test_a_cache_that_is_read_in_between_with_a_mask_that_comes_later():
-    def model(x, cos, sin, at, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        mask = keys.sum() + torch.zeros(1, 1, 1, ROOM)
-        return attend(q, keys, values, mask)
-
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert "before attention does" in refused(model, x, cos, sin, at, caches, layers=1)
+WIDE, TABLE = torch.zeros(1, 1, 1, ROOM), torch.zeros(ROOM)
 
 
-def test_a_mask_that_may_raise_finds_the_caches_written():
-    def model(x, cos, sin, at, table, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        return attend(q, keys, values, table[at] + torch.zeros(1, 1, 1, ROOM))
-
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert "may raise before" in refused(model, x, cos, sin, at, torch.zeros(ROOM), caches, layers=1)
-
-
-def test_attention_to_other_caches():
-    def model(x, cos, sin, at, caches):
-        keys, values, others = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        return attend(q, others, values)
-
-    x, cos, sin, at, _, caches = inputs()
-    assert "other caches" in refused(model, x, cos, sin, at, caches[:3], layers=1)
-
-
-def test_attention_to_a_part_of_a_cache():
-    def model(x, cos, sin, at, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        return attend(q, keys[:, :, :8], values[:, :, :8])
-
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert "other caches" in refused(model, x, cos, sin, at, caches, layers=1)
-
-
-def test_a_mask_in_the_memory_of_a_cache():
-    def model(x, cos, sin, at, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
-        return attend(q, keys, values, keys[:1, :1, :, 0].unsqueeze(2).squeeze(2).unsqueeze(2))
-
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert "memory of a cache" in refused(model, x, cos, sin, at, caches, layers=1)
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda q, caches, at: attend(q, *caches[:2], caches[0].sum() + WIDE), "before attention does"),
+        (lambda q, caches, at: attend(q, *caches[:2], TABLE[at] + WIDE), "may raise before"),
+        (lambda q, caches, at: attend(q, caches[2], caches[1]), "other caches"),
+        (lambda q, caches, at: attend(q, *(each[:, :, :8] for each in caches[:2])), "other caches"),
+        (
+            lambda q, caches, at: attend(q, *caches[:2], caches[0][:1, :1, :, 0].unsqueeze(2)),
+            "memory of a cache",
+        ),
+    ],
+    ids=[
+        "a cache is read for the mask",
+        "a mask that may raise finds the caches written",
+        "attention to other caches",
+        "attention to a part of a cache",
+        "a mask in the memory of a cache",
+    ],
+)
+def test_what_attention_reads_keeps_it_apart(end, reason):
+    assert reason in refused(ending_in(end), *of_one_layer(), layers=1)
 
 
 def test_attention_on_another_stream():
-    def model(x, cos, sin, at, caches):
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x)
+    def beside(q, caches, at):
         with torch.fx.traceback.annotate({"stream": 1}):
-            return attend(q, keys, values)
+            return attend(q, *caches[:2])
 
-    x, cos, sin, at, _, caches = inputs(layers=1)
-    assert compiled(model, x, cos, sin, at, caches, verify=False).made(RULE) == 0
+    assert compiled(ending_in(beside), *of_one_layer(), verify=False).made(RULE) == 0
 
 
 def test_the_cpu_has_no_kernel_for_it():

@@ -190,15 +190,23 @@ def test_a_second_key_in_the_cache_that_the_first_write_returned() -> None:
     assert [record.rule for record in graphex.journal(run).rewrites].count(ONE) == 2
 
 
-def test_values_at_other_positions_are_written_by_themselves() -> None:
-    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at + 1, x)
-        return attend(q, keys, values)
+def writing(values: Callable[..., Any], query: Callable[[Tensor], Tensor] = lambda x: torch.cat((x, x + 1), 1)) -> Any:
+    """A decode step of one layer: `values(keys, values, q, x, at)` comes after the write of the key."""
 
-    ran = compiled(model, *given(layers=1))
+    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Any:
+        q, k = half(query(x), cos, sin), half(x * 2, cos, sin)
+        caches[0].index_copy_(2, at, k)
+        used = values(*caches, q, x, at)
+        return attend(q, *caches), used
+
+    return model
+
+
+def test_values_at_other_positions_are_written_by_themselves() -> None:
+    def elsewhere(keys: Tensor, values: Tensor, q: Tensor, x: Tensor, at: Tensor) -> None:
+        values.index_copy_(2, at + 1, x)
+
+    ran = compiled(writing(elsewhere), *given(layers=1))
     assert joined(ran) == {ONE: 1}
     assert ran.running().count(ops.rotary.default) == ran.running().count(aten.index_copy_.default) == 1
 
@@ -226,65 +234,61 @@ def refused(f: Callable[..., Any], *inputs: Any, rule: str = ONE, **options: Any
     return " ".join(ran.reasons(rule))
 
 
-def test_a_key_that_is_also_returned() -> None:
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(lambda k, keys: k, "also returned"), (lambda k, keys: (k * 2).sum() + keys.sum(), "also used by")],
+    ids=["returned", "read by attention beside the cache"],
+)
+def test_a_key_that_is_used_elsewhere(end: Callable[..., Tensor], reason: str) -> None:
     def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, keys: Tensor) -> Tensor:
         k = half(x, cos, sin)
         keys.index_copy_(2, at, k)
-        return k
+        return end(k, keys)
 
-    assert "also returned" in refused(model, *key())
-
-
-def test_a_key_that_attention_reads_beside_the_cache() -> None:
-    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        k = half(x, cos, sin)
-        keys.index_copy_(2, at, k)
-        return (k * 2).sum() + keys.sum()
-
-    assert "also used by" in refused(model, *key())
+    assert reason in refused(model, *key())
 
 
 def between(use: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Something happens to (keys, x, q) between the write of the key and that of the value."""
+    """Something is made of (keys, x, q) between the write of the key and that of the value, which it is."""
 
-    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Any:
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        used = use(keys, x, q)
-        values.index_copy_(2, at, used)
-        return attend(q, keys, values), used
+    def write(keys: Tensor, values: Tensor, q: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        values.index_copy_(2, at, used := use(keys, x, q))
+        return used
 
-    return model
+    return write
+
+
+def twice(keys: Tensor, values: Tensor, q: Tensor, x: Tensor, at: Tensor) -> None:
+    keys.index_copy_(2, at, x)
+    values.index_copy_(2, at, x)
 
 
 @pytest.mark.parametrize(
-    ("use", "reason"),
+    ("model", "reason"),
     [
-        (lambda keys, x, q: x * keys.sum(), "uses"),
-        (lambda keys, x, q: keys.mul_(2)[:, :, :1] * x, "uses"),
-        (lambda keys, x, q: q[:, :HEADS] * 2, "rotated query is used"),
-        (lambda keys, x, q: x.index_select(0, torch.zeros(1, dtype=torch.int64)), "may raise between"),
+        (writing(between(lambda keys, x, q: x * keys.sum())), "uses"),
+        (writing(between(lambda keys, x, q: keys.mul_(2)[:, :, :1] * x)), "uses"),
+        (writing(between(lambda keys, x, q: q[:, :HEADS] * 2)), "rotated query is used"),
+        (
+            writing(between(lambda keys, x, q: x.index_select(0, torch.zeros(1, dtype=torch.int64)))),
+            "may raise between",
+        ),
+        (writing(between(lambda keys, x, q: q), query=lambda x: x), "rotated query is used"),
+        (writing(twice), "share memory"),
     ],
-    ids=["the cache is read", "the cache is written", "the query is used", "an index is looked up"],
+    ids=[
+        "the cache is read",
+        "the cache is written",
+        "the query is used",
+        "an index is looked up",
+        "the query is also the value",
+        "two writes to one cache keep their order",
+    ],
 )
-def test_what_happens_between_the_writes_keeps_them_apart(use: Any, reason: str) -> None:
-    ran = compiled(between(use), *given(layers=1))
-    assert joined(ran) == {ONE: 1}
-    assert reason in " ".join(ran.reasons(ALL))
-
-
-def test_a_query_that_is_also_the_value() -> None:
-    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
-        keys, values = caches
-        q, k = half(x, cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, q)
-        return attend(q, keys, values)
-
+def test_what_happens_between_the_writes_keeps_them_apart(model: Any, reason: str) -> None:
     ran = compiled(model, *given(layers=1))
     assert joined(ran) == {ONE: 1}
-    assert "rotated query is used" in " ".join(ran.reasons(ALL))
+    assert reason in " ".join(ran.reasons(ALL))
 
 
 def test_an_angle_that_is_overwritten_before_the_write() -> None:
@@ -295,20 +299,6 @@ def test_an_angle_that_is_overwritten_before_the_write() -> None:
         return keys.sum() + cos.sum()
 
     assert "in between" in refused(model, *key())
-
-
-def test_two_writes_to_one_cache_keep_their_order() -> None:
-    def model(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, caches: list[Tensor]) -> Tensor:
-        keys, values = caches
-        q, k = half(torch.cat((x, x + 1), 1), cos, sin), half(x * 2, cos, sin)
-        keys.index_copy_(2, at, k)
-        keys.index_copy_(2, at, x)
-        values.index_copy_(2, at, x)
-        return attend(q, keys, values)
-
-    ran = compiled(model, *given(layers=1))
-    assert joined(ran) == {ONE: 1}
-    assert "share memory" in " ".join(ran.reasons(ALL))
 
 
 def test_key_and_value_in_one_memory() -> None:

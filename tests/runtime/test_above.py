@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphex
-from tests.harness.capture import compile_it, count, reasons, replays, statuses
+from tests.harness.capture import agree, compile_it, count, reasons, replays, statuses
 from tests.harness.tape import TapeDevice, run_on
 
 Function = Callable[[Tensor], Any]
@@ -124,9 +124,7 @@ def test_a_dual_level_without_tangents_changes_nothing(kind, monkeypatch):
     function, compiled = program(kind, monkeypatch)
     before = replays(compiled)
     with forward_ad.dual_level():
-        for _ in range(2):
-            x = torch.randn(4, 3)
-            torch.testing.assert_close(compiled(x), function(x))
+        agree(compiled, function, (torch.randn(4, 3) for _ in range(2)))
     assert (replays(compiled) > before) == (kind != "straight line")
     assert reasons(compiled) == []
 
@@ -252,9 +250,7 @@ def test_transforms_inside_of_what_is_compiled(tape):
         return func.jvp(model, (x,), (torch.ones_like(x),))
 
     compiled = compile_it(derivative)
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(compiled(x), derivative(x))
+    agree(compiled, derivative, (torch.randn(4, 3) for _ in range(4)))
     assert replays(compiled) == 3
 
 

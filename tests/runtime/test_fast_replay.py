@@ -22,7 +22,7 @@ from graphex.runtime.addresses import Addresses
 from graphex.runtime.keys import Key, KeyReader
 from graphex.runtime.shortcuts import Questions, what_fits
 from graphex.torch_private.numerics import states, switches_for
-from tests.harness.capture import compile_it, count, in_threads, same, statuses
+from tests.harness.capture import agree, compile_it, count, in_threads, same, statuses
 from tests.harness.tape import TapeDevice
 
 
@@ -211,9 +211,7 @@ def test_what_counts_from_the_start_of_a_copy_that_begins_where_an_input_does(sc
 
     compiled = compile_it(f)
     base = torch.arange(40.0).view(10, 4)
-    for _ in range(4):
-        x = base.clone()[2:5]
-        same(compiled(x), f(x))
+    agree(compiled, f, (base.clone()[2:5] for _ in range(4)))
 
 
 @torch.no_grad()
@@ -260,9 +258,7 @@ def test_threads_get_their_own_results_with_one_size_and_with_sizes_of_their_own
     def work(given: tuple[int, int]) -> None:
         seed, rows = given
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(30):
-            x = torch.randn(rows, 4, generator=generator)
-            same(made.compiled(x), made.model(x))
+        agree(made.compiled, made.model, (torch.randn(rows, 4, generator=generator) for _ in range(30)))
 
     def replayed_and_captured() -> int:
         return sum(count(made.compiled, what) for what in ("replays", "captured", "recaptured"))
@@ -297,9 +293,7 @@ def test_a_call_in_the_middle_of_another_one_leaves_that_right(shares_pool_only,
 
     monkeypatch.setattr(TapeDevice, "running", interrupted)
     with pytest.warns(graphex.GraphexWarning, match="in the middle of another"):
-        for _ in range(2):
-            x = torch.randn(3)
-            same(compiled(x), outer(x))
+        agree(compiled, outer, (torch.randn(3) for _ in range(2)))
     same(found, wanted)
     assert len(graphex.journal(other).fallbacks) == 1
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
-from tests.harness.capture import compile_it, reasons, replays, statuses
+from tests.harness.capture import agree, compile_it, reasons, replays, statuses
 from tests.harness.host_ops import doubles, doubles_outside, kept, looks, looks_and_keeps
 
 CALLS = 12  # more than the captures in a row after which a graph would give up
@@ -19,9 +19,7 @@ CALLS = 12  # more than the captures in a row after which a graph would give up
 
 def check(compiled: Callable[..., Any], model: Callable[..., Any], where: str) -> None:
     w = torch.randn(4, 4, device=where)
-    for _ in range(CALLS):
-        x = torch.randn(3, 4, device=where)
-        torch.testing.assert_close(compiled(x, w), model(x, w))
+    agree(compiled, model, ((torch.randn(3, 4, device=where), w) for _ in range(CALLS)))
 
 
 def as_written(model: Callable[..., Any], where: str) -> Callable[..., Any]:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tests.harness.capture import check_with_weights_replaced, compile_it, count, in_threads, replays, same, statuses
+from tests.harness.capture import (
+    agree,
+    check_with_weights_replaced,
+    compile_it,
+    count,
+    in_threads,
+    replays,
+    same,
+    statuses,
+)
 
 
 def straight(compiled: object) -> int:
@@ -113,9 +122,7 @@ def test_results_of_a_symbolic_size_are_marked_by_the_wrapper(summed, where):
 
     compiled = compile_it(f, dynamic=True)
     for size in (3, 4, 5):
-        for _ in range(3):
-            x = torch.randn(size, device=where)
-            same(compiled(x), f(x))
+        agree(compiled, f, (torch.randn(size, device=where) for _ in range(3)))
     assert (replays(compiled), straight(compiled)) == (6, 3 if summed else 0)
 
 

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 import graphex
-from tests.harness.capture import compile_it, count, reasons, replays, same, statuses
+from tests.harness.capture import agree, compile_it, count, reasons, replays, same, statuses
 
 
 @torch.no_grad()
 def test_the_first_call_warms_up_the_second_captures_and_all_later_ones_replay(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(where)
     compiled = compile_it(model)
-    for _ in range(4):
-        x = torch.randn(3, 4, device=where)
-        same(compiled(x), model(x))
+    agree(compiled, model, (torch.randn(3, 4, device=where) for _ in range(4)))
     assert statuses(compiled) == ["captured"]
     assert replays(compiled) == 3
     assert reasons(compiled) == []
@@ -26,9 +24,7 @@ def test_the_first_call_warms_up_the_second_captures_and_all_later_ones_replay(w
 def test_a_new_size_is_one_more_key_and_the_old_one_is_found_again(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(where)
     compiled = compile_it(model, dynamic=True)
-    for rows in (2, 2, 2, 5, 5, 5, 2, 5, 2):
-        x = torch.randn(rows, 4, device=where)
-        same(compiled(x), model(x))
+    agree(compiled, model, (torch.randn(rows, 4, device=where) for rows in (2, 2, 2, 5, 5, 5, 2, 5, 2)))
     assert statuses(compiled) == ["captured", "captured"]
     assert replays(compiled) == 7
 

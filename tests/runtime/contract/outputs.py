@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.harness.capture import compile_it, reasons, replays, same
+from tests.harness.capture import agree, compile_it, reasons, replays, same
 
 
 def memory(tensor: Tensor) -> int:
@@ -48,9 +48,7 @@ def test_outputs_of_many_types(where):
         return x * 2, x > 0, x.half() + 1, (x * 3).long(), x.double().float() + 2
 
     compiled = compile_it(f)
-    for _ in range(4):
-        x = torch.randn(3, 5, device=where)
-        same(compiled(x), f(x))
+    agree(compiled, f, (torch.randn(3, 5, device=where) for _ in range(4)))
 
 
 CONJUGATED = {
@@ -69,9 +67,7 @@ CONJUGATED = {
 def test_a_conjugated_output_is_still_conjugated(how, clone_output, where):
     f = CONJUGATED[how]
     compiled = compile_it(f, clone_output=clone_output)
-    for _ in range(3):
-        z = torch.randn(4, 6, dtype=torch.complex64, device=where)
-        same(compiled(z), f(z))
+    agree(compiled, f, (torch.randn(4, 6, dtype=torch.complex64, device=where) for _ in range(3)))
     assert replays(compiled) == 2
 
 
@@ -81,9 +77,7 @@ def test_a_conjugated_input_is_read_as_such(where):
         return z * 2, z.imag + 1
 
     compiled = compile_it(f)
-    for _ in range(4):
-        z = torch.randn(4, 6, dtype=torch.complex64, device=where).conj()
-        same(compiled(z), f(z))
+    agree(compiled, f, (torch.randn(4, 6, dtype=torch.complex64, device=where).conj() for _ in range(4)))
     assert replays(compiled) == 3
 
 

@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from torch.utils import _pytree as pytree
 
 import graphex
-from tests.harness.capture import compile_it, count, reasons, replays, statuses
+from tests.harness.capture import agree, compile_it, count, reasons, replays, statuses
 
 SIZES = [2, 4, 8]
 WIDTH = 13  # no number of rows in these tests
@@ -228,9 +228,7 @@ def test_warm_up_captures_the_sizes(where):
 
     assert len(graphex.warm_up(compiled, [call(rows) for rows in SIZES])) == 3
     before = replays(compiled)
-    for rows in (3, 5, 6, 7):
-        given = call(rows)
-        torch.testing.assert_close(compiled(*given), model(*given))
+    agree(compiled, model, (call(rows) for rows in (3, 5, 6, 7)))
     assert replays(compiled) == before + 4
     assert len(statuses(compiled)) == 3
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import graphex
-from tests.harness.capture import compile_it, count, reasons, replays, same, statuses
+from tests.harness.capture import agree, compile_it, count, reasons, replays, same, statuses
 from tests.harness.host_ops import between, reads_back
 
 
@@ -19,9 +19,7 @@ def pieces(compiled: object) -> set[str]:
 def test_both_sides_of_an_op_that_reads_back_are_captured(where):
     compiled = compile_it(between)
     w = torch.randn(4, 4, device=where)
-    for _ in range(5):
-        x = torch.randn(3, 4, device=where)
-        torch.testing.assert_close(compiled(x, w), between(x, w))
+    agree(compiled, between, ((torch.randn(3, 4, device=where), w) for _ in range(5)))
     assert len(pieces(compiled)) == 2
     assert set(statuses(compiled)) == {"captured"}
     assert replays(compiled) == 8
@@ -46,9 +44,7 @@ def test_every_size_has_its_pieces(where):
     compiled = compile_it(between, dynamic=True)
     w = torch.randn(4, 4, device=where)
     for _ in range(3):
-        for rows in (2, 3):
-            x = torch.randn(rows, 4, device=where)
-            torch.testing.assert_close(compiled(x, w), between(x, w))
+        agree(compiled, between, ((torch.randn(rows, 4, device=where), w) for rows in (2, 3)))
     assert statuses(compiled) == ["captured"] * 4
     assert replays(compiled) == 8
 
@@ -186,8 +182,6 @@ def test_graphs_of_pieces_stay_although_what_is_handed_on_is_another_object_in_e
 
     compiled = compile_it(model, frozen_parameter=frozen)
     w = torch.randn(4, 4, device=where)
-    for _ in range(6):
-        x = torch.randn(3, 4, device=where)
-        torch.testing.assert_close(compiled(x, w), model(x, w))
+    agree(compiled, model, ((torch.randn(3, 4, device=where), w) for _ in range(6)))
     assert statuses(compiled) == ["captured"] * 3
     assert replays(compiled) == 15
