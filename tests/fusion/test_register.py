@@ -185,8 +185,7 @@ def test_a_scalar_is_a_variable_that_reaches_the_replacement():
             def model(x, gamma, eps=eps):
                 return npu.npu_rms_norm(x, gamma, eps)[0] * 2
 
-            fused = Fused(model, torch.randn(3, 8), torch.randn(8), fusion_rules=[rule])
-            assert fused.fusions() == [rule.name], eps
+            assert Fused(model, torch.randn(3, 8), torch.randn(8), fusion_rules=[rule]).fusions() == [rule.name], eps
 
 
 def test_a_pattern_in_torchs_own_classes():
@@ -262,8 +261,7 @@ def test_a_result_nobody_asks_for_may_be_missing():
         y, _, _x = npu.npu_add_rms_norm(x1, x2, gamma)
         return y.to(torch.float32)
 
-    fused = Fused(model, *[t.half() for t in norm_inputs()])
-    assert fused.fusions() == ["add_rms_norm_cast"]
+    assert Fused(model, *[t.half() for t in norm_inputs()]).fusions() == ["add_rms_norm_cast"]
 
 
 # -- what must not happen ----------------------------------------------------------------------------------------------

@@ -117,8 +117,7 @@ def test_a_returned_round_trip_of_an_input_is_kept():
         return cast(cast(x, dtype=torch.float32), dtype=torch.bfloat16)
 
     given = everything(torch.bfloat16)
-    made = Optimised(returned, given)
-    assert made.reasons("cast_back") == ["an output would begin to share memory with an input"]
+    assert Optimised(returned, given).reasons("cast_back") == ["an output would begin to share memory with an input"]
 
 
 def test_a_round_trip_across_a_write_is_kept():
@@ -127,8 +126,7 @@ def test_a_round_trip_across_a_write_is_kept():
         aten.add_.Tensor(x, 1)
         return aten.neg.default(cast(wide, dtype=torch.float32))
 
-    made = Optimised(written, torch.randn(4))
-    assert made.count(cast) == 2
+    assert Optimised(written, torch.randn(4)).count(cast) == 2
 
 
 def test_a_stop_is_not_skipped_across_a_write():
@@ -137,8 +135,7 @@ def test_a_stop_is_not_skipped_across_a_write():
         aten.add_.Tensor(x, 1)
         return aten.neg.default(cast(wide, dtype=torch.float16))
 
-    made = Optimised(written, torch.randn(4))
-    assert made.reasons("cast_through") == ["the original is written to in this graph"]
+    assert Optimised(written, torch.randn(4)).reasons("cast_through") == ["the original is written to in this graph"]
 
 
 @pytest.mark.parametrize("last", [torch.float32, torch.float16], ids=str)
@@ -159,8 +156,7 @@ def test_a_cast_that_also_changes_the_layout_is_kept():
         return aten.neg.default(cast(wide, dtype=torch.float32))
 
     image = torch.randn(1, 3, 4, 4)
-    made = Optimised(relaid, image)
-    assert made.cleaned() == []
+    assert Optimised(relaid, image).cleaned() == []
 
 
 @pytest.mark.parametrize("rule", ["cast_back", "cast_through"])
@@ -170,8 +166,7 @@ def test_the_rules_can_be_disabled(rule):
     def detour(x):
         return aten.neg.default(cast(cast(x, dtype=torch.float32), dtype=last))
 
-    made = Optimised(detour, everything(torch.bfloat16), disable_rules=[rule])
-    assert made.cleaned() == []
+    assert Optimised(detour, everything(torch.bfloat16), disable_rules=[rule]).cleaned() == []
 
 
 def test_the_pass_can_be_disabled():
@@ -215,5 +210,4 @@ def copy_changed(x):
 @pytest.mark.parametrize(("f", "dropped"), [(copied_to_itself, 1), (copied_back, 1), (restored, 0), (copy_changed, 0)])
 def test_memory_is_not_copied_to_itself(f, dropped):
     x = torch.randn(2, 3)
-    optimised = Optimised(f, x)
-    assert [record.rule for record in optimised.journal.rewrites].count("self_copy") == dropped
+    assert [record.rule for record in Optimised(f, x).journal.rewrites].count("self_copy") == dropped

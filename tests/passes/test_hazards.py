@@ -133,8 +133,7 @@ def test_add_after_the_cache_update(verify):
         new = c.index_copy_(0, i, k)
         return new + 1, (new * 2).add(3)
 
-    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
-    assert compiled.made("write_input_in_place") == 1
+    assert Verified(model, CACHE, INDEX, ROWS, verify=verify).made("write_input_in_place") == 1
 
 
 def test_reads_before_and_after_the_cache_update(verify):
@@ -145,8 +144,7 @@ def test_reads_before_and_after_the_cache_update(verify):
         c[0] = between
         return before + between * 2 + c.mean(0)
 
-    compiled = Verified(model, CACHE, INDEX, ROWS, verify=verify)
-    assert not compiled.full_copies(CACHE)
+    assert not Verified(model, CACHE, INDEX, ROWS, verify=verify).full_copies(CACHE)
 
 
 def test_two_caches_swapped(verify):

@@ -101,8 +101,7 @@ IN_FLIGHT = [
 
 @pytest.mark.parametrize("fn", IN_FLIGHT)
 def test_what_an_op_in_flight_reads_is_not_overwritten(fn):
-    compiled = Compiled(fn, X)
-    assert any("goes on using it" in reason for reason in compiled.reasons("compute_in_place"))
+    assert any("goes on using it" in reason for reason in Compiled(fn, X).reasons("compute_in_place"))
 
 
 def test_the_refusal_names_op_and_wait_and_what_it_costs():
@@ -131,8 +130,7 @@ def test_an_input_is_not_written_before_the_wait():
         x.copy_(new)
         return y
 
-    compiled = Compiled(fn, X)
-    assert compiled.made("write_input_in_place") == 0
+    assert Compiled(fn, X).made("write_input_in_place") == 0
 
 
 def test_an_input_in_flight_since_an_earlier_graph_is_not_written_before_the_wait():
@@ -200,8 +198,7 @@ def tapped_in_a_branch(x: Tensor) -> Any:
 
 @pytest.mark.parametrize("fn", [tapped, tapped_through_a_view, tapped_in_a_list, written_and_kept])
 def test_what_a_custom_op_may_have_kept_is_not_overwritten(fn):
-    compiled = Compiled(fn, X)
-    assert any("may have kept it" in reason for reason in compiled.reasons("compute_in_place"))
+    assert any("may have kept it" in reason for reason in Compiled(fn, X).reasons("compute_in_place"))
 
 
 def test_what_a_branch_gave_to_a_custom_op_is_not_overwritten():

@@ -322,8 +322,7 @@ def test_a_part_that_must_be_copied_and_lies_otherwise_in_memory_is_refused():
     ids=["rule", "options"],
 )
 def test_it_can_be_turned_off(options):
-    final = Final(update_both, X, W, M, **options)
-    assert final.added(ops.step_) == 0
+    assert Final(update_both, X, W, M, **options).added(ops.step_) == 0
 
 
 def test_either_pass_uses_it_alone():

@@ -231,8 +231,7 @@ def test_a_new_value_of_its_own_stays_a_tensor_of_its_own():
         c.copy_(new)
         return new[:, :2]
 
-    compiled = Verified(model, CACHE, INDEX, ROWS)
-    assert compiled.reasons(RULE) == ["an output would begin to share memory with an input"]
+    assert Verified(model, CACHE, INDEX, ROWS).reasons(RULE) == ["an output would begin to share memory with an input"]
 
 
 # -- several inputs ------------------------------------------------------------------------------------------------

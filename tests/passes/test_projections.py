@@ -76,8 +76,7 @@ def test_each_layer_keeps_its_own_bias() -> None:
     def model(x: Tensor, q: Tensor, k: Tensor, v: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
         return linear(x, q, one), linear(x, k), linear(x, v, two)
 
-    folded = Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV, KV), half(WIDTH), half(KV))
-    assert folded.shown == ["linears"]
+    assert Folded(model, half(2, 3, WIDTH), *weights(WIDTH, KV, KV), half(WIDTH), half(KV)).shown == ["linears"]
 
 
 SPELLINGS = {
@@ -110,16 +109,14 @@ def test_a_product_of_matrices_put_together_is_as_it_was(varies: Any) -> None:
         matrices = x.view(-1, 3, WIDTH)
         return torch.bmm(matrices, w.t().expand(matrices.shape[0], WIDTH, KV)) * 2
 
-    folded = Folded(model, half(6, WIDTH), *weights(KV), varies=varies)
-    assert folded.counts[LINEARS] == (1, 1)
+    assert Folded(model, half(6, WIDTH), *weights(KV), varies=varies).counts[LINEARS] == (1, 1)
 
 
 def test_halves_of_one_weight_are_joined() -> None:
     def model(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return linear(x, w[:KV], b[:KV]), linear(x, w[KV:], b[KV:])
 
-    folded = Folded(model, half(3, WIDTH), *weights(2 * KV), half(2 * KV))
-    assert folded.shown == ["linears"]
+    assert Folded(model, half(3, WIDTH), *weights(2 * KV), half(2 * KV)).shown == ["linears"]
 
 
 def test_a_weight_that_is_used_elsewhere_is_left_where_it_is() -> None:
@@ -192,8 +189,7 @@ def test_float32_is_left_to_the_library() -> None:
 
 
 def test_a_weight_in_columns_is_refused() -> None:
-    folded = Folded(lambda x, w: linear(x, w.t()), half(2, WIDTH), half(WIDTH, KV))
-    assert folded.counts.get(LINEARS, (0, 0))[0] == 0
+    assert Folded(lambda x, w: linear(x, w.t()), half(2, WIDTH), half(WIDTH, KV)).counts.get(LINEARS, (0, 0))[0] == 0
 
 
 def test_training_is_untouched() -> None:
@@ -242,8 +238,7 @@ def test_a_norm_that_widens_is_no_norm_for_narrow_layers() -> None:
     def model(x: Tensor, gain: Tensor, w: Tensor) -> Tensor:
         return linear(norm(x, gain).half(), w)
 
-    folded = Folded(model, half(2, WIDTH), torch.randn(WIDTH), *weights(KV))
-    assert folded.shown == ["rms_norm", "linears"]
+    assert Folded(model, half(2, WIDTH), torch.randn(WIDTH), *weights(KV)).shown == ["rms_norm", "linears"]
 
 
 def test_an_activation_that_is_used_elsewhere_stays() -> None:

@@ -165,8 +165,7 @@ def test_a_list_of_caches_and_an_optimizer_style_update():
         w.sub_(m * 0.1)
         return w.norm()
 
-    compiled = Verified(step, CACHE, CACHE * 0, torch.randn(6, 4))
-    assert compiled.made(INPUT) == 2
+    assert Verified(step, CACHE, CACHE * 0, torch.randn(6, 4)).made(INPUT) == 2
 
 
 def test_the_same_cache_given_twice_stays_right():
@@ -185,8 +184,7 @@ def test_the_same_cache_given_twice_stays_right():
 
 
 def test_a_chain_of_intermediates_reuses_one_buffer():
-    compiled = Verified(lambda x, y: ((x * y + x).relu() - y).tanh(), CACHE, CACHE + 1)
-    assert compiled.made(DEAD) == 4
+    assert Verified(lambda x, y: ((x * y + x).relu() - y).tanh(), CACHE, CACHE + 1).made(DEAD) == 4
 
 
 @pytest.mark.parametrize(

@@ -366,8 +366,7 @@ def test_a_write_into_the_rotated_key_itself() -> None:
 
 
 def test_the_cpu_has_no_kernel_for_it() -> None:
-    ran = Verified(step(by_index_copy), *given())
-    assert joined(ran) == {}
+    assert joined(Verified(step(by_index_copy), *given())) == {}
 
 
 @pytest.mark.parametrize(("rule", "left"), [(ONE, ALL), (ALL, ONE)])

@@ -28,6 +28,11 @@ def as_written(model: Callable[..., Any], where: str) -> Callable[..., Any]:
     return graphex.compile_fx(make_fx(model, tracing_mode="symbolic")(x, w), [x, w])
 
 
+def check_captured_once(compiled: Callable[..., Any], model: Callable[..., Any], where: str, *, captures: int) -> None:
+    check(compiled, model, where)
+    assert_captured_once(compiled, captures)
+
+
 def assert_captured_once(compiled: object, captures: int) -> None:
     assert statuses(compiled) == ["captured"] * captures
     assert reasons(compiled) == []
@@ -40,9 +45,7 @@ def test_memory_that_was_fetched_from_the_host_is_computed_in(where, host, fetch
         b = fetched(host((x @ w).relu() * 2 + 1) * 2)
         return ((b * 2 + 1).sin() @ w).cos() + 1
 
-    compiled = compile_it(model)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 2)
+    check_captured_once(compile_it(model), model, where, captures=2)
 
 
 @torch.no_grad()
@@ -52,9 +55,7 @@ def test_memory_that_a_custom_op_has_read_is_computed_in(where):
         b = looks(a)
         return (((a * 2).sin() + 1).cos() @ w) + b
 
-    compiled = compile_it(model)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 2)
+    check_captured_once(compile_it(model), model, where, captures=2)
 
 
 @torch.no_grad()
@@ -116,9 +117,7 @@ def test_one_memory_written_on_both_sides_of_an_op_that_reads_it(where):
         a.mul_(2).cos_().add_(1)
         return (a @ w) + b + c + d, a
 
-    compiled = as_written(model, where)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 3)
+    check_captured_once(as_written(model, where), model, where, captures=3)
 
 
 @torch.no_grad()
@@ -130,9 +129,7 @@ def test_a_view_that_was_made_outside_shows_what_is_written_later(where):
         b.mul_(2).sin_().add_(c.sum())
         return (b @ w) * 2, rows
 
-    compiled = as_written(model, where)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 2)
+    check_captured_once(as_written(model, where), model, where, captures=2)
 
 
 @torch.no_grad()
@@ -143,9 +140,7 @@ def test_an_op_that_writes_is_seen_by_the_next_piece(where):
         c = looks(((b @ w) * 2).sin() + b)
         return ((b + c) @ w).cos() * 2 + b
 
-    compiled = as_written(model, where)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 3)
+    check_captured_once(as_written(model, where), model, where, captures=3)
 
 
 @torch.no_grad()
@@ -193,9 +188,7 @@ def test_a_view_of_what_is_elsewhere_in_each_call_is_read_by_the_next_piece(wher
         c = fetched(host((b * 2 + 1).sin() @ w) * 2)
         return ((flat @ c) * 2).cos() + 1 + flat.sum()
 
-    compiled = compile_it(model, inplace_pass=False)
-    check(compiled, model, where)
-    assert_captured_once(compiled, 3)
+    check_captured_once(compile_it(model, inplace_pass=False), model, where, captures=3)
 
 
 @torch.no_grad()

@@ -199,8 +199,7 @@ def test_strict_names_the_event_that_is_missing():
         with gm.graph.inserting_before(find(gm, aten.add.Tensor)):
             gm.graph.call_function(ours.wait.default, ([moment],))
 
-    done = Finished(branches, X, passes=with_events, stream_safety="strict")
-    assert torch.equal(done.results, branches(X))
+    assert torch.equal(Finished(branches, X, passes=with_events, stream_safety="strict").results, branches(X))
 
 
 def test_a_later_pass_can_wait_for_the_tag_of_an_earlier_one():

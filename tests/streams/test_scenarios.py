@@ -118,8 +118,7 @@ def test_a_cache_is_written_behind_its_readers_or_not_at_all():
         with gm.graph.inserting_before(find(gm, aten.add.Tensor)):
             gm.graph.call_function(ours.wait.default, ([find(gm, aten.cos.default)],))
 
-    done = Finished(fn, X, X + 1, passes=protected)
-    assert not graphex.random_orders(done.gm, [X, X + 1]).differences
+    assert not graphex.random_orders(Finished(fn, X, X + 1, passes=protected).gm, [X, X + 1]).differences
 
 
 # -- fusion and sorting ----------------------------------------------------------------------------------------------

@@ -53,8 +53,7 @@ def test_norm_flatten_and_dynamic_quant(dynamic, shape, residual):
         q, scale = npu.npu_dynamic_quant(y.flatten(0, 1))
         return (q, scale.view(-1, 1), x) if residual else (q, scale.view(-1, 1))
 
-    fused = Fused(model, *tensors(shape, shape, 32), dynamic=dynamic)
-    assert fused.fusions() == ["add_rms_norm_flatten_dynamic_quant"]
+    assert Fused(model, *tensors(shape, shape, 32), dynamic=dynamic).fusions() == ["add_rms_norm_flatten_dynamic_quant"]
 
 
 def test_flatten_written_as_reshape_of_sizes_is_the_same():
@@ -168,8 +167,7 @@ def test_matmul_between_transposes():
     def model(a, b):
         return torch.matmul(a.transpose(0, 1), b).transpose(0, 1)
 
-    fused = Fused(model, *tensors((6, 4, 128), (4, 128, 256)))
-    assert fused.fusions() == ["transpose_batchmatmul_transpose"]
+    assert Fused(model, *tensors((6, 4, 128), (4, 128, 256))).fusions() == ["transpose_batchmatmul_transpose"]
 
 
 def test_only_the_batch_may_be_dynamic():
@@ -185,8 +183,7 @@ def test_only_the_batch_may_be_dynamic():
 @pytest.mark.parametrize("dims", [(-2, -1), (0, 2), (1, 2), (0, 0)], ids=str)
 def test_other_transposes_are_left_alone(dims):
     """The original fuses (-2, -1) and (0, 0) too, with a wrong result."""
-    fused = Fused(lambda a, b: torch.bmm(a, b).transpose(*dims), *tensors((4, 6, 128), (4, 128, 256)))
-    assert fused.fusions() == []
+    assert Fused(lambda a, b: torch.bmm(a, b).transpose(*dims), *tensors((4, 6, 128), (4, 128, 256))).fusions() == []
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,7 @@ def angles_larger_than_the_query(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_only_looks_like_an_embedding_is_left_alone(fn: Callable[..., Tensor], dynamic: bool) -> None:
-    lifted = Lifted(fn, rand(2, 3, 5, 8), *angles(), dynamic=dynamic)
-    assert lifted.fused == {}
+    assert Lifted(fn, rand(2, 3, 5, 8), *angles(), dynamic=dynamic).fused == {}
 
 
 @pytest.mark.parametrize(("fn", "dynamic"), [(half, True), (interleaved, False)], ids=["half", "interleaved"])
