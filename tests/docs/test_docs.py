@@ -3,8 +3,7 @@
 The Python blocks of a page are one program. Two comments in a page carry meaning:
 
     <!-- file: examples/NAME.py -->     the block below is that file, word for word
-    <!-- output -->                     the block below is what the block above it prints
-"""
+    <!-- output -->                     the block below is what the block above it prints"""
 
 from __future__ import annotations
 
@@ -160,3 +159,13 @@ def test_every_room_of_the_package_is_in_the_page_on_internals() -> None:
     rooms = [path for path in (ROOT / "graphex").iterdir() if not path.name.startswith(("_", "py.typed"))]
     named = (f"{path.name}/" if path.is_dir() else path.name for path in rooms)
     assert [name for name in named if f"`{name}`" not in page] == []
+
+
+FOLDER = ROOT / "examples" / "aten_ir"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_the_example_runs(example, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    runpy.run_path(str(example), run_name="__main__")

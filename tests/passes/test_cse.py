@@ -170,7 +170,7 @@ SHARED = "equal to 'sin', but two outputs would begin to share memory"
         (two_returned_results, 0, SHARED),
         (two_returned_views_of_equal_results, 0, SHARED),
         (one_returned_and_one_used_inside, 1, ""),
-        (equal_views_of_an_input, 1, ""),
+        (equal_views_of_an_input, 0, ""),
     ],
 )
 def test_calls_are_merged_where_a_caller_cannot_tell(fn, merged, reason):

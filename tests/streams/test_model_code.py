@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from typing import Any
 
@@ -15,6 +16,7 @@ import graphex
 from graphex.frontend.streams import keep_stream_calls
 from tests.harness.compiling import trace
 from tests.harness.paper import PaperDevice
+from tests.harness.processes import python
 from tests.harness.streams import Finished, aten, find, ours
 from tests.harness.tape import run_on
 
@@ -225,3 +227,27 @@ def test_left_out_passes_leave_one_stream():
         done = Finished(fn, X, disable_passes=left_out)
         assert not done.journal.streams
         assert torch.equal(done.results, fn(X))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    ran = python("-W", "ignore", "-m", "tests.streams.simulated")
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return result
+
+
+def test_results_are_right_and_nothing_falls_back(found):
+    assert all(each["right"] for each in found.values())
+    assert not any(each["fallbacks"] for each in found.values())
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="before, the current stream is known by comparing, and all are equal here"
+)
+def test_work_is_on_its_stream_behind_the_users_events(found):
+    for name, each in found.items():
+        assert sorted(each["streams"][0]) == [["cos", "add"], ["sin"]], name
+    assert found["with_events"]["events"] == [[2, 0]]
+    assert found["with_wait_stream"]["events"] == [[2, 0]]
+    assert found["with_set_stream"]["events"] == [[0, 2]]
+    assert found["with_nothing"]["events"] == [[0, 2]]

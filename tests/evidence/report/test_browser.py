@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import runpy
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import graphex
 from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.harness.browser import Browser
+from tests.harness.processes import ROOT
 from tests.harness.reports import VERSIONS, explain_gate
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source")
@@ -235,3 +238,18 @@ def test_the_address_holds_the_place(chrome: Browser, llama_page: Path) -> None:
     assert chrome.text(".side h3") == "rms_norm_default_4"
     chrome.open(llama_page, "tab=graph&graph=77&step=-3&node=nobody&mode=x")
     assert chrome.texts(".side h3") == []
+
+
+FOLDER = ROOT / "docs/pictures"
+
+
+def test_every_picture_of_the_documentation_can_be_taken_again(
+    chrome: Browser, llama_page: Path, tmp_path: Path
+) -> None:
+    script = runpy.run_path(str(FOLDER / "make.py"))
+    written = script["take"](chrome, script["write_reports"](tmp_path, llama_page), tmp_path)
+    assert {path.name for path in written} == {path.name for path in FOLDER.glob("*.png")}
+    for path in written:
+        picture = script["PICTURES"][path.stem]
+        assert struct.unpack(">II", path.read_bytes()[16:24]) == (picture.width, picture.height)
+        assert path.stat().st_size > 20_000  # an empty page is a few kilobytes

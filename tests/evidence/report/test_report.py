@@ -215,7 +215,7 @@ def test_a_lost_fusion_is_found_with_its_module_and_line(tmp_path: Path) -> None
 def test_lines_that_moved_are_the_same_place(tmp_path: Path) -> None:
     before = read_data(explain_gate(tmp_path / "report.html"))
     text = json.dumps(before)
-    moved = json.loads(re.sub(r"graphs\.py:(\d+)", lambda found: f"graphs.py:{int(found[1]) + 7}", text))
+    moved = json.loads(re.sub(r"reports\.py:(\d+)", lambda found: f"reports.py:{int(found[1]) + 7}", text))
     assert moved != before
     assert not has_losses(compare(before, moved))
 

@@ -1,4 +1,6 @@
-"""Every linear layer of a decode step runs in an op for few rows: n of n, counted from the modules."""
+"""Decode steps of models on the CPU: attention is lifted in every layer, caches are written in one op, and every linear
+layer runs in an op for few rows.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,72 @@ import torch
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from tests.harness.compiling import Observer
+from tests.harness.decoding import DECODERS, WINDOW, assert_equal_to_eager, decode, lifted, wanted
 from tests.harness.models import ARCHITECTURES, transformers
 from tests.harness.projections import folds, folds_of_decoding
 
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decode_step_attends_in_one_op_a_layer(name):
+    steps, journal, config = decode(name, "cpu", torch.float32, 3, lift_idioms="always")
+    for step in steps:
+        torch.testing.assert_close(step.compiled, step.eager, rtol=1e-4, atol=1e-4)
+    assert lifted(journal) == wanted(name, config, len(steps))
+    assert not [record for record in journal.refusals if "attention" in record.rule]
+    assert not journal.fallbacks
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.full)])
+def test_a_full_window_is_a_new_cache_with_every_token(name):
+    steps, journal, config = decode(name, "cpu", torch.float32, WINDOW, lift_idioms="always")
+    for step in steps:
+        torch.testing.assert_close(step.compiled, step.eager, rtol=1e-4, atol=1e-4)
+    assert lifted(journal) == wanted(name, config, len(steps))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
+def test_tokens_in_bfloat16_are_eagers_up_to_a_near_tie(name):
+    steps, journal, config = decode(name, "cpu", torch.bfloat16, 4, lift_idioms="always")
+    assert_equal_to_eager(steps)
+    assert lifted(journal) == wanted(name, config, len(steps))
+
+
+LENGTH, PROMPT, STEPS = 16, 4, 3
+
+
+def logits_and_caches(model: torch.nn.Module, config: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(logits of the prompt and of each step, the caches in the end)"""
+    cache = transformers.StaticCache(config=config, max_cache_len=LENGTH)
+    ids = torch.arange(3, 3 + PROMPT + STEPS)[None]
+    logits = []
+    with torch.no_grad():
+        for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + STEPS))]:
+            positions = torch.arange(start, end)
+            given = {"past_key_values": cache, "use_cache": True, "cache_position": positions}
+            logits.append(model(ids[:, start:end], **given).logits)
+    return logits, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_layer_of_a_decode_step_writes_its_cache_in_one_op(dtype: torch.dtype) -> None:
+    model = ARCHITECTURES["llama"].build("cpu").to(dtype)
+    options = {"lift_idioms": "always", "verify": dtype == torch.float32}
+    compiled = torch.compile(model, backend="graphex", options=options)
+    found = logits_and_caches(compiled, model.config)
+    # the program as it is traced: depending on torch, transformers then gives its attention a mask, not `is_causal`
+    expected = logits_and_caches(torch.compile(model, backend="eager"), model.config)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    journal = graphex.journal(compiled)
+    step = journal.graphs[-1].graph
+    (ran,) = (ran for ran in journal.passes if ran.graph == step and ran.name == "write_rotary_to_cache")
+    assert ran.added == {"graphex.rotary_qkv_write_.default": model.config.num_hidden_layers}
+    assert not [record for record in journal.refusals if record.graph == step and "rotary" in record.rule]
+    assert [tried.matches for tried in journal.rules if (tried.graph, tried.rule) == (step, "lift_embedding")] == [1]
+    assert {verdict.status for verdict in journal.verifications} <= {"equal"}
+    assert not journal.fallbacks
+
+
 ops = torch.ops.graphex
-LENGTH, PROMPT = 16, 4
 
 
 def decoded(model: Any, like: torch.nn.Module, batch: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

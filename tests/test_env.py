@@ -1,10 +1,12 @@
-"""Files that several processes write: each rank has its own, and nobody ever reads half of one."""
+"""Pauses of the garbage collector, switches, and files of several processes. Options have GRAPHEX_DISABLE."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,48 @@ from click.testing import CliRunner
 
 import graphex
 from graphex.cli import main
+from graphex.collector import collector_paused
 from graphex.folders import path_of_rank, rank_and_size, write_named, write_text, written_whole
+from graphex.switches import tuning
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    was_enabled = gc.isenabled()
+    yield
+    (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pauses_that_overlap_last_until_the_last_one_ends(enabled):
+    (gc.enable if enabled else gc.disable)()
+    first, second = collector_paused(), collector_paused()  # of two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled() == enabled
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [("", "on"), ("on", "on"), ("1", "on"), ("OFF", "off"), ("0", "off"), ("again", "again")]
+)
+def test_tuning_is_on_off_or_again(monkeypatch: pytest.MonkeyPatch, given: str, found: str) -> None:
+    monkeypatch.setenv("GRAPHEX_TUNING", given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning() == found
+
+
+def test_a_word_that_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHEX_TUNING", "of")
+    with pytest.warns(graphex.GraphexWarning, match="none of on, off and again"):
+        assert tuning() == "on"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning() == "on"
+
 
 LAUNCHERS = {
     "torchrun": {"RANK": "3", "WORLD_SIZE": "4"},

@@ -1,18 +1,118 @@
-"""A compiled module travels (pickle, deepcopy, torch.save) as with other backends: the compiled code stays behind."""
+"""How the backend is found, its first use by several threads, and compiled modules that travel (pickle, deepcopy)."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
+import os
 import pickle
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
 
 import graphex
 from graphex.backend import graphex_backend
-from tests.harness.processes import python
+from tests.harness.processes import ROOT, python
+
+installed = pytest.mark.skipif(
+    not entry_points(group="torch_dynamo_backends", name="graphex"), reason="graphex is run from its source tree here"
+)
+
+
+def run(code: str, directory: Path, **variables: str) -> str:
+    return python("-c", code, cwd=directory, **variables).stdout.strip()
+
+
+@installed
+def test_the_backend_is_known_by_name_without_importing_it(tmp_path):
+    code = (
+        "import torch\n"
+        "from torch._dynamo.backends.registry import list_backends\n"
+        "assert 'graphex' in list_backends()\n"
+        "print(torch.compile(lambda x: x.clone() + 1, backend='graphex', mode='eager')(torch.ones(2)).tolist())"
+    )
+    assert run(code, tmp_path, PYTHONPATH="") == "[2.0, 2.0]"
+
+
+@installed
+def test_importing_it_loads_no_compiler(tmp_path):
+    heavy = "('torch._dynamo', 'torch._inductor', 'triton', 'torch._functorch.aot_autograd')"
+    code = f"import sys, graphex\nprint([name for name in sys.modules if name.startswith({heavy})])"
+    assert run(code, tmp_path, PYTHONPATH="") == "[]"
+
+
+def test_importing_it_from_the_source_tree_makes_the_name_known(tmp_path):
+    code = "import torch, graphex\nprint(torch.compile(lambda x: x + 1, backend='graphex')(torch.ones(2)).tolist())"
+    assert run(code, tmp_path) == "[2.0, 2.0]"
+
+
+def test_every_public_name_can_be_had():
+    import graphex
+
+    for name in graphex.__all__:
+        assert getattr(graphex, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        graphex.no_such_name
+
+
+PROGRAM = """
+import sys, threading, traceback
+import torch
+{before}
+
+def first_use(number):
+    def function(x):
+        return (x * 2).relu() + number
+
+    x = torch.randn(3, 4 + number)
+    together.wait()
+    try:
+        {use}
+        import graphex
+        if torch.__version__ >= "2.12":  # before, torch itself crashes: with aot_eager too, and under a lock
+            assert torch.equal(compiled(x), function(x))
+            assert len(graphex.journal(compiled).graphs) == 1
+    except BaseException:
+        traceback.print_exc()
+        failed.append(number)
+
+failed, together = [], threading.Barrier(6)
+threads = [threading.Thread(target=first_use, args=(number,)) for number in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+sys.exit(len(failed))
+"""
+BY_NAME = "compiled = torch.compile(function, backend='graphex')"
+BOTH = """import graphex
+        compiled = torch.compile(function, backend="graphex" if number % 2 else graphex.get_backend())"""
+
+
+@pytest.mark.parametrize(
+    ("before", "use"),
+    [
+        pytest.param("", BY_NAME, id="by name"),
+        pytest.param("import graphex", BY_NAME, id="by name, imported before"),
+        pytest.param("", BOTH, id="by name and as an object"),
+    ],
+)
+def test_threads_that_compile_first_together_all_can(before, use, tmp_path):
+    entry_point(tmp_path)
+    program = PROGRAM.format(before=before, use=use)
+    python("-c", program, cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}", OMP_NUM_THREADS="1")
+
+
+def entry_point(folder: Path) -> None:
+    """What an installed graphex has, for a source tree too."""
+    about = folder / "by_name-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: by-name\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[torch_dynamo_backends]\ngraphex = graphex.backend:graphex_backend\n")
+
 
 AFTER_A_CALL = """
 import pickle, sys, torch, graphex
