@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from graphex.env import collector_paused, path_of_rank, rank_and_size, tuning, write_named, write_text, written_whole
 
 import graphex
 from graphex.cli import main
-from graphex.collector import collector_paused
-from graphex.folders import path_of_rank, rank_and_size, write_named, write_text, written_whole
-from graphex.switches import tuning
 
 
 @pytest.fixture(autouse=True)

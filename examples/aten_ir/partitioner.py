@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from graphex.rewrite.partition import Partitioner
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain
 from tracing import aten_graph, through_the_pipeline
-
-from graphex.passes.partition import Partitioner
 
 aten = torch.ops.aten
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.variables.streams
+from graphex.analysis.happens_before import Order
 from torch.fx import Graph, GraphModule, Node
-
-from graphex.analysis.order import Order
 
 aten = torch.ops.aten
 streams = torch.ops.streams

@@ -6,16 +6,15 @@ import cProfile
 from typing import Any
 
 import torch
+from graphex.analysis.happens_before import Order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.analysis import Aliases, last_uses
-from graphex.analysis.launches import is_work
-from graphex.analysis.liveness import frees
-from graphex.analysis.order import Order
-from graphex.analysis.reuse import unordered
+from graphex.analysis.effects import is_work
+from graphex.analysis.memory import frees, unordered
 
 
 def deaths(fn) -> dict[str, list[str]]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from graphex.analysis.plan import StreamPlan
 from graphex.device import Device, device_of
+from graphex.device.base import StreamPlan
 from graphex.errors import CaptureError
 
 

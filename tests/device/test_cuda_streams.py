@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from graphex.device.streams import CudaLanes
 
-from graphex.analysis.plan import StreamPlan
-from graphex.device.cuda_lanes import CudaLanes
+from graphex.device.base import StreamPlan
 
 
 @dataclass(eq=False)

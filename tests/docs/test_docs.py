@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from graphex import docs, records
+from graphex import records
+from graphex.cli import docs
 from tests.harness.documents import Block, blocks, run_block
 from tests.harness.processes import ROOT
 

@@ -17,12 +17,12 @@ from unittest import mock
 
 import torch
 import torch._dynamo
+from graphex.debug.tensors import sharing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphex
 from graphex.errors import GraphexWarning
-from graphex.evidence.tensors import sharing
 from tests.fuzz.programs import SIZES, Program, load
 
 EQUAL, TORCH, FAILURE = "equal", "torch's own difference", "failure"

@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from graphex.passes.pipeline import LAST, OURS
 
 from graphex.analysis import Aliases
 from graphex.passes import noop
-from graphex.pipeline import LAST, OURS
 from tests.fuzz.check import Verdict, session
 from tests.fuzz.programs import Program, Step, is_valid, load, shrunk
 from tests.fuzz.run import main, program_number
