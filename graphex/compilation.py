@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig
+from graphex.errors import one_line
 from graphex.evidence.dump import DebugFiles
 from graphex.evidence.timelines import timelines_text
 from graphex.quoting import remark
@@ -40,18 +41,6 @@ class Compilation:
 
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
-
-
-def one_line(reason: object) -> str:
-    """An exception as one sentence: its type and the first line that says something."""
-    if isinstance(reason, BaseException):
-        try:
-            text = str(reason)
-        except Exception:  # a user's exception may fail to print
-            text = ""
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return f"{type(reason).__name__}: {lines[0]}" if lines else type(reason).__name__
-    return str(reason)
 
 
 def readable(gm: GraphModule) -> str:

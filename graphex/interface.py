@@ -10,8 +10,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import known_true, node_line
 from graphex.analysis.notation import text_of
-from graphex.compilation import one_line
-from graphex.errors import PassError
+from graphex.errors import PassError, one_line
 from graphex.torch_private.trees import pytree
 
 MAY_NOT = "A pass may not change what the graph takes and returns."

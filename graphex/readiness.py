@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from graphex.compilation import one_line
+from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.records import FellBack, Journal
 from graphex.runtime import native

@@ -21,8 +21,8 @@ from graphex.analysis import Aliases, node_line
 from graphex.analysis.order import moved_across_a_write, stamp_order
 from graphex.analysis.source import raised_in
 from graphex.analysis.values import value_key
-from graphex.compilation import Compilation, one_line, readable
-from graphex.errors import PassError, RuleError, StreamError
+from graphex.compilation import Compilation, readable
+from graphex.errors import PassError, RuleError, StreamError, one_line
 from graphex.interface import check_graph, check_numbers, check_results, interface_of
 from graphex.passes.base import GraphPass, Work
 from graphex.passes.metadata import Watch, repair

@@ -127,7 +127,7 @@ def _compiler() -> Finding:
 
 def _replay_check() -> Finding:
     """What decides in every call on a GPU whether it is a replay is compiled here, as it would be there."""
-    from graphex.compilation import one_line
+    from graphex.errors import one_line
     from graphex.runtime import native
 
     try:
@@ -149,7 +149,7 @@ def _compilation() -> Finding:
     import torch
 
     import graphex
-    from graphex.compilation import one_line
+    from graphex.errors import one_line
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, x = torch.nn.Linear(8, 8, device=device), torch.randn(4, 8, device=device)

@@ -117,7 +117,7 @@ def _run(script: Path, arguments: tuple[str, ...], out: Any) -> str:
         return "" if end.code in (None, 0) else f"it exited with {end.code}"
     except Exception as error:
         print_trace(error, script)
-        from graphex.compilation import one_line
+        from graphex.errors import one_line
 
         return one_line(error)
     return ""

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from graphex.analysis import Aliases, is_collective
 from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.compilation import one_line
+from graphex.errors import one_line
 from graphex.evidence.float64 import run_in_float64
 from graphex.evidence.random_state import RandomState
 from graphex.evidence.repro import write_repro

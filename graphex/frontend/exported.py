@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.compilation import Compilation, one_line
+from graphex.compilation import Compilation
 from graphex.compiler import Executables, compile_executables
-from graphex.errors import InputError, PassError
+from graphex.errors import InputError, PassError, one_line
 from graphex.frontend.traced import Input, TracedSizes, check_arguments
 from graphex.passes.metadata import propagate_values
 from graphex.passes.program_writes import note_program_writes

@@ -18,8 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.source import raised_in
-from graphex.compilation import one_line
-from graphex.errors import RuleError
+from graphex.errors import RuleError, one_line
 from graphex.fusion.making import converted, pattern_of
 from graphex.fusion.patterns import Check, Pattern
 from graphex.fusion.registry import AnyRule
