@@ -20,8 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels.attention import ColdCaches
-from graphex.kernels.attention_ways import SHARED_MEMORY, Job, Tile, Way, columns_for, ways
+from graphex.kernels.attention import SHARED_MEMORY, ColdCaches, Job, Tile, Way, columns_for, ways
 from graphex.kernels.tuning import Candidate, seconds_on_device
 
 HEADS = {"llama": (32, 8, 128), "multi-head": (32, 32, 128), "narrow": (16, 2, 64), "gemma": (16, 8, 256)}

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import linears, tuning
-from graphex.kernels.linear_ways import Gemv, Job, Library, Skinny, Way, likely, padded_rows, ways
+from graphex.kernels.linears import Gemv, Job, Library, Skinny, Way, likely, padded_rows, ways
 
 DTYPE = torch.bfloat16
 SHAPES = {  # what stands before the layers, the columns, the rows of each weight, whether a residual is added

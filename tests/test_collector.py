@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from graphex.collector import collector_paused
+from graphex.env import collector_paused
 
 
 @pytest.fixture(autouse=True)

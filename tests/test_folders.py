@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import graphex
 from graphex.cli import main
-from graphex.folders import path_of_rank, rank_and_size, write_named, write_text, written_whole
+from graphex.env import path_of_rank, rank_and_size, write_named, write_text, written_whole
 
 LAUNCHERS = {
     "torchrun": {"RANK": "3", "WORLD_SIZE": "4"},

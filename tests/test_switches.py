@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import graphex
-from graphex.switches import tuning
+from graphex.env import tuning
 
 
 @pytest.mark.parametrize(

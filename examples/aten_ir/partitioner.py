@@ -13,7 +13,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain
 from tracing import aten_graph, through_the_pipeline
 
-from graphex.passes.partition import Partitioner
+from graphex.rewrite.partition import Partitioner
 
 aten = torch.ops.aten
 

@@ -56,7 +56,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    from graphex.torch_private.versions import TRIED, is_newer_than_tried, is_too_old
+    from graphex.torch_private.lookup import TRIED, is_newer_than_tried, is_too_old
 
     found, oldest, newest = torch.__version__, TRIED[0].version, TRIED[-1].version
     if is_too_old():

@@ -23,9 +23,8 @@ from graphex.cli.output import (
     why_not_written,
 )
 from graphex.config import options_of
-from graphex.folders import path_of_rank
+from graphex.env import path_of_rank, why_off
 from graphex.records import Journal
-from graphex.switches import why_off
 
 NOTHING = 3
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))

@@ -13,8 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, last_uses
-from graphex.analysis.asynchronous import is_wait, launch_of
-from graphex.analysis.keeping import who_may_keep
+from graphex.analysis.asynchronous import is_wait, launch_of, who_may_keep
 from tests.passes.pending import ops as pending
 from tests.passes.pending import tap
 

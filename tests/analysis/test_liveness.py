@@ -7,7 +7,7 @@ from torch.fx import Node, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.analysis import last_uses
-from graphex.analysis.liveness import frees
+from graphex.analysis.memory import frees
 
 
 def deaths(fn) -> dict[str, list[str]]:

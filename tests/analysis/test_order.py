@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.variables.streams
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis.order import Order
+from graphex.analysis.happens_before import Order
 
 aten = torch.ops.aten
 streams = torch.ops.streams

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from graphex.analysis import Aliases
-from graphex.analysis.launches import is_work
-from graphex.analysis.order import Order
-from graphex.analysis.reuse import unordered
+from graphex.analysis.effects import is_work
+from graphex.analysis.happens_before import Order
+from graphex.analysis.memory import unordered
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphex.analysis.rows import MixedRowsError, Rows
+from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.torch_private.symbolic import free_symbols
 
 ours = torch.ops.graphex

@@ -15,7 +15,7 @@ from graphex.cli import COMMANDS, doctor, main
 from graphex.evidence.report.page import read_data
 from graphex.runtime import native
 from graphex.torch_private import lookup
-from graphex.torch_private.versions import TRIED
+from graphex.torch_private.lookup import TRIED
 from tests.cli.terminal import ROOT, in_terminal, piped, plain
 
 SCRIPT = """

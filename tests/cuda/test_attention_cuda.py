@@ -10,8 +10,7 @@ from torch.nn import functional
 
 import graphex
 from graphex.kernels import attention, tuning
-from graphex.kernels.attention import KIND
-from graphex.kernels.attention_ways import ways
+from graphex.kernels.attention import KIND, ways
 from graphex.ops import declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, job
 

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from graphex.kernels import linears, tuning
-from graphex.kernels.linear_ways import Job, Library, likely, ways
+from graphex.kernels.linears import Job, Library, likely, ways
 from tests.kernels.linear_jobs import check
 
 pytestmark = pytest.mark.cuda

@@ -10,8 +10,7 @@ import torch
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from graphex.kernels import attention, rotary_attention, tuning
-from graphex.kernels.attention import KIND
-from graphex.kernels.attention_ways import tiles
+from graphex.kernels.attention import KIND, tiles
 from graphex.ops import declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS
 from tests.kernels.rotary_attention_steps import by, check, step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphex.analysis.plan import StreamPlan
 from graphex.device import device_of
+from graphex.device.base import StreamPlan
 from graphex.errors import CaptureError
 
 

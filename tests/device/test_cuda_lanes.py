@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphex.analysis.plan import StreamPlan
-from graphex.device.cuda_lanes import CudaLanes
+from graphex.device.base import StreamPlan
+from graphex.device.streams import CudaLanes
 
 
 @dataclass(eq=False)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from graphex import docs, records
+from graphex import records
+from graphex.cli import docs
 from tests.docs.blocks import Block, blocks, run_block
 
 ROOT = Path(__file__).parents[2]

@@ -297,7 +297,7 @@ def test_many_fusions_in_one_model():
 
 
 def test_every_family_says_what_its_rules_are_called():
-    from graphex.fusion.catalogue import FUSIONS, LIFTS
+    from graphex.fusion.rules import FUSIONS, LIFTS
 
     for family in (*FUSIONS, *LIFTS):
         assert {rule.name for rule in family.load()} == set(family.rules)

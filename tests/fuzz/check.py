@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphex
+from graphex.debug.tensors import sharing
 from graphex.errors import GraphexWarning
-from graphex.evidence.tensors import sharing
 from tests.fuzz.programs import SIZES, Program, load
 
 EQUAL, TORCH, FAILURE = "equal", "torch's own difference", "failure"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention_ways import Job, Way
+from graphex.kernels.attention import Job, Way
 from graphex.ops.attention import attention
 from tests.kernels.compare import assert_close_to_reference
 

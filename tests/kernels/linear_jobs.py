@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.kernels.linear_ways import Job, Way
+from graphex.kernels.linears import Job, Way
 from graphex.ops.norms import weighted
 
 

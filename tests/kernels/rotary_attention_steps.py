@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention_ways import Job, Tile
+from graphex.kernels.attention import Job, Tile
+from graphex.kernels.launch import launch
 from graphex.kernels.rotary_attention import Step
-from graphex.kernels.starts import launch
 from graphex.ops.definition import SPECS
 from tests.kernels.attention_jobs import assert_right, mask_of, tensor
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from graphex.compilation import Compilation
-from graphex.compiler import compile_kernels
 from graphex.config import CompilerConfig
 from graphex.errors import GraphexWarning
-from graphex.evidence.kernels import KernelRow, kernel_rows
+from graphex.evidence.tables import KernelRow, kernel_rows
+from graphex.frontend.compiler import compile_kernels
 from graphex.records import Journal
+from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
@@ -28,8 +28,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
-from graphex.kernels import attention_ways, tuning  # noqa: E402
-from graphex.kernels.ahead import compile_ahead, distinct_calls  # noqa: E402
+from graphex.kernels import attention, tuning  # noqa: E402
+from graphex.kernels.precompile import compile_ahead, distinct_calls  # noqa: E402
 
 OPS = torch.ops.graphex
 INDICES = count(1)
@@ -291,7 +291,7 @@ def test_attention_that_adds_a_token_is_compiled_for_each_tile_that_is_measured(
 
 def test_where_torchs_attention_is_faster_only_the_rotary_kernel_is_compiled(hopper, compiled, monkeypatch):
     monkeypatch.setattr(tuning, "shipped", lambda device: {"attention": {DECODED: {"name": "library", "us": {}}}})
-    monkeypatch.setattr(attention_ways, "by_library", lambda query, *rest: query)  # it asks a device that is not there
+    monkeypatch.setattr(attention, "by_library", lambda query, *rest: query)  # it asks a device that is not there
     (row,) = described(decode_step(Drawing(FakeTensorMode())))
     assert compiled == {"rotary_kernel": 1}
     assert (row.runs, row.chosen) == ("library", "shipped")

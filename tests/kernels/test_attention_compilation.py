@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from graphex.kernels import attention_ways
-from graphex.kernels.attention_ways import Job, New, Tile, tiles
-from graphex.kernels.starts import launch
+from graphex.kernels import attention
+from graphex.kernels.attention import Job, New, Tile, tiles
+from graphex.kernels.launch import launch
 from tests.kernels.attention_jobs import job
 from tests.kernels.rotary_attention_steps import step
 from tests.kernels.test_compilation import Compiler
@@ -21,9 +21,9 @@ from tests.kernels.test_linears_compilation import MOST_SHARED
 
 
 def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | None = None) -> tuple[str, int]:
-    kernels = {name: Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")}
+    kernels = {name: Compiler(getattr(attention, name)) for name in ("attention_kernel", "combine_kernel")}
     for name, compiler in kernels.items():
-        monkeypatch.setattr(attention_ways, name, compiler)
+        monkeypatch.setattr(attention, name, compiler)
     tile.prepare(of, new)(of, launch, new)
     (code,) = kernels["attention_kernel"].code
     assert len(kernels["combine_kernel"].code) == (tile.splits > 1)
@@ -35,7 +35,7 @@ def decode(width: int, mask: str = "prefix", dtype: torch.dtype = torch.bfloat16
 
 
 WIDTHS = (64, 80, 96, 112, 128, 192, 256)
-CASES = [(width, at) for width in WIDTHS for at in range(len(attention_ways.TILES))]
+CASES = [(width, at) for width in WIDTHS for at in range(len(attention.TILES))]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ TOKEN_CASES = [
     (dtype, interleaved, at)
     for dtype in (torch.bfloat16, torch.float16)
     for interleaved in (False, True)
-    for at in range(len(attention_ways.TILES))
+    for at in range(len(attention.TILES))
 ]
 OFTEN = ((torch.bfloat16, False, 0), (torch.float16, True, 1), (torch.bfloat16, False, 5))
 

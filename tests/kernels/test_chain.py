@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from graphex.kernels import attention_ways, linear_ways
-from graphex.kernels.attention_ways import Tile
-from graphex.kernels.linear_ways import GATED_GEMVS, GEMVS, Skinny
-from graphex.kernels.starts import launch
+from graphex.kernels import attention, linears
+from graphex.kernels.attention import Tile
+from graphex.kernels.launch import launch
+from graphex.kernels.linears import GATED_GEMVS, GEMVS, Skinny
 from tests.kernels.rotary_attention_steps import step
 from tests.kernels.test_attention_compilation import decode
 from tests.kernels.test_compilation import Compiler, cases, compiled
@@ -46,9 +46,9 @@ def test_linear_layers_wait(way, rows, monkeypatch):
     of = job(rows, "none", (64,))
     if way in GATED_GEMVS:
         of = replace(of, weights=[*of.weights, *of.weights], biases=[None, None], residual=None, gated=True)
-    kernels = [Compiler(getattr(linear_ways, name)) for name in ("gemv_kernel", "skinny_kernel", "combine_kernel")]
+    kernels = [Compiler(getattr(linears, name)) for name in ("gemv_kernel", "skinny_kernel", "combine_kernel")]
     for kernel in kernels:
-        monkeypatch.setattr(linear_ways, kernel.kernel.__name__, kernel)
+        monkeypatch.setattr(linears, kernel.kernel.__name__, kernel)
     way.prepare(of)(of)
     codes = [code for kernel in kernels for code in kernel.code]
     assert len(codes) == (2 if rows > 1 else 1)
@@ -63,9 +63,9 @@ def test_attention_waits(adds_a_token, monkeypatch):
     if adds_a_token:
         decoding = step(group=4, heads=2, length=4096, width=64, mask="prefix", dtype=torch.bfloat16)
         of, new = decoding.attention(), decoding.new()
-    kernels = [Compiler(getattr(attention_ways, name)) for name in ("attention_kernel", "combine_kernel")]
+    kernels = [Compiler(getattr(attention, name)) for name in ("attention_kernel", "combine_kernel")]
     for kernel in kernels:
-        monkeypatch.setattr(attention_ways, kernel.kernel.__name__, kernel)
+        monkeypatch.setattr(attention, kernel.kernel.__name__, kernel)
     Tile(4, 64, 4, 2).prepare(of, new)(of, launch, new)
     for kernel in kernels:
         (code,) = kernel.code

@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from graphex.kernels import linear_ways
-from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
+from graphex.kernels import linears
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
 from tests.kernels.test_compilation import Compiler
 
 MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200
@@ -33,8 +33,8 @@ def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, i
     """The code of a way's product, and how much shared memory it needs."""
     compilers = {}
     for name in ("gemv_kernel", "skinny_kernel", "combine_kernel"):
-        compilers[name] = Compiler(getattr(linear_ways, name))
-        monkeypatch.setattr(linear_ways, name, compilers[name])
+        compilers[name] = Compiler(getattr(linears, name))
+        monkeypatch.setattr(linears, name, compilers[name])
     way.prepare(of)(of)
     used = [compiler for compiler in compilers.values() if compiler.code]
     assert len(used) == (2 if getattr(way, "parts", 1) > 1 else 1)

@@ -16,8 +16,8 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
 from graphex.analysis.source import origins
-from graphex.passes.metadata import stamp_origins
-from graphex.passes.partition import Partitioner
+from graphex.rewrite.metadata import stamp_origins
+from graphex.rewrite.partition import Partitioner
 from tests.passes.support import trace
 
 aten = torch.ops.aten

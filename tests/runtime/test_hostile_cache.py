@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from graphex import cache_files
-from graphex.cache_files import LARGEST, open_folder, sealed, unsealed
+from graphex import env
+from graphex.env import LARGEST, cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
-from graphex.folders import cache_directory
 from graphex.kernels.tuning import Candidate, Tuner
 from graphex.kernels.tuning_store import Store
 from graphex.runtime import native
@@ -372,7 +371,7 @@ def test_a_lock_that_is_none_is_taken_away(plant, tmp_path):
 
 
 def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_files, "PATIENCE", 0.02)
+    monkeypatch.setattr(env, "PATIENCE", 0.02)
     store = Store(CONDITIONS, tmp_path)
     with open_folder(tmp_path) as folder, folder.lock(f"{store.name}.lock"):
         name, said = choose(tmp_path)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphex.runtime import native
-from graphex.runtime.addresses import Addresses
+from graphex.runtime.fast_replay import Addresses
 from tests.runtime.support import check_with_weights_replaced, compile_it, replays, statuses
 
 NOWHERE: native.Places = (b"", b"", b"", b"", bytearray())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
-from graphex.evidence.tensors import sharing
+from graphex.debug.tensors import sharing
 from graphex.runtime import executable
 from tests.runtime.support import compile_it
 from tests.runtime.tape import TapeDevice

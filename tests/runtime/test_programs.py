@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphex.evidence.tensors import sharing
+from graphex.debug.tensors import sharing
 from tests.fuzz.programs import SIZES, load
 from tests.fuzz.run import program_number
 from tests.runtime.support import compile_it, replays

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import graphex
 from graphex.runtime import capture, native
-from graphex.runtime.addresses import Addresses
+from graphex.runtime.fast_replay import Addresses, Questions, what_fits
 from graphex.runtime.keys import Key, KeyReader
-from graphex.runtime.shortcuts import Questions, what_fits
 from graphex.torch_private.numerics import states, switches_for
 from tests.runtime.support import compile_it, count, in_threads, same, statuses
 from tests.runtime.tape import TapeDevice

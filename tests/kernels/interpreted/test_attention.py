@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import attention
-from graphex.kernels.attention import allowing, copied, description
-from graphex.kernels.attention_ways import Tile, ways
-from graphex.kernels.launching import NO_ROOM
+from graphex.kernels.attention import Tile, allowing, copied, description, ways
+from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import SPECS, Declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS, assert_right, check, job
 from tests.kernels.compare import launcher

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import linears
-from graphex.kernels.launching import NO_ROOM
-from graphex.kernels.linear_ways import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
+from graphex.kernels.launch import NO_ROOM
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
 from graphex.ops.definition import SPECS, Declined
 from tests.kernels.compare import launcher
 from tests.kernels.linear_jobs import check

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import rotary_attention
-from graphex.kernels.attention_ways import Library, Tile
-from graphex.kernels.launching import NO_ROOM
+from graphex.kernels.attention import Library, Tile
+from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import Declined
 from tests.kernels.attention_jobs import LAYOUTS, MASKS
 from tests.kernels.compare import launcher
