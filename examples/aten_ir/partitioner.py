@@ -1,7 +1,7 @@
-"""Partitioners: put the largest parts that something supports into modules of their own.
+"""Partitioners: put the largest supported regions of a graph into submodules.
 
 torch's `CapabilityBasedPartitioner` and graphex's `Partitioner` take the same arguments. The second needs linear time,
-keeps reads and writes of memory in order, and leaves metadata on the nodes that call the parts.
+keeps reads and writes of memory in order, and keeps metadata on the nodes that call the submodules.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Calls(OperatorSupportBase):
 
 
 class OnMatrices(OperatorSupportBase):
-    """Supports what computes a matrix."""
+    """Supports nodes that compute a matrix."""
 
     def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
         value = node.meta.get("val")
