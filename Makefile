@@ -55,7 +55,7 @@ fuzz: $(READY)
 	$(RUN) -m tests.fuzz.run --programs 20000 --jobs $(JOBS)
 
 docs: $(READY)
-	$(RUN) -m graphex.docs
+	$(RUN) -m graphex.cli.docs
 
 pictures: $(READY)
 	$(RUN) docs/pictures/make.py

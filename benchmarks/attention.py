@@ -1,11 +1,12 @@
-"""Attention of a decode step: every way to compute it, against reading the keys and values once. Needs a GPU.
+"""Times attention of a decode step in every kernel configuration, against reading the keys and values once. Needs a
+GPU.
 
     PYTHONPATH=. python benchmarks/attention.py [--batch 1 16 64] [--length 2048] [--search]
 
-Microseconds of device time per call, from a CUDA graph of calls that go round several caches, so that none is in the
-L2 cache when it is read. `of floor` is the time over that of the bytes at the copy bandwidth. Caches are half or wholly
-full, as the mask says; a way is chosen by its time on a full one. `--search` tries many more tiles than graphex does,
-to find those that it should.
+Times are microseconds of device time per call, from a CUDA graph of calls that cycle through several caches, so that
+none is in the L2 cache when it is read. `of floor` is the time divided by that of the bytes at the copy bandwidth. The
+mask makes caches half or completely full; graphex chooses a configuration by its time on a full one. `--search` tries
+many more configurations than graphex does, to find those that it should try.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class HalfFull(ColdCaches):
 
 
 def many_ways(of: Job) -> list[Way]:
-    """A grid of tiles; what does not fit into a multiprocessor is left out."""
+    """A grid of kernel configurations, without those that do not fit into a multiprocessor."""
     width = columns_for(of.query.shape[3]) + columns_for(of.value.shape[3])
     grid = product((1, 2, 3, 4, 8, 16, 32), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5))
     fits = SHARED_MEMORY // (width * of.key.element_size())

@@ -1,13 +1,13 @@
-"""Where the first compilation of a process spends its time, beside torch's own `aot_eager`, which rewrites nothing.
+"""Times the stages of a process's first compilation, beside torch's own `aot_eager`, which rewrites nothing.
 
     PYTHONPATH=. python benchmarks/compile_time.py [--model llama] [--batch 16] [--rounds 3]
 
-A decode step of 8 layers (4 for the models of transformers), small ones on a CPU. Every round is a process for each
-backend, with empty compile caches, and the table shows the median of each stage:
+The model is a decode step of 8 layers (4 for the models of transformers), smaller on a CPU. Every round runs one
+process for each backend, with empty compile caches, and the table shows the median of each stage:
 
     imports       torch._dynamo, which every torch.compile imports, and graphex
-    Dynamo        the user's code traced, and guards made
-    AOTAutograd   Dynamo's graph traced to ATen, and what graphex does before and after its passes
+    Dynamo        tracing the user's code and making guards
+    AOTAutograd   tracing Dynamo's graph to ATen, and graphex's work before and after its passes
     passes, program, kernels      graphex: the rewrites, the code and the plan of a capture, the kernels compiled
     calls         the rest of the first three calls: the graph captured
 
@@ -65,7 +65,7 @@ def stages(setting: Setting, backend: str) -> Stages:
 
 
 def split(seconds: float, imports: float) -> Stages:
-    """What torch has noted of a compilation, as stages that follow each other."""
+    """The times that torch recorded for a compilation, as consecutive stages."""
     from torch._dynamo.utils import compile_times
 
     names, values = compile_times(repr="csv", aggregate=True)
@@ -77,7 +77,7 @@ def split(seconds: float, imports: float) -> Stages:
 
 
 def measured(setting: Setting, backend: str) -> Stages:
-    """In a process of its own, with caches of its own."""
+    """The stages measured in a new process with its own caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: os.path.join(folder, name) for name in CACHES}
         asked = json.dumps({"setting": asdict(setting), "backend": backend})

@@ -1,18 +1,18 @@
-"""One decode step, from eager to graphex, against the time that its bytes take to be read. Needs a GPU.
+"""Times one decode step in every variant, from eager to graphex, against the time to read its bytes. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/decode.py [--models llama hf-llama hf-qwen3] [--batch 1 16 64] [--seconds 300]
     PYTHONPATH=. python benchmarks/decode.py --profile [--models llama] [--batch 1]
 
-Llama-3-8B geometry in bfloat16: the model of `examples/` with 8 layers, its caches of 2048 positions passed in as plain
-inputs, and Llama and Qwen3 of transformers with 4 layers and its StaticCache, which marks itself as static. Every row
-comes from a process of its own with empty compile caches. graphex is measured here, the stock modes by
-`benchmarks/decode_stock.py`, whose rows are merged if they were measured on this device with these versions.
+Llama-3-8B geometry in bfloat16: the model of `examples/` with 8 layers and caches of 2048 positions passed in as plain
+inputs, and Llama and Qwen3 of transformers with 4 layers and their StaticCache, which marks itself as static. Every
+row comes from a new process with empty compile caches. This script measures graphex. `benchmarks/decode_stock.py`
+measures the stock modes; their rows are merged if they come from this device and these versions.
 
-`pipelined` is the time of a call when calls follow each other; `x floor` is that over the bytes of weights and caches
-divided by the measured copy bandwidth; `host` the time until a call returns, after a wait; `cold compile` the first
-three calls, once torch._dynamo was imported, and torch._inductor where it is the backend; `peak` the most that was
-allocated from the first call on, weights and caches included; `error` the norm of the difference from the logits of a
-float32 run of the same weights, over their norm.
+`pipelined` is the time of a call when calls follow each other; `x floor` is that time divided by the floor, which is
+the bytes of weights and caches over the measured copy bandwidth; `host` is the time until a call returns, after a
+wait; `cold compile` is the time of the first three calls, after torch._dynamo (and torch._inductor for its rows) was
+imported; `peak` is the most memory allocated from the first call on, weights and caches included; `error` is the norm
+of the difference from the logits of a float32 run with the same weights, divided by their norm.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measured(settings: list[Setting], seconds: float, *, from_nothing: bool) -> list[Row]:
-    """The rows of graphex: all with the choices that the package ships, then all from nothing."""
+    """The rows of graphex: all with the choices that the package ships, then all tuned from nothing."""
     store = Store()
     variants = (GRAPHEX, GRAPHEX_UNTUNED) if from_nothing else (GRAPHEX,)
     jobs = [Job(setting, variant) for variant in variants for setting in settings]
@@ -96,7 +96,7 @@ def measured(settings: list[Setting], seconds: float, *, from_nothing: bool) -> 
 
 
 def table(rows: list[Row], bandwidth: float) -> str:
-    """By setting, in the order of the variants; a star says that a compilation did not have the machine for itself."""
+    """The table by setting, in the order of the variants; a star marks a compilation that ran beside others."""
     order = list(NAMED)
     settings = list(dict.fromkeys(row.setting for row in rows))
     settings.sort(key=lambda each: (list(MODELS).index(each.model), each.layers, each.batch))

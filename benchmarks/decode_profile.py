@@ -1,8 +1,8 @@
-"""A decode step kernel by kernel: what each takes on the device, against the bytes that it must read and write.
+"""Profiles a decode step kernel by kernel: the device time of each, against the bytes that it must read and write.
 
-The program that graphex runs is recorded once without capture, op by op: which kernels each op launches, and what its
-tensors weigh. Then the captured step is profiled, and its kernels are laid beside the recorded ones, in order. So the
-times are those of the replay, as it is called. On a CPU, where there are no kernels, the recorded times are shown.
+The script first records graphex's program without capture, op by op: the kernels that each op launches, and the sizes
+of its tensors. Then it profiles the captured step and assigns its kernels to the recorded ones, in order. The times
+are therefore those of the real replay. On a CPU, where there are no kernels, it shows the recorded times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OTHER = "of no op"
 
 @dataclass
 class Op:
-    """One op of the program: what it weighs, and its kernels with their times."""
+    """One op of the program: its bytes, and its kernels with their times."""
 
     name: str
     sizes: str
@@ -52,7 +52,7 @@ class Kernel:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every op and marks it in the profile."""
+    """Records every op and marks it in the profile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,10 +74,11 @@ class Recorder(TorchDispatchMode):
 
 
 def moved_by(name: str, given: list[Tensor], made: list[Tensor], written: list[Tensor]) -> int:
-    """The bytes that an op must read and write; 0 of a view.
+    """The bytes that an op must read and write; 0 for a view.
 
-    An op that writes a part of what it is given, a token into a cache, writes what it has read besides, and may read
-    the rest of the cache too. A gather reads what it returns. What shares the memory of an argument is no new result.
+    An op that writes part of an argument, such as a token into a cache, writes as many bytes as it reads besides, and
+    may read the rest of the cache too. A gather reads as many bytes as it returns. A result that shares the memory of
+    an argument does not count.
     """
     places = {each.untyped_storage().data_ptr() for each in given}
     fresh = sum(_weight(each) for each in made if each.untyped_storage().data_ptr() not in places)
@@ -97,7 +98,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _weight(tensor: Tensor) -> int:
-    """Its bytes in memory: an expanded dimension has none."""
+    """The bytes of a tensor in memory, without its expanded dimensions."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in pairs if stride) * tensor.element_size()
 
@@ -157,7 +158,7 @@ def recorded(step: Step) -> list[Op]:
 
 
 def _time(ops: list[Op], seen: torch.profiler.profile) -> None:
-    """Gives the ops the kernels that they have launched; without any, the time that they took on the CPU."""
+    """Gives each op the kernels that it launched, or without kernels the time that it took on the CPU."""
     for event in seen.events():
         if event.name.startswith(MARK) and event.device_type == DeviceType.CPU:
             op = ops[int(event.name[len(MARK) :])]
@@ -168,7 +169,7 @@ def _time(ops: list[Op], seen: torch.profiler.profile) -> None:
 
 
 def put_in_order(ops: list[Op], launched: list[str]) -> None:
-    """An op's kernels as they ran: the profile has those that it launched itself before those of the ops it calls."""
+    """An op's kernels in the order they ran: the profile lists its own kernels before those of the ops it calls."""
     at = 0
     for op in (op for op in ops if op.kernels):
         wanted, count = Counter(op.kernels), len(op.kernels)
@@ -180,7 +181,7 @@ def put_in_order(ops: list[Op], launched: list[str]) -> None:
 
 
 def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
-    """Gives the ops the times of the replay, each kernel its median. Kernels of no op, such as copies, are added."""
+    """Gives each op the times of the replay, the median for each kernel. Kernels of no op (copies) are added."""
     sequences = [tuple(kernel.name for kernel in each) for each in replays]
     usual = statistics.mode(sequences)
     same = [each for each, sequence in zip(replays, sequences, strict=True) if sequence == usual]
@@ -200,7 +201,7 @@ def assign(ops: list[Op], replays: list[list[Kernel]]) -> None:
 
 
 def table(ops: list[Op], bandwidth: float) -> str:
-    """One line for all ops of one kind and size, in the order of their first."""
+    """The table: one line for all ops of one kind and size, in the order of their first occurrence."""
     kinds: dict[tuple[str, str], list[Op]] = {}
     for op in ops:
         kinds.setdefault((op.name, op.sizes), []).append(op)
@@ -255,7 +256,7 @@ def _profiler() -> torch.profiler.profile:
 
 
 def _kernels_of(event: Any) -> Iterator[Kernel]:
-    """Of an op and all that it calls, in order."""
+    """The kernels of an op and of all ops that it calls, in order."""
     for kernel in event.kernels:
         yield Kernel(kernel.name, kernel.duration / 1e6)
     for child in event.cpu_children:

@@ -1,12 +1,13 @@
-"""The stock modes of torch.compile on the decode steps, kept in a file for the tables of decode.py and replay.py.
+"""Measures the stock modes of torch.compile on the decode steps, and stores them for the tables of decode.py and
+replay.py.
 
     PYTHONPATH=. python benchmarks/decode_stock.py [--seconds 540] [--together 5] [--share-kernels] [--list]
 
-Each row is measured in a process of its own with empty compile caches. Rows that the file holds already, measured on
-this device with these versions, are not measured again: call it until nothing is missing. Rows stand in the order of
-their importance. With --together, rows that time no kernels while they compile do so beside each other; with
---share-kernels, max-autotune finds kernels that earlier rows have compiled. Both are faster, and the compile time of
-such rows is marked. Times of calls are always taken one row at a time.
+Each row is measured in a new process with empty compile caches. Rows that the file already has from this device and
+these versions are not measured again: call the script until none is missing. It measures the most important rows
+first. With --together, rows that time no kernels during compilation compile in parallel; with --share-kernels,
+max-autotune reuses kernels that earlier rows have compiled. Both are faster, and the table marks the compile time of
+such rows. Times of calls are always taken one row at a time.
 """
 
 from __future__ import annotations

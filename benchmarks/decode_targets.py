@@ -1,4 +1,4 @@
-"""What the decode table is held against, and which of it was missed or cannot be told."""
+"""The targets of the decode table, and which of them are missed or cannot be checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPILE = {GRAPHEX.name: 8.0, GRAPHEX_UNTUNED.name: 25.0}  # seconds, imports in
 
 
 def missed(rows: list[Row], bandwidth: float) -> list[str]:
-    """A sentence for each target that the rows of graphex miss. What has no rows is not missed: see `unknown`."""
+    """A sentence for each target that the rows of graphex miss. A target without rows is not missed: see `unknown`."""
     found = []
     for row in rows:
         if row.variant == GRAPHEX.name:
@@ -27,7 +27,7 @@ def missed(rows: list[Row], bandwidth: float) -> list[str]:
 
 
 def unknown(rows: list[Row], settings: list[Setting]) -> list[str]:
-    """A sentence for each setting that graphex cannot be compared on for want of rows."""
+    """A sentence for each setting on which graphex cannot be compared because rows are missing."""
     there = {row.about for row in rows}
     found = []
     for setting in settings:

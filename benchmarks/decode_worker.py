@@ -1,15 +1,15 @@
-"""Measures one row of a table in a process of its own, stage by stage, as its parent asks for them.
+"""Measures one row of a table in a process of its own, in stages that the parent process requests.
 
     python benchmarks/decode_worker.py '{"setting": ..., "variant": ..., "reference": ...}'
 
-A line on the standard input asks for the next stage, a line on the standard output that begins with `@` answers:
+A line on stdin requests the next stage; a line on stdout that begins with `@` answers:
 
-    start     torch is imported, and what torch.compile imports of it for any model; the device is untouched
-    build     the model, its caches, and the logits in float32 (computed by the first that needs them, kept in a file)
+    start     import torch and the modules that torch.compile needs for any model; the device is untouched
+    build     the model, its caches, and the logits in float32 (computed by the first worker, kept in a file)
     compile   the first calls
     measure   the times, the memory, the error
 
-So a parent can let processes start and compile beside each other, and time them one at a time.
+So a parent can let processes start and compile in parallel, and time them one at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WRONG = 0.1  # the error that no rounding explains
 
 
 def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dict[str, Any]]:
-    """Runs one stage for each value asked of it."""
+    """Runs one stage for each value requested."""
     variant = NAMED[variant_name]
     if setting.packages:
         import transformers  # noqa: F401  (part of the start, not of the compilation)
@@ -70,7 +70,7 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
 
 
 def _imported(variant: Variant) -> float:
-    """Seconds for what a process imports of torch once to compile: Dynamo, and Inductor where that is the backend."""
+    """Seconds to import the modules of torch needed to compile: Dynamo, and Inductor for its rows."""
     started = time.perf_counter()
     import_module("torch._dynamo")
     if variant.backend == "inductor":
@@ -79,7 +79,9 @@ def _imported(variant: Variant) -> float:
 
 
 def _tuned(run: object, variant: Variant, setting: Setting) -> int:
-    """How many choices graphex has measured, if it did what the row is called after."""
+    """The number of choices that graphex has measured. Raises if the step was not replayed or not tuned as its row
+    says.
+    """
     import graphex
 
     if setting.device != "cuda":

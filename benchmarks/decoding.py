@@ -1,7 +1,7 @@
-"""The decode steps that are measured: which model, how large, and what one call of it is.
+"""The decode steps that the benchmarks measure: the model, its size, and one call of it.
 
-Three models, by name: `llama` is `examples/tiny_llama.py`, its caches passed in as plain inputs; `hf-llama` and
-`hf-qwen3` are those of transformers with its StaticCache, which marks itself as having a static address. Weights and
+There are three models: `llama` is `examples/tiny_llama.py` with its caches passed in as plain inputs; `hf-llama` and
+`hf-qwen3` are those of transformers with their StaticCache, which marks itself as having a static address. Weights and
 caches are random and the same in every process. A step reads the whole cache: the token is its last position.
 """
 
@@ -24,7 +24,7 @@ ROOM = 64  # calls between two rewinds, at most
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, its size and the batch: what a row of a table is about."""
+    """A model, its size and the batch: the subject of a row of a table."""
 
     model: str = "llama"
     layers: int = 8
@@ -43,12 +43,12 @@ class Setting:
 
     @property
     def of_transformers(self) -> bool:
-        """Then its cache marks itself as static."""
+        """Whether the model is one of transformers, whose cache marks itself as static."""
         return self.model.startswith("hf-")
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Whose versions its figures depend on, besides torch's."""
+        """The packages whose versions the figures depend on, besides torch."""
         return ("transformers",) if self.of_transformers else ()
 
     @property
@@ -56,17 +56,17 @@ class Setting:
         return self.width // self.heads
 
     def tiny(self) -> Setting:
-        """The same on a CPU, small enough for a test."""
+        """The same setting on a CPU, small enough for a test."""
         size = {"width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "vocabulary": 128, "positions": 2 * ROOM}
         return replace(self, layers=min(2, self.layers), dtype="float32", device="cpu", **size)
 
 
 @dataclass
 class Step:
-    """One decode step of a model, as often as one likes.
+    """One decode step of a model, which can be repeated.
 
-    `run` takes the model or a compiled form of it and returns the logits. `rewind(calls)` puts everything back, so
-    that `calls` calls find the last positions of the cache in front of them. `caches` are what each call reads.
+    `run` takes the model or a compiled form of it and returns the logits. `rewind(calls)` restores everything, so that
+    the next `calls` calls fill the last positions of the cache. `caches` are the tensors that each call reads.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def moved(self) -> int:
-        """The bytes that a step cannot do without: all weights but the table of tokens, and the caches."""
+        """The bytes that a step must read: all weights except the embedding table, and the caches."""
         weights = (p for name, p in self.model.named_parameters() if "embed" not in name)
         return sum(each.numel() * each.element_size() for each in (*weights, *self.caches))
 
@@ -116,7 +116,7 @@ def in_float32(model: nn.Module, setting: Setting) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference over the norm of what is wanted; infinite where a value is not finite."""
+    """The norm of the difference divided by the norm of the expected logits; infinite if a value is not finite."""
     measured = ((found.float() - wanted).norm() / wanted.norm()).item()
     return measured if math.isfinite(measured) else math.inf
 
@@ -171,7 +171,7 @@ def _plain_step(model: TinyLlama, setting: Setting, token: Tensor) -> Step:
 
 
 def _transformers_step(model: nn.Module, setting: Setting, token: Tensor) -> Step:
-    """Every call moves the cache's own position on by one, so that it has to be put back, with what was overwritten."""
+    """Every call advances the cache's own position by one, so `rewind` restores it and the overwritten values."""
     import transformers
 
     cache = transformers.StaticCache(config=model.config, max_cache_len=setting.positions)
@@ -192,6 +192,6 @@ def _transformers_step(model: nn.Module, setting: Setting, token: Tensor) -> Ste
 
 
 def _fill(caches: list[Tensor], setting: Setting) -> None:
-    """Random values, rounded as the setting says whatever the caches' own type is."""
+    """Random values, rounded to the setting's dtype whatever the dtype of the caches."""
     for cache in caches:
         cache.copy_(torch.randn(cache.shape, device=cache.device).to(getattr(torch, setting.dtype)))

@@ -1,11 +1,11 @@
-"""What matching costs: a 32-layer graph with 64 places where add + norm fuse, and 200 rules that match nowhere.
+"""Times pattern matching: a 32-layer graph with 64 places where add + norm fuse, and 200 rules that match nowhere.
 
     python benchmarks/fusion_compile.py
 
-Seconds are those the journal gives for the fusion pass: fused, the sites doubled (to see the growth), and with rules
-that find all their ops in the graph and never the pattern. They are wall time, the best of five compilations each: a
-machine does other things too. The first compilation traces the search functions, once for the process; the best is a
-later one.
+Seconds are those of the fusion pass in the journal: with fusions, with twice as many places (to see the growth), and
+with rules whose ops are all in the graph but whose pattern is not. They are wall time, the best of five compilations
+each, because a machine does other work too. The first compilation traces the search functions, once for the process;
+the best is a later one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 def turned(x: Tensor) -> Tensor:
-    """A rotary embedding, of sorts."""
+    """A simplified rotary embedding."""
     half = x.shape[-1] // 2
     swapped = torch.cat([-x[..., half:], x[..., :half]], -1)
     return x * x.cos() + swapped * x.sin()
@@ -81,7 +81,7 @@ def fused_add_norm(x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tenso
 
 
 def never(scale: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """A rule whose ops are all in the graph, and whose pattern is nowhere in it."""
+    """A rule whose ops are all in the graph, but whose pattern is not."""
 
     def search(a: Tensor, b: Tensor) -> Tensor:
         return torch.add(nn.functional.silu(a), b, alpha=scale)
@@ -94,7 +94,9 @@ def never(scale: int) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 @dataclass
 class Case:
-    """Rules on a model of so many layers: the best time of the fusion pass so far, its matches, the graph's nodes."""
+    """Rules on a model with some number of layers: the best time of the fusion pass so far, its matches, the graph's
+    nodes.
+    """
 
     title: str
     layers: int
@@ -120,7 +122,7 @@ class Case:
 
     @property
     def missed(self) -> str:
-        """The target that was missed, if one was."""
+        """The target that was missed, if any."""
         if not self.matches:
             return f"{RULES} rules in vain take {self.seconds:.2f} s" if self.seconds > MISS_SECONDS else ""
         late = self.matches == MATCHES and self.seconds > MATCH_SECONDS

@@ -1,7 +1,7 @@
-"""The decode step as somebody writes it by hand who minds memory and time.
+"""The decode step written by hand to save memory and time.
 
-Every value that is not needed again is overwritten or dropped at once; the mask, the same in all layers, is made once.
-The results are, bit for bit, those of `examples.tiny_llama`.
+Every value that is not needed again is overwritten or dropped at once; the mask, which all layers share, is made once.
+The results equal those of `examples.tiny_llama` bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def norm(module: RMSNorm, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers share in one step."""
+    """The values that all layers share in one step."""
 
     cos: Tensor
     sin: Tensor

@@ -1,10 +1,11 @@
-"""What a compiled call costs on the host: small ops on the CPU, one thread, where time is spent between kernels.
+"""Times the host overhead of a compiled call: small ops on the CPU, one thread, where most time is spent between
+kernels.
 
     python benchmarks/host_overhead.py [--inductor]
 
-Two graphs: 300 small ops on [8, 8], and a decode step of 8 small Llama layers with its caches passed in. Columns are
-medians of interleaved rounds and ratios to eager. "program" is the generated code without Dynamo and AOTAutograd
-around it: the floor of a backend that runs op by op.
+There are two graphs: 300 small ops on [8, 8], and a decode step of 8 small Llama layers with its caches passed in.
+Columns are medians of interleaved rounds and ratios to eager. "program" is the generated code without Dynamo and
+AOTAutograd around it: the floor of a backend that runs op by op.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 def small_ops(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """300 ops of the kinds that models are made of, none of them big."""
+    """300 small ops of the kinds that models use."""
     for _ in range(50):
         z = torch.mul(x, y)
         z = torch.add(z, x)
@@ -61,7 +62,7 @@ def variants(
 
 
 def program(model: Callable[..., object], args: tuple[object, ...]) -> Callable[[], object]:
-    """The generated code by itself, on the inputs that AOTAutograd would give it."""
+    """The generated code by itself, on the inputs that AOTAutograd would pass."""
     from torch._functorch.aot_autograd import aot_module_simplified
 
     taken: list[tuple[Callable[..., object], list[object]]] = []

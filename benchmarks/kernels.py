@@ -1,11 +1,11 @@
-"""Every kernel against eager, Inductor and the copy bandwidth. Needs a GPU.
+"""Compares every kernel with eager, Inductor and the copy bandwidth. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/kernels.py [--only norm] [--seconds 100]
 
 `eager`, `inductor` and `ours` are microseconds of device time per call, from a CUDA graph of many calls, as graphex
-runs them. `of best` is ours over the better of the other two; `host` is the time until one of our calls returns,
-outside of a graph, over the same for the better of the other two. `of copy` is what share of the measured copy
-bandwidth the bytes that must be read and written amount to. Inductor is left out once `--seconds` are over.
+runs them. `of best` is ours divided by the better of the other two; `host` is the time until one of our calls returns,
+outside of a graph, divided by the same for the better of the other two. `of copy` is the bandwidth of the bytes that
+must be read and written, as a share of the measured copy bandwidth. Inductor is left out once `--seconds` have passed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MORE = {"embedding": [(rows, 4096) for rows in (4, 8, 17, 32, 128, 256)]}  # whe
 
 @dataclass(frozen=True)
 class Case:
-    """The same computation as PyTorch writes it and as one op, on the same tensors."""
+    """The same computation in plain PyTorch and as one op, on the same tensors."""
 
     plain: Callable[..., object]
     ours: Callable[..., object]
@@ -147,13 +147,13 @@ def silu_mul_dynamic_quant(rows: int, columns: int) -> Case:
 
 
 def embedding(rows: int, columns: int) -> Case:
-    """As many rows of a table of 32000. More than a few are ATen's in either column."""
+    """Lookups of this many rows in a table of 32000. Beyond a few rows both columns use ATen."""
     args = randn(32000, columns), torch.randint(32000, (rows, 1), device="cuda")
     return Case(lambda table, indices: functional.embedding(indices, table), GX.embedding, args, 4 * rows * columns)
 
 
 def rotary_qk(rows: int, columns: int) -> Case:
-    """Heads of 128; a key head for four query heads; the heads of a projection, transposed."""
+    """Heads of 128, four query heads for each key head, with the strides of a transposed projection."""
 
     def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return plain_rotary(q, cos, sin), plain_rotary(k, cos, sin)
@@ -184,7 +184,7 @@ def rotary_and_cache(rows: int, columns: int) -> Case:
 
 
 def transposed_matmul(rows: int, columns: int) -> Case:
-    """16 heads of 128 to 512, as in latent attention; `of best` is against cuBLAS with the copy that eager makes."""
+    """16 heads of 128 to 512, as in latent attention; `of best` compares with cuBLAS and the copy that eager makes."""
 
     def plain(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b).transpose(0, 1).contiguous()
@@ -213,7 +213,7 @@ CASES = (
 
 
 def captured(call: Call, times: int) -> Call:
-    """A replay of `times` calls in one CUDA graph, waited for."""
+    """A replay of `times` calls in one CUDA graph, with a wait for the device."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which may still be making the arguments
     with torch.cuda.stream(side):
@@ -239,7 +239,7 @@ def device_seconds(variants: dict[str, Call], times: int) -> dict[str, float]:
 
 
 def host_seconds(variants: dict[str, Call]) -> dict[str, float]:
-    """Until a call returns; a round is short enough for the device's queue to take it."""
+    """Seconds until a call returns; a round is short enough to fit into the device's queue."""
     torch.cuda.synchronize()
     return interleaved(variants, rounds=7, calls=50, warm_up=5)
 

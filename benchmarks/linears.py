@@ -1,12 +1,12 @@
-"""Linear layers of a decode step: the library's time and each tile's against the memory floor. Needs a GPU.
+"""Times linear layers of a decode step: the library and each tile, against the memory floor. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/linears.py [--rows 1,16,64] [--only down] [--keep] [--search]
 
-The shapes are those of Llama-3-8B with 32000 words, bfloat16. Times are microseconds of device time for one call, from
-CUDA graphs of several, over weights that the cache does not hold. `floor` is what the bytes that must be read and
-written take at the measured copy bandwidth. All of it is measured anew; with `--keep` the winners go to the tuning
-store, from which `python -m graphex.kernels.tuned` ships them. `--search` tries many more tiles than graphex does, to
-find which are worth trying; it takes ten seconds a shape and more.
+The shapes are those of Llama-3-8B with a vocabulary of 32000, bfloat16. Times are microseconds of device time for one
+call, from CUDA graphs of several calls, over weights that the L2 cache does not hold. `floor` is the time of the bytes
+that must be read and written at the measured copy bandwidth. Everything is measured anew; with `--keep` the winners go
+to the tuning store, from which `python -m graphex.kernels.tuned` ships them. `--search` tries many more tiles than
+graphex does, to find those that are worth trying; it takes ten seconds a shape and more.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SHARED_MEMORY = 40 * 1024, 224 * 1024  # bytes of tiles under way: what keeps th
 
 
 def many_ways(of: Job) -> Iterator[Way]:
-    """Every tile that could be any good."""
+    """Every tile that could be fast."""
     yield Library()
     if of.rows == 1:
         for bn, bk, warps, stages in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048, 4096), (2, 4, 8), (1, 3, 4, 5)):
@@ -114,7 +114,7 @@ def measure(name: str, rows: int, bandwidth: float, search: bool) -> tuple[str, 
 
 
 def compile_all(names: list[str], rows: list[int]) -> None:
-    """The kernels of all shapes at once, so that no shape waits for its last one."""
+    """Compiles the kernels of all shapes at once, so that no shape waits for its last one."""
     found = []
     for name in names:
         for count in rows:

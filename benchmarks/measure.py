@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: time side by side or of one call, memory, bandwidth, and where it was measured."""
+"""Measurements that the benchmarks share: time of alternating or single calls, memory, bandwidth, and the machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def interleaved(variants: Mapping[str, Call], *, rounds: int, calls: int, warm_u
 def timed(
     call: Call, *, rewind: Callable[[int], object] = lambda calls: None, rounds: int = 7, most: int = 30
 ) -> Times:
-    """The times of a call. Before each stretch of calls, `rewind` is told how many there will be."""
+    """The times of a call. Before each series of calls, `rewind` gets the number of calls to come."""
     pipelined, host, in_a_row = [], [], []
     rewind(1)
     once = _seconds(call, 1, wait=True)
@@ -63,7 +63,7 @@ def timed(
 
 
 def _seconds(call: Call, calls: int, *, wait: bool = False) -> float:
-    """Of one call, when `calls` follow each other: until they have returned, or until the device has done them."""
+    """Seconds of one call when `calls` follow each other: until they have returned, or until the device is done."""
     synchronize()
     started = time.perf_counter()
     for _ in range(calls):
@@ -79,13 +79,13 @@ def synchronize() -> None:
 
 
 def keep_busy() -> None:
-    """The host will have waited for the device, as it does where a token is looked at."""
+    """Gives the device about a millisecond of work, so that the host waits for it, as when a program reads a token."""
     if torch.cuda.is_available():
         torch.cuda._sleep(BUSY)
 
 
 def peak_bytes(call: Call) -> int:
-    """The most memory that one call has allocated at one time on the CPU, above what was there before."""
+    """The peak memory of one call on the CPU, above the memory allocated before it."""
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
@@ -98,9 +98,9 @@ def peak_bytes(call: Call) -> int:
 
 
 def copy_bandwidth(device: str = "cuda") -> float:
-    """Bytes read plus bytes written per second by a large copy on the device, as PyTorch makes it.
+    """Bytes read plus bytes written per second by a large PyTorch copy on the device.
 
-    Not from a CUDA graph: the copy node of a graph is a third slower, and no yardstick.
+    The copy is not in a CUDA graph: the copy node of a graph is a third slower and no good reference.
     """
     source = torch.randn(2**29 if device == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
@@ -124,7 +124,7 @@ def _copied(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """What a figure depends on, as far as it has a name: the device, torch, Triton and `packages`."""
+    """The versions that a figure depends on: the device, torch, Triton and `packages`."""
     found = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()}
     for package in ("torch", "triton", *packages):
         try:
@@ -135,7 +135,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def machine() -> str:
-    """One line on where and when the numbers were taken."""
+    """One line on the machine and the date of the measurement."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return f"{date.today()}, {where}, torch {torch.__version__}, Python {platform.python_version()}"
 

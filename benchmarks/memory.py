@@ -1,13 +1,14 @@
-"""What a decode step with its caches passed in copies and needs: a 32-layer Llama-style model, all variants in one run.
+"""Measures the bytes that a decode step copies and needs: a 32-layer Llama-style model with its caches passed in, all
+variants in one run.
 
     PYTHONPATH=. python benchmarks/memory.py [--inductor | --no-inductor] [--layers 32]
 
-`copied` are the bytes that torch's copies move in one step, `peak` is the most that a step needs above weights and
-caches; for a variant that replays a CUDA graph, what its captures have reserved, in blocks of 2 MiB. `hand-written` is
-the same model by `benchmarks/hand_written.py`. The `cudagraphs` backend replays the graph of `aot_eager`: copies inside
-of it are counted there and added. Inductor's kernels copy without saying so; what it shows are the copies outside of
-them. The last line times the passes on graphs of about 5,000 and 10,000 nodes. Inductor runs by default where there is
-a GPU.
+`copied` are the bytes that torch's copies move in one step. `peak` is the most memory that a step needs above weights
+and caches; for a variant that replays a CUDA graph, the memory that its captures have reserved, in blocks of 2 MiB.
+`hand-written` is the same model in `benchmarks/hand_written.py`. The `cudagraphs` backend replays the graph of
+`aot_eager`: copies inside of it are counted there and added. Copies inside of Inductor's kernels cannot be counted;
+its row shows the other copies. The last line times the passes on graphs of about 5,000 and 10,000 nodes. Inductor runs
+by default where there is a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class Row:
-    """What one step of a variant copies and needs, in bytes."""
+    """The bytes that one step of a variant copies and needs."""
 
     copied: int
     peak: int
@@ -71,7 +72,7 @@ def main() -> int:
 
 
 def targets(rows: dict[str, Row], passes: tuple[int, float]) -> dict[str, bool]:
-    """What must hold, and whether it does."""
+    """The targets, and whether each is met."""
     eager, hand, ours = rows["eager"], rows["hand-written"], rows["graphex"]
     return {
         "graphex copies no more than eager": ours.copied <= eager.copied,
@@ -112,7 +113,7 @@ def measured(layers: int, *, inductor: bool) -> dict[str, Row]:
 
 
 def _held(captured: bool) -> int:
-    """What is allocated, or for captures reserved, when nothing runs."""
+    """The bytes that are allocated, or for captures reserved, when nothing runs."""
     gc.collect()
     if DEVICE == "cpu":
         return 0
@@ -121,7 +122,7 @@ def _held(captured: bool) -> int:
 
 
 def _row(call: Call, held: int, captured: bool) -> Row:
-    """Measured in a step that comes after compilation, warm-up and capture; `held` is from before them."""
+    """Measures a step after compilation, warm-up and capture; `held` is from before them."""
     for _ in range(4):
         call()
     copied = bytes_copied(call)
@@ -135,7 +136,7 @@ def _row(call: Call, held: int, captured: bool) -> Row:
 
 
 def bytes_copied(call: Call) -> int:
-    """What `copy_` has moved in one call, one by one or many tensors at a time, at four bytes an element."""
+    """The bytes that `copy_` moves in one call, for single tensors or many at a time, at four bytes an element."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         call()
     elements = 0

@@ -1,9 +1,10 @@
-"""Reading a prompt: graphex against Inductor's default mode and eager, all in one process, in turn. Needs a GPU.
+"""Times reading a prompt: graphex, Inductor's default mode and eager, alternating in one process. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/prefill.py [--tokens 512 1024 2048 4096] [--layers 8]
 
-The decode benchmark's model in bfloat16, batch 1: all tokens of a prompt at once, their keys and values written into
-caches that are passed in as plain inputs, the logits of the last token returned. `x inductor` is graphex over Inductor.
+The model is that of the decode benchmark in bfloat16, batch 1. A call takes all tokens of a prompt, writes their keys
+and values into caches that are passed in as plain inputs, and returns the logits of the last token. `x inductor` is
+graphex's time divided by Inductor's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Cache = tuple[Tensor, Tensor]
 
 
 class Prefill(nn.Module):
-    """`forward(tokens, caches)`: the layers of a TinyLlama over a whole prompt, from the first position on."""
+    """`forward(tokens, caches)`: the layers of a TinyLlama over a whole prompt, from the first position."""
 
     def __init__(self, model: TinyLlama) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def prompt(tokens: int, setting: Setting) -> Tensor:
 
 
 def seconds(model: Prefill, tokens: Tensor, caches: list[Cache], backends: dict[str, str]) -> dict[str, float]:
-    """Of one call of each variant, compiled for this length."""
+    """Seconds of one call of each variant, compiled for this length."""
     torch.compiler.reset()
     runs: dict[str, Callable[..., Any]] = {"eager": model}
     for name, backend in backends.items():
@@ -134,7 +135,7 @@ def line(tokens: int, found: dict[str, float]) -> str:
 
 
 def missed(tokens: int, found: dict[str, float]) -> list[str]:
-    """Rounded as the table is: what differs in the third decimal is noise."""
+    """The missed targets, with ratios rounded as in the table: a difference in the third decimal is noise."""
     ratio = round(found["graphex"] / found.get("inductor", found["graphex"]), 2)
     return [f"missed: {tokens} tokens: {ratio:.2f}x Inductor's time, at most {SLOWER}x"] if ratio > SLOWER else []
 

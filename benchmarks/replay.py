@@ -1,17 +1,19 @@
-"""A decode step replayed as one device graph, against the same code in a hand-made CUDA graph. Needs a GPU.
+"""Times a decode step replayed as one device graph, against the same code in a hand-made CUDA graph. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/replay.py [--layers 8 32] [--batch 1 16] [--only graphex cudagraphs]
 
 Llama-3-8B geometry in bfloat16, caches of 2048 positions passed in as plain inputs, guards on. `pipelined` is the time
-of a call when calls follow each other, `host` the time until a call returns: after the host has waited for the device
-for a millisecond, and in the middle of eight calls that follow each other. `to replay` is the part of both up to where
-the replay of the device graph begins, `launched` up to where the driver has taken it; what comes after that runs beside
-the device. `at best` is the fastest tenth of the calls in a row. `floor` is the bytes of weights and caches divided by
-the measured copy bandwidth. `no fusion` is with `pattern_fusion_pass=False`: eager's own kernels, as in the hand-made
-graph. `Dynamo alone` is a backend that computes nothing, `Dynamo, hand-made graph` one that replays the hand-made graph
-and looks at nothing: its `to replay` is what no backend gets below; `result copied` copies its result too, as a backend
-has to whose results may be kept. Inductor's rows are those of the same steps that
-`benchmarks/decode_stock.py` has measured, each in a process of its own, on this device with these versions.
+of a call when calls follow each other. `host` is the time until a call returns: after the host has waited a
+millisecond for the device, and in the middle of eight calls in a row. `to replay` is the part of both until the replay
+of the device graph begins, `launched` until the driver has accepted it; later host work overlaps with the device. `at
+best` is the fastest tenth of the calls in a row. `floor` is the bytes of weights and caches divided by the measured
+copy bandwidth.
+
+`no fusion` uses `pattern_fusion_pass=False`: eager's own kernels, as in the hand-made graph. `Dynamo alone` is a
+backend that computes nothing. `Dynamo, hand-made graph` replays the hand-made graph without any check: its `to replay`
+is the lower bound for a backend. `result copied` also copies its result, as a backend has to if results may be kept.
+Inductor's rows come from `benchmarks/decode_stock.py`: the same steps, each in a process of its own, on this device
+with these versions.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 @dataclass
 class Measured:
-    """One step, and what was measured of it."""
+    """One step and its measurements."""
 
     setting: Setting
     step: Step
@@ -140,7 +142,7 @@ def ours(measured: Measured, only: Sequence[str]) -> None:
 
 
 def inductor(steps: list[Measured], stock: list[Row]) -> list[str]:
-    """Prints the rows that the file holds; returns what to say below the table."""
+    """Prints the rows that the file holds; returns the remarks below the table."""
     beside: dict[str, None] = {}
     for measured in steps:
         rows = {row.variant: row for row in stock if row.setting == measured.setting and not row.failed}
@@ -156,7 +158,7 @@ def inductor(steps: list[Measured], stock: list[Row]) -> list[str]:
 
 
 class Launches:
-    """When a device graph was launched last: from when to when."""
+    """The begin and end of the last launch of a device graph."""
 
     def __init__(self) -> None:
         self.began = self.ended = 0.0
@@ -174,9 +176,10 @@ LAUNCHES = Launches()
 
 
 def launching(call: Call, rounds: int = 40) -> str:
-    """Microseconds from a call to where its replay begins and to where it is launched.
+    """Microseconds from a call until its replay begins and until it is launched.
 
-    Of both the median after a wait, and in a row the median and the fastest tenth: what else a machine does only adds.
+    For both: the median after a wait, and in a row the median and the fastest tenth, because other work of the machine
+    only adds time.
     """
     alone, in_a_row = [], []
     for _ in range(rounds):
@@ -221,23 +224,23 @@ def through(backend: str, step: Step, **options: object) -> Call:
 
 
 def replayer(step: Step) -> Call:
-    """`graphex.replayer` takes the arguments of the step once and for all."""
+    """`graphex.replayer` with the arguments of the step."""
     return step.run(lambda *args: graphex.replayer(compiled("graphex", step.model), *args))
 
 
 def computing_nothing(step: Step) -> Call:
-    """What torch.compile costs by itself: its guards, and handing over the inputs."""
+    """The cost of torch.compile itself: its guards, and passing the inputs."""
     result = step.run(step.model)
     return step.call(guarded(step, lambda: result))
 
 
 def replaying_by_hand(step: Step) -> Call:
-    """The same around a hand-made graph: launching one drives the host's caches out, and guards find nothing there."""
+    """The same around a hand-made graph: a launch evicts the host's caches, so guards find them cold."""
     return step.call(guarded(step, hand_made(step)))
 
 
 def copying_the_result(step: Step) -> Call:
-    """And around one whose result is copied, so that it may be kept: more that drives the caches out."""
+    """The same with a copy of the result, so that it may be kept; the copy evicts more of the host's caches."""
     replay = hand_made(step)
     return step.call(guarded(step, lambda: replay().clone()))
 
@@ -278,7 +281,7 @@ VARIANTS: dict[str, Callable[[Step], Call]] = {
 
 
 def memory_of_sizes(model: TinyLlama) -> str:
-    """What capturing sixteen batch sizes reserves, beside what the largest alone does."""
+    """The memory that captures of sixteen batch sizes reserve, beside that of the largest alone."""
     caches = model.new_caches(ROWS)
     reserved_by(model, caches, SIZES[-1:])  # workspaces of libraries are reserved by now, or given back
     largest, _ = reserved_by(model, caches, SIZES[-1:])

@@ -1,12 +1,12 @@
-"""What the host does from a call to the replay of its graph: graphex and its floor, in turn. Needs a GPU.
+"""Times the host's work from a call to the replay of its graph: graphex and its floor, alternating. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/replay_host.py [--layers 8 32] [--batch 1 16] [--rounds 60]
 
-`benchmarks/replay.py` measures one variant after the other, and hosts change their speed within minutes. Here all are
-compiled first; then each makes eight calls in a row, then the next, round after round. Printed are the median and the
-fastest tenth of all calls; the medians of both parts of the same calls, up to where Dynamo calls what the backend has
-returned and from there to the replay; and the median over that of the floor: Dynamo around a hand-made graph whose
-result is copied, as a backend has to whose results may be kept.
+`benchmarks/replay.py` measures one variant after the other, and hosts change their speed within minutes. This script
+compiles all variants first; then each makes eight calls in a row, round after round. It prints the median and the
+fastest tenth of all calls, the medians of the two parts of the same calls (until Dynamo calls the backend's result,
+and from there to the replay), and the median relative to the floor. The floor is Dynamo around a hand-made graph whose
+result is copied, as a backend has to if results may be kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LINE = f"{HEAD}\n|{'---|' * 8}"
 
 
 class Host(NamedTuple):
-    """Microseconds of one call: all, and its two parts (the first is 0 where Dynamo is not there)."""
+    """Microseconds of one call: the total and its two parts (the first is 0 without Dynamo)."""
 
     to_replay: float
     in_dynamo: float
@@ -44,13 +44,13 @@ class Host(NamedTuple):
 
 
 class Entered:
-    """When what a backend has returned was called last."""
+    """The time of the last call of a backend's result."""
 
     at = 0.0
 
 
 def through(backend: Callable[..., Any], step: Step) -> Call:
-    """A compiled step that notes when the backend's part of a call begins."""
+    """A compiled step that records when the backend's part of a call begins."""
 
     def compiling(gm: Any, inputs: Any) -> Callable[..., Any]:
         run = backend(gm, inputs)
@@ -99,7 +99,7 @@ def host_of(call: Call) -> Host:
 
 
 def measured(step: Step, rounds: int) -> dict[str, list[Host]]:
-    """Of every call of every variant."""
+    """The times of every call of every variant."""
     calls = {name: make(step) for name, make in COMPARED.items()}
     found: dict[str, list[Host]] = {name: [] for name in calls}
     for number in range(rounds + 1):

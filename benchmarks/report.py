@@ -1,9 +1,10 @@
-"""How long a report takes to be seen: written, and opened in Chromium, for a Llama and for a graph of 5,000 nodes.
+"""Times a report until it is visible: writing it, and opening it in Chromium, for a Llama and for a graph of 5,000
+nodes.
 
     python benchmarks/report.py
 
-The first view counts from the command to open the file until the browser has drawn it, best of three. The graph page
-is measured too, because it is where the work is. Needs Chromium, chromedriver and selenium.
+The first view counts from the command that opens the file until the browser has drawn it, best of three. The graph
+page is measured too, because it does the most work. Needs Chromium, chromedriver and selenium.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What was measured of one variant of one decode step, and the file that keeps such rows from run to run.
+"""The measurements of one variant of one decode step, and the file that keeps such rows between runs.
 
-A row says where it was measured: the device and the versions of what its figures depend on. Rows of other places are
-kept in the file, but neither merged into a table nor taken for done.
+A row names its device and the versions that its figures depend on. Rows of other devices or versions stay in the file,
+but are neither merged into a table nor counted as done.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RESULTS = Path(__file__).parent / "stock.json"
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds and bytes; `tuned` is how many choices graphex has measured in it.
+    """Seconds and bytes; `tuned` is the number of choices that graphex has measured in it.
 
-    `compile` is without `imports`, the modules of torch that the backend needs for any model; where these are 0, it is
-    with them. `compiled` says what ran beside the compilation. With `failed` there are no figures.
+    `compile` excludes `imports`, the modules of torch that the backend needs for any model; if `imports` is 0,
+    `compile` includes them. `compiled` says what ran beside the compilation. With `failed` there are no figures.
     """
 
     setting: Setting
@@ -57,7 +57,7 @@ def here(setting: Setting) -> dict[str, str]:
 
 
 class Store:
-    """The rows of a file. Two rows of one variant, setting and place: the later one stands."""
+    """The rows of a file. Of two rows of one variant, setting and place, the later one counts."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class Store:
         return next((row for row in self.rows if row.about == (setting, variant) and row.where == where), None)
 
     def usable(self, settings: Iterable[Setting]) -> tuple[list[Row], list[str]]:
-        """The rows of these settings that were measured here, and what to say of the others."""
+        """The rows of these settings that were measured here, and remarks about the others."""
         asked = set(settings)
         about = [row for row in self.rows if row.setting in asked]
         good = [row for row in about if row.where == here(row.setting)]

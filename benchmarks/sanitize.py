@@ -1,10 +1,11 @@
-"""A small decode under NVIDIA's compute-sanitizer: no access outside of a tensor, no race. Needs a GPU.
+"""Runs a small decode under NVIDIA's compute-sanitizer, to find accesses outside of a tensor and races. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/sanitize.py [--seconds 55] [--inside]
 
-Three runs of `--inside`, the decode itself. The first and second let every tensor have an allocation of its own, so
-that an access one past its end is found, and therefore do not capture; they look for bad accesses and for races in
-shared memory. The third replays captured graphs. Tiles are not timed, which would take long under the sanitizer.
+The script runs `--inside`, the decode itself, three times. The first and second run give every tensor an allocation of
+its own, so that an access one past its end is found, and therefore do not capture; they look for bad accesses and for
+races in shared memory. The third replays captured graphs. Tiles are not timed, which would take long under the
+sanitizer.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def sanitized(tool: str, name: str, environment: dict[str, str], end: float) -> bool:
-    """Whether one run is clean; says so, and shows what is not."""
+    """Whether one run is clean; prints the result, with the problems if there are any."""
     command = [tool, "--tool", name.split(",")[0], "--error-exitcode", "9"]
     started = time.perf_counter()
     given = {**os.environ, "GRAPHEX_TUNING": "off", **environment}

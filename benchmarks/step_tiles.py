@@ -1,11 +1,11 @@
-"""Which tiles make a whole decode step fastest, whatever each kernel takes alone. Needs a GPU.
+"""Finds the tiles that make a whole decode step fastest, whatever the time of each kernel alone. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/step_tiles.py [--models llama] [--batch 1 16 64] [--keep]
 
-Every choice of the step is measured alone first. Then, from the choices that come with graphex, one choice after the
-other goes through its candidates that were not much slower alone: each is captured in a graph of the whole step, the
-graphs are replayed in turn, and the fastest stays. `--passes` times over all choices. With `--keep` the winners go to
-the tuning store, from which `python -m graphex.kernels.tuned` ships them.
+The script first measures every choice of the step alone. Then it starts from the choices that come with graphex and
+goes through them one by one. For each it captures the whole step with every candidate that was not much slower alone,
+replays these graphs alternately, and keeps the fastest. It does so `--passes` times over all choices. With `--keep`
+the winners go to the tuning store, from which `python -m graphex.kernels.tuned` ships them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from graphex.kernels import attention, linears, rotary_attention, tuning
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Store, conditions
 
-REPLAYS = 20  # of a graph, until the next has its turn
+REPLAYS = 20  # of a graph, before the next one is replayed
 ROUNDS = 7
-SLOWER_ALONE = 1.25  # a candidate may be, and still be tried in the step
-WORTHWHILE = 1.002  # how much faster the step has to be for another choice
+SLOWER_ALONE = 1.25  # a candidate that is slower alone by more than this is not tried in the step
+WORTHWHILE = 1.002  # the speed-up of the step that is needed to change a choice
 
 Place = tuple[str, str]  # the kind and the signature of a choice
 
 
 @dataclass
 class Search:
-    """The step with the choices that it is made with now."""
+    """The step with its current choices."""
 
     step: Step
     call: Callable[[], object]
@@ -62,7 +62,7 @@ class Search:
         return graph
 
     def settle(self, place: Place, names: list[str]) -> dict[str, float]:
-        """Let the fastest stay; the seconds of the step with each."""
+        """Keeps the fastest choice; returns the seconds of the step with each."""
         before = self.chosen[place]
         try:
             found = self._seconds({name: self.graph(place, name) for name in names})
@@ -74,7 +74,7 @@ class Search:
         return found
 
     def take(self, place: Place, name: str) -> None:
-        """As if it had been measured to be the fastest."""
+        """Stores a choice as if it had been measured to be the fastest."""
         self.store.add(*place, {"name": name, "us": {}})
         tuning.forget()
         for module in (attention, linears, rotary_attention):
@@ -123,7 +123,7 @@ def _fastest(seconds: dict[str, float]) -> str:
 
 
 def measured_alone(step: Step, call: Callable[[], object]) -> dict[Place, dict[str, float]]:
-    """The seconds of every candidate of every choice of the step, those that take longest first."""
+    """The seconds of every candidate of every choice of the step, the slowest choices first."""
     os.environ["GRAPHEX_TUNING"] = "again"
     for _ in range(2):
         step.rewind(1)

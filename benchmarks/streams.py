@@ -1,11 +1,11 @@
-"""Branches beside each other: one stream, streams by hand, and `auto_streams`. Needs a GPU.
+"""Times parallel branches on one stream, on streams placed by hand, and with `auto_streams`. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/streams.py [--batch 1 8 64] [--rounds 20]
 
-Two blocks in bfloat16: a mixture of experts (a shared expert beside routed ones) and two branches of small matrix
-products. All variants are graphex's, captured, timed in turn with events on the device. `x one stream` above 1 is
-faster than one stream. `overlap` is how much of the shorter branch ran beside the longer one, from the time of each
-branch alone: (left + right - both) / min(left, right).
+There are two blocks in bfloat16: a mixture of experts (a shared expert beside routed ones) and two branches of small
+matrix products. All variants are graphex's, captured, timed alternately with events on the device. `x one stream`
+above 1 is faster than one stream. `overlap` is the share of the shorter branch that ran beside the longer one, from
+the time of each branch alone: (left + right - both) / min(left, right).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Branches(nn.Module):
 
 
 class Block(nn.Module):
-    """Both branches of a block, the left one on a stream of its own if asked to."""
+    """Both branches of a block, the left one on its own stream if asked to."""
 
     def __init__(self, inner: Experts | Branches, *, by_hand: bool) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ def decided(program: Callable[..., Tensor]) -> str:
 
 
 def interleaved_on_device(calls: Mapping[str, Call], rounds: int, repeats: int = 20) -> dict[str, float]:
-    """Median seconds of a call on the device, by events around several in a row, the variants in turn.
+    """Median seconds of a call on the device, by events around several calls in a row, the variants alternating.
 
-    The device is kept busy until the host has given out all of them: what is measured is not the host.
+    The device is kept busy until the host has launched all of them, so the host is not measured.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""How fast a kernel is with other tiles than it chooses. Needs a GPU.
+"""Times a kernel with other tiles than the one it chooses. Needs a GPU.
 
     PYTHONPATH=. python benchmarks/tiles.py [--only norm] [--compile]
 
@@ -28,7 +28,7 @@ Candidates = dict[str, object]
 
 
 def row_tiles(rows: int, columns: int) -> Candidates:
-    """Named by rows a program and elements a thread."""
+    """Tiles named by rows per program and elements per thread."""
     block = next_power_of_2(columns)
     settings = ((1, 8), (1, 16), (1, 32)) if rows <= 64 else ((1, 8), (1, 16), (1, 32), (2, 16), (2, 32), (4, 32))
     return {f"{n}x{size}": Tile(n, block, warps_for(n * block, size)) for n, size in settings}

@@ -1,4 +1,4 @@
-"""The ways to run a decode step that are measured beside each other."""
+"""The variants of a decode step that the benchmarks compare."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.decoding import Setting
 
 @dataclass(frozen=True)
 class Variant:
-    """`backend` and `mode` are torch.compile's; without a backend the model runs as it is.
+    """`backend` and `mode` are torch.compile's; without a backend the model runs eagerly.
 
-    `marked` are rows whose caches were told to torch with `mark_static_address`. Without `shipped`, graphex forgets the
-    choices that come with it and measures its own. `seconds` is what a row of eight layers takes in all, generously:
-    who has less time left does not begin it.
+    `marked` are rows whose caches were marked with `mark_static_address`. Without `shipped`, graphex ignores the
+    choices that come with it and measures its own. `seconds` is a generous estimate of the time of a row of eight
+    layers: a row is not started if less time is left.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Variant:
 
     @property
     def autotunes(self) -> bool:
-        """Inductor times kernels on the device while it compiles: nothing may run beside it."""
+        """Whether Inductor times kernels on the device while it compiles: nothing may run beside it."""
         return self.mode == "max-autotune"
 
     def compiled(self, model: nn.Module) -> Callable[..., Any]:
@@ -65,5 +65,5 @@ NAMED = {variant.name: variant for variant in (*STOCK, *OURS)}
 
 
 def fits(variant: Variant, setting: Setting) -> bool:
-    """Whether there can be such a row: the caches of transformers mark themselves."""
+    """Whether such a row exists: the caches of transformers mark themselves."""
     return not setting.of_transformers or variant.marked or variant not in (REDUCE, AUTOTUNE)

@@ -1,7 +1,8 @@
-"""Rows measured each in a fresh process with empty compile caches: started and compiled together, timed one by one.
+"""Measures each row in a new process with empty compile caches: processes start and compile together, and are timed
+one by one.
 
-While a group of rows is built, the processes of the next one import what they need; nothing runs beside a compilation
-(but those of its own group) and nothing beside a measurement.
+While a group of rows is built, the processes of the next one import their modules. Nothing runs beside a compilation
+except others of its group, and nothing runs beside a measurement.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """What it takes, generously."""
+        """A generous estimate of the time it takes."""
         return self.variant.seconds * max(1.0, 0.7 * self.setting.layers / 8)
 
     @property
     def bytes(self) -> int:
-        """What it needs of the device, roughly: weights and caches, and as much again for copies of the caches."""
+        """A rough estimate of its device memory: weights and caches, and as much again for copies of the caches."""
         of = self.setting
         weights = of.layers * of.width * (2.5 * of.width + 3 * of.hidden) + of.vocabulary * of.width * 2
         caches = 2 * of.layers * of.batch * of.kv_heads * of.positions * of.head
@@ -79,7 +80,7 @@ class Worker:
         )
 
     def ask(self) -> None:
-        """For the next stage."""
+        """Requests the next stage."""
         assert self._process.stdin is not None
         try:
             print(file=self._process.stdin, flush=True)
@@ -93,7 +94,7 @@ class Worker:
         self._started, self.began = True, time.perf_counter()
 
     def answer(self, end: float) -> None:
-        """Waits for what the stage has found. Past `end` the process is ended, and the row is left for another time."""
+        """Waits for the result of the stage. Past `end` the process is ended, and the row is left for another run."""
         if self.failed:
             return
         timer = threading.Timer(max(0.0, end - time.perf_counter()), self._end)
@@ -136,7 +137,7 @@ class Worker:
         self._kill()
 
     def _kill(self) -> None:
-        """With the processes that compile for it."""
+        """Ends the process and the processes that compile for it."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:  # it has just ended
@@ -147,9 +148,9 @@ class Worker:
 class Plan:
     """How rows are measured.
 
-    `together`: how many rows that time no kernels while they compile are compiled beside each other. Rows that do time
-    kernels are compiled alone; with `share_kernels` they find the Triton kernels that earlier ones have compiled.
-    Either way the row says so. No group is begun that would not end by `end`.
+    `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
+    are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
+    records either. No group is started that would not end by `end`.
     """
 
     end: float
@@ -192,7 +193,9 @@ def measure(jobs: Iterable[Job], store: Store, plan: Plan) -> list[Job]:
 
 
 def _measure_group(workers: list[Worker], following: list[Worker], store: Store, plan: Plan) -> list[Job]:
-    """One group, from the build to its rows; `following` is waited for, so that nothing runs beside a compilation."""
+    """Measures one group, from the build to its rows. It waits for `following` to start, so that nothing runs beside a
+    compilation.
+    """
     end = plan.end + GRACE
     for worker in workers:
         worker.started(end)
@@ -217,7 +220,7 @@ def _measure_group(workers: list[Worker], following: list[Worker], store: Store,
 
 
 def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
-    """Neighbours that may compile beside each other, `together` at most, if the device has room for them."""
+    """Neighbouring jobs that may compile in parallel, at most `together`, if the device has room for them."""
     group: list[Job] = []
     for job in jobs:
         alone = job.variant.autotunes or (group and group[0].variant.autotunes)

@@ -1,4 +1,4 @@
-"""The main job in a minute: compile a small Llama-style decode step and show what graphex did with it.
+"""A demo that takes a minute: compile a small Llama-style decode step and show what graphex did with it.
 
 make demo            (or: PYTHONPATH=. python examples/demo.py)
 """
@@ -74,7 +74,7 @@ def generate(model: Callable[..., torch.Tensor], steps: int, shape_of: TinyLlama
 
 
 def measure(model: TinyLlama, fast: Callable[..., torch.Tensor], device: str) -> float:
-    """The compiled step's time as a ratio to eager's, measured side by side."""
+    """The time of the compiled step divided by eager's, measured alternately."""
     token, position = torch.tensor([[1]], device=device), torch.tensor([3], device=device)
     caches = model.new_caches(1)
     times: dict[str, list[float]] = {"eager": [], "graphex": []}

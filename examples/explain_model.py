@@ -1,4 +1,4 @@
-"""Ask what happened to a model: which rewrites were made, which were refused and why, line by line."""
+"""Explain a model: which rewrites graphex made, which it refused and why, line by line."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Three RMSNorms, two of which fuse. Why not the third? docs/debugging.md finds out, and mends it.
+"""Three RMSNorms, two of which fuse. docs/debugging.md finds out why the third does not, and corrects it.
 
 graphex explain --set lift_idioms=always examples/one_norm.py
 """
@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
 
 class WatchedNorm(RMSNorm):
-    """Keeps the largest variance it has seen in the last call."""
+    """Keeps the largest variance of the last call."""
 
     def __init__(self, width):
         super().__init__(width)

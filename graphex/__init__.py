@@ -15,21 +15,20 @@ from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does 
 from graphex import scope as scope
 
 if TYPE_CHECKING:
-    from graphex.analysis.asynchronous import register_asynchronous
-    from graphex.analysis.deadlock import register_core_need
-    from graphex.analysis.declared_twins import register_inplace_twin
-    from graphex.analysis.keeping import register_keeps_nothing
+    from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
+    from graphex.analysis.inplace_variants import register_inplace_twin
+    from graphex.analysis.races import register_core_need
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
+    from graphex.debug.orders import random_orders
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
-    from graphex.evidence.orders import random_orders
     from graphex.fusion.register import node_info, register_replacement, replacement
-    from graphex.passes.adapter import Rewrite, graph_pass
-    from graphex.passes.base import GraphPass, Refusal, Work
+    from graphex.loops.replayer import replayer
+    from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
-    from graphex.runtime.replayer import replayer
-    from graphex.runtime.warm_up import warm_up
+    from graphex.rewrite.adapter import Rewrite, graph_pass
+    from graphex.rewrite.base import GraphPass, Refusal, Work
 
 __version__ = "0.1.0"
 
@@ -71,34 +70,34 @@ __all__ = [
 _HOMES = {
     "Backend": "backend",
     "CompilerConfig": "config",
-    "GraphPass": "passes.base",
+    "GraphPass": "rewrite.base",
     "GraphexError": "errors",
     "GraphexWarning": "errors",
     "InputError": "errors",
     "Journal": "records",
     "OptionError": "errors",
     "PassError": "errors",
-    "Refusal": "passes.base",
+    "Refusal": "rewrite.base",
     "Report": "evidence.explain",
-    "Rewrite": "passes.adapter",
+    "Rewrite": "rewrite.adapter",
     "RuleError": "errors",
     "StreamError": "errors",
-    "Work": "passes.base",
+    "Work": "rewrite.base",
     "compile_fx": "backend",
     "explain": "evidence.explain",
     "get_backend": "backend",
-    "graph_pass": "passes.adapter",
+    "graph_pass": "rewrite.adapter",
     "journal": "backend",
     "node_info": "fusion.register",
-    "random_orders": "evidence.orders",
+    "random_orders": "debug.orders",
     "register_replacement": "fusion.register",
     "replacement": "fusion.register",
     "register_asynchronous": "analysis.asynchronous",
-    "register_core_need": "analysis.deadlock",
-    "register_inplace_twin": "analysis.declared_twins",
-    "register_keeps_nothing": "analysis.keeping",
-    "replayer": "runtime.replayer",
-    "warm_up": "runtime.warm_up",
+    "register_core_need": "analysis.races",
+    "register_inplace_twin": "analysis.inplace_variants",
+    "register_keeps_nothing": "analysis.asynchronous",
+    "replayer": "loops.replayer",
+    "warm_up": "loops.warm_up",
 }
 
 

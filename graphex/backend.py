@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphex.compilation import Compilation
 from graphex.config import CompilerConfig, config_from
+from graphex.debug.history import Film
+from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
-from graphex.evidence.dump import open_debug_files
-from graphex.evidence.report.film import Film
 from graphex.evidence.watch import note_compilation
-from graphex.pipeline import check_names
-from graphex.readiness import get_ready_meanwhile
+from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
-from graphex.switches import why_off
+from graphex.rewrite.compilation import Compilation, open_debug_files
+from graphex.runtime.readiness import get_ready_meanwhile
 from graphex.torch_private import dynamo
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
@@ -163,9 +162,8 @@ def _compile(
     journal: Journal,
     custom_decompositions: Decompositions | None,
 ) -> Any:
-    from graphex.evidence.report.nodes import readable_path
-    from graphex.frontend.ahead_of_time import compiled_for_dynamo
-    from graphex.frontend.aot import compile_with_aot
+    from graphex.debug.history import readable_path
+    from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
 
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)

@@ -46,3 +46,15 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, mos
     """`did you mean 'verify'?`, or `otherwise` where nothing that is known looks like it."""
     near = difflib.get_close_matches(str(name), list(known), most)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def one_line(reason: object) -> str:
+    """An exception as one sentence: its type and the first line that says something."""
+    if isinstance(reason, BaseException):
+        try:
+            text = str(reason)
+        except Exception:  # a user's exception may fail to print
+            text = ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"{type(reason).__name__}: {lines[0]}" if lines else type(reason).__name__
+    return str(reason)

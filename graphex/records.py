@@ -16,12 +16,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from graphex.env import rank_and_size
 from graphex.errors import GraphexWarning
-from graphex.folders import rank_and_size
 
 if TYPE_CHECKING:
-    from graphex.analysis.deadlock import Risk
-    from graphex.evidence.report.film import Film
+    from graphex.analysis.races import Risk
+    from graphex.debug.history import Film
 
 SCHEMA_VERSION = 1
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from graphex.env import collector_paused, path_of_rank, rank_and_size, tuning, write_named, write_text, written_whole
 
 import graphex
 from graphex.cli import main
+from graphex.env import collector_paused, path_of_rank, rank_and_size, tuning, write_named, write_text, written_whole
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Rewritten nodes keep what the old ones carried: value, source line, and the names of the nodes they stand for."""
+"""Rewritten nodes keep the metadata of the old ones: value, source line, and the names of the replaced nodes."""
 
 import torch
 from torch.fx import GraphModule
@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def rsqrt_instead(gm: GraphModule) -> None:
-    """reciprocal(sqrt(x))  ->  rsqrt(x): new nodes, made without a word about metadata"""
+    """reciprocal(sqrt(x))  ->  rsqrt(x): the new nodes are created without metadata"""
     for node in gm.graph.find_nodes(op="call_function", target=aten.reciprocal.default):
         (root,) = node.args
         if root.target is aten.sqrt.default and len(root.users) == 1:
@@ -22,7 +22,7 @@ def rsqrt_instead(gm: GraphModule) -> None:
 
 
 def look(gm: GraphModule) -> None:
-    """A pass after it sees nodes that are whole again."""
+    """A later pass sees nodes with complete metadata."""
     (made,) = gm.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
     info = graphex.node_info(made)
     assert tuple(made.meta["val"].shape) == (2,)

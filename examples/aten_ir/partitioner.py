@@ -1,18 +1,19 @@
-"""Partitioners: put the largest parts that something supports into modules of their own.
+"""Partitioners: put the largest supported regions of a graph into submodules.
 
 torch's `CapabilityBasedPartitioner` and graphex's `Partitioner` take the same arguments. The second needs linear time,
-keeps reads and writes of memory in order, and leaves metadata on the nodes that call the parts.
+keeps reads and writes of memory in order, and keeps metadata on the nodes that call the submodules.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from graphex.rewrite.partition import Partitioner
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain
 from tracing import aten_graph, through_the_pipeline
+
+from graphex.rewrite.partition import Partitioner
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ class Calls(OperatorSupportBase):
 
 
 class OnMatrices(OperatorSupportBase):
-    """Supports what computes a matrix."""
+    """Supports nodes that compute a matrix."""
 
     def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
         value = node.meta.get("val")

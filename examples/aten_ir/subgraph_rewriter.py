@@ -23,7 +23,7 @@ def replacement(x: Any, y: Any) -> Any:
 
 
 def y_is_a_vector(match: InternalMatch, original: Graph, pattern: Graph) -> bool:
-    """A filter sees a match before anything is replaced: here it looks at the shape of what stands for `y`."""
+    """A filter sees a match before it is replaced: this one checks the shape of the node matched by `y`."""
     _, y = match.placeholder_nodes
     return y.meta["val"].dim() == 1
 

@@ -1,4 +1,4 @@
-"""What the examples share: an ATen graph to work on, the ops in one, and a model compiled with a pass of yours."""
+"""Helpers of the examples: trace an ATen graph, list its ops, and compile a model with a custom pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def ops(graph: Graph) -> list[str]:
 
 
 def through_the_pipeline(fn: Callable[..., Any], custom_pass: Any, *inputs: torch.Tensor) -> Any:
-    """The result of `fn`, compiled with a pass that runs before graphex's own. The journal says what it changed."""
+    """The result of `fn`, compiled with a pass that runs before graphex's own. The journal has its changes."""
     compiled = torch.compile(fn, backend="graphex", options={"post_grad_custom_pre_pass": custom_pass})
     with torch.no_grad():
         result = compiled(*inputs)

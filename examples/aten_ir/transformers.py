@@ -1,6 +1,6 @@
 """`torch.fx.Transformer`: run a graph node by node and record a new one. Four kinds of change, each a small class.
 
-A Transformer drops what nodes carry (`meta["val"]`, source lines). Applied through the pipeline they get it back.
+A Transformer drops node metadata (`meta["val"]`, source lines). graphex restores it for a pass in its pipeline.
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ class WithoutDetach(Transformer):
 
 
 class NumbersToTensors(Transformer):
-    """Decided by what a node is given:  add(x, 2)  ->  add(x, full([], 2.0))
+    """Decided by the arguments of a node:  add(x, 2)  ->  add(x, full([], 2.0))
 
-    The schema of an op says which of its arguments are tensors; a number that stands in such a place is made one.
+    The schema of an op says which arguments are tensors; a number passed for one of them becomes a tensor.
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ what aliases what. Where a fact is not known, the answer is the one that blocks 
 
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.effects import is_collective, is_effectful, is_random, written_arguments
-from graphex.analysis.liveness import last_uses
+from graphex.analysis.memory import last_uses
 from graphex.analysis.shapes import known_equal, known_true, same_layout
 from graphex.analysis.source import node_line, placement
 

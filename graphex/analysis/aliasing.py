@@ -19,28 +19,117 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.asynchronous import is_ordinary, returns_its_arguments
-from graphex.analysis.beginnings import ABSOLUTE_VIEWS, absolutely_addressed, beginning_of, whose_place_it_keeps
-from graphex.analysis.declared_results import Result, declared_results, lists_its_own
+from graphex.analysis.asynchronous import is_declared_to_keep_nothing, is_ordinary, returns_its_arguments
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     is_size_arithmetic,
+    is_work,
     node_leaves,
     operator_of,
     written_arguments,
 )
 from graphex.analysis.in_use import Access, InUse
 from graphex.analysis.in_use import Storage as Storage
-from graphex.analysis.keeping import is_declared_to_keep_nothing
-from graphex.analysis.launches import is_work
-from graphex.analysis.shapes import may_be_empty, same_offset
+from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
 from graphex.analysis.source import stream_of
-from graphex.analysis.strides import SeenStrides
+from graphex.torch_private.schemas import holds_tensors, is_composite
+
+# -- beginnings --------------------------------------------------------------------------------------------------------
+# Where in its storage a value begins, which fake tensors do not always say, and who counts from that one's start.
+
+
+ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+
+_KEEPING_THEIR_PLACE = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+
+
+def beginning_of(node: Node) -> Any:
+    """A (fake) tensor that begins where the node's value does.
+
+    Fake tensors say zero of what begins where an argument does.
+    """
+    first = whose_place_it_keeps(node)
+    return node.meta.get("val") if first is None else beginning_of(first)
+
+
+def whose_place_it_keeps(node: Node) -> Node | None:
+    """Some ops copy the whole storage of their argument: their result begins where that does."""
+    first = node.args[0] if node.args else None
+    return first if node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node) else None
+
+
+def absolutely_addressed(node: Node) -> list[Node]:
+    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
+    if operator_of(node) in ABSOLUTE_VIEWS:
+        return [node, *node_leaves(node.args[0])]
+    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
+        return list(node_leaves(node.kwargs.get("_all_bases")))
+    return []
+
+
+# -- declared_results --------------------------------------------------------------------------------------------------
+# Where the results of an op may live, by the alias annotations of its schema.
+#
+# view(Tensor(a) self, ...) -> Tensor(a)      in the memory of `self`
+# add(Tensor self, ...) -> Tensor             in memory of its own
+
+
+class Result(NamedTuple):
+    """Where a result of an op may live: in memory of these arguments (place and name), in memory of its own."""
+
+    sources: tuple[tuple[int, str], ...] = ()
+    fresh: bool = False
+
+
+@cache
+def lists_its_own(op: torch._ops.OpOverload) -> bool:
+    """Whether an op returns a list of tensors, each in memory of its own. Ours do; no schema promises it
+    (`aten::unsafe_split` returns views of one memory).
+    """
+    returns = op._schema.returns
+    return op.namespace == "graphex" and len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+
+
+@cache
+def declared_results(op: torch._ops.OpOverload) -> tuple[Result, ...]:
+    arguments = [
+        (position, argument.name, argument.alias_info.before_set | argument.alias_info.after_set)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None
+    ]
+    everything = tuple((position, argument.name) for position, argument in enumerate(op._schema.arguments))
+    known = set().union(*(names for _, _, names in arguments))
+    results = []
+    for result in op._schema.returns:
+        names = result.alias_info.before_set | result.alias_info.after_set if result.alias_info else set()
+        if not holds_tensors(result.type):
+            results.append(Result())  # a size
+        elif is_composite(op):
+            results.append(Result(everything, fresh=True))  # `reshape`: a view or a copy, as it happens
+        elif result.alias_info is None:
+            results.append(Result(fresh=True))
+        elif not names or "*" in names or not names <= known:  # torch gives no names for a list of views
+            results.append(Result(everything))
+        else:
+            results.append(Result(tuple((place, name) for place, name, its in arguments if not names.isdisjoint(its))))
+    return tuple(results)
+
+
+# -- aliasing ----------------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 Parts = list[frozenset[Storage]]  # for a node with several results, one entry each

@@ -14,13 +14,15 @@ record_stream                                to the end of the graph
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from graphex.analysis.effects import (
     COLLECTIVE_NAMESPACES,
@@ -29,9 +31,36 @@ from graphex.analysis.effects import (
     operator_called,
     written_arguments,
 )
-from graphex.analysis.handles import Handle
+from graphex.analysis.inplace_variants import is_declared
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
+
+# -- handles -----------------------------------------------------------------------------------------------------------
+# The handle of a declaration about operators.
+
+
+class Handle:
+    """A declaration that can be taken back; as a context manager it holds for the block."""
+
+    def __init__(self, text: str, take_back: Callable[[], object]) -> None:
+        self._text, self._take_back = text, take_back
+
+    def remove(self) -> None:
+        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
+        self._take_back()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
+
+
+# -- asynchronous ------------------------------------------------------------------------------------------------------
+
 
 Op = torch._ops.OpOverload
 
@@ -160,3 +189,73 @@ def register_asynchronous(op: object, *, waited_by: object) -> Handle:
         raise InputError(f"register_asynchronous: '{started}' is declared already. Remove that declaration first.")
     _declared[started] = wait._schema.name
     return Handle(f"{started} works on until {wait}", lambda: _declared.pop(started, None))
+
+
+# -- keeping -----------------------------------------------------------------------------------------------------------
+# Ops that may hold on to a tensor they were given, and read it again when they are called the next time.
+#
+#     tap(h)               `tap` is a custom op: it may have stored `h` itself, no copy
+#     y = relu(h)          so `h` is not free memory, although nobody in the graph reads it any more
+#
+# The ops of torch and of graphex are known not to, and Triton kernels cannot. Tags say nothing about it: torch marks
+# every custom op as `pt2_compliant_tag`, which is about its schema. So an op of any other library counts as one that
+# keeps its arguments, unless it is declared:
+#
+#     graphex.register_keeps_nothing(torch.ops.my.op)
+
+
+# torch's own libraries; not those that pack weights (`quantized`, `prepacked`), whose results hold on to tensors
+_KNOWN = (
+    PURE_NAMESPACES
+    | COLLECTIVE_NAMESPACES
+    | {"export", "fsdp", "inductor", "inductor_prims", "mkl", "mkldnn", "onednn", "prim", "quantized_decomposed"}
+    | {"rngprims", "streams"}
+)
+_KEEP_NOTHING = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})
+_MODULES = ("_operator", "math", "operator", "torch")
+
+_declared_keeping: set[Op] = set()
+
+
+def who_may_keep(node: Node) -> str:
+    """The op that may hold on to what the node is given; empty if none does."""
+    if node.op not in ("call_function", "call_module") or node.target is operator.getitem:
+        return ""
+    op = operator_called(node)
+    if op is not None:
+        return "" if keeps_nothing(op) else str(op)
+    bodies = bodies_of(node)
+    if bodies:
+        return next(filter(None, (_keeper_in(body) for body in bodies)), "")
+    name = str(getattr(node.target, "__name__", node.target))
+    module = str(getattr(node.target, "__module__", "") or "")
+    is_function = not isinstance(node.target, (str, torch._ops.HigherOrderOperator))
+    is_torchs = is_function and (module in _MODULES or module.startswith("torch."))
+    return "" if name in _KEEP_NOTHING or is_torchs else name
+
+
+def keeps_nothing(op: Op) -> bool:
+    """Whether the op is known not to hold on to a tensor that it is given."""
+    return op.namespace in _KNOWN or is_declared_asynchronous(op) or is_declared_to_keep_nothing(op)
+
+
+def is_declared_to_keep_nothing(op: Op) -> bool:
+    return op in _declared_keeping or is_declared(op)
+
+
+def _keeper_in(body: GraphModule) -> str:
+    return next(filter(None, map(who_may_keep, body.graph.nodes)), "")
+
+
+def register_keeps_nothing(*ops: object) -> Handle:
+    """Declare that these ops hold on to no tensor that they are given or return, once they have returned.
+
+    Operators are given as `torch.ops.ns.name`, as one of its overloads, or as what `torch.library.custom_op` returned.
+    """
+    found = [overload_of(op) for op in ops]
+    for given, each in zip(ops, found, strict=True):
+        if each is None:
+            raise InputError(f"register_keeps_nothing takes operators such as torch.ops.ns.name, got {given!r}.")
+    new = {each for each in found if each is not None} - _declared_keeping
+    _declared_keeping.update(new)
+    return Handle(f"{', '.join(map(str, found))} keep nothing", lambda: _declared_keeping.difference_update(new))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.ops import SPECS
+from graphex.ops.scope import NOTHING_TO_RUN
+from graphex.torch_private.schemas import is_composite
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
@@ -181,3 +189,166 @@ def _submodule(node: Node, target: str) -> object | None:
         owner = getattr(owner, part, None)
     found: object | None = owner
     return found
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+# Which nodes give work to the device.
+
+
+def is_number(node: Node) -> bool:
+    """Whether the node computes a number from sizes and numbers: it costs nothing and can be computed anywhere."""
+    value = node.meta.get("val")
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def does_nothing(node: Node) -> bool:
+    """Whether a node is about streams only: an event, or a word on where memory is in use."""
+    op = operator_of(node)
+    return op is not None and op._schema.name in NOTHING_TO_RUN
+
+
+def is_kernel(node: Node) -> bool:
+    """Whether a node launches something: views, numbers, parts of tuples and events do not."""
+    if node.op in ("placeholder", "get_attr", "output") or is_number(node):
+        return False
+    op = operator_of(node)
+    return node.target is not operator.getitem if op is None else _launches(op)
+
+
+@cache
+def _launches(op: torch._ops.OpOverload) -> bool:
+    if op._schema.name in NOTHING_TO_RUN or op.namespace == "streams":
+        return False
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns)
+    return not views or is_composite(op)  # `reshape` copies where it cannot be a view
+
+
+def is_work(node: Node) -> bool:
+    """Whether a node touches the data of tensors at all, on the device or, as `item` does, from the host."""
+    op = operator_of(node)
+    return is_kernel(node) or (op is not None and torch.Tag.data_dependent_output in op.tags)
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
+# Which libraries of kernels a graph may call: their switches are part of what a captured graph depends on.
+
+
+aten = torch.ops.aten
+
+_NOTHING: frozenset[str] = frozenset()
+_CUBLAS = frozenset({"cublas"})
+_ATTENTION = frozenset({"cublas", "attention"})
+_EVERYTHING = frozenset({"cublas", "cudnn", "attention", "linalg"})
+
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+_PLAIN = {
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all, aten.cumsum),
+    *(aten._softmax, aten._log_softmax, aten.native_layer_norm, aten._fused_rms_norm, aten.topk, aten.sort),
+    *(aten.cat, aten.index, aten.index_select, aten.gather, aten.scatter, aten.slice_scatter, aten.constant_pad_nd),
+    *(aten.index_put, aten.index_put_, aten.index_copy, aten.index_copy_, aten.embedding),
+    *(aten._to_copy, aten.clone, aten.copy, aten.copy_),
+    *(aten.full, aten.zeros, aten.ones, aten.empty, aten.empty_strided, aten.arange, aten.scalar_tensor),
+}
+_ATTENDING = {"graphex::attention", "graphex::rotary_attention_"}
+
+
+def libraries_of(graph: Graph) -> frozenset[str]:
+    """What may compute some of the ops, for all that is known: `cublas`, `cudnn`, `attention` (torch's choice among its
+    implementations of it) and `linalg`.
+    """
+    return _NOTHING.union(*map(_libraries_of, graph.nodes))
+
+
+def _libraries_of(node: Node) -> frozenset[str]:
+    if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
+        return _NOTHING
+    op = operator_of(node)
+    if op is None:
+        return _EVERYTHING
+    spec = SPECS.get(op.name().partition(".")[0])
+    if spec is not None and spec.defined_here:
+        return _ATTENTION if spec.name in _ATTENDING else _CUBLAS
+    if op.overloadpacket in _PRODUCTS:
+        return _CUBLAS
+    is_plain = op.overloadpacket in _PLAIN or does_nothing(node)
+    is_atens = op.namespace == "aten" and (op.is_view or torch.Tag.pointwise in op.tags)
+    return _NOTHING if is_plain or is_atens else _EVERYTHING
+
+
+# -- synchronisation ---------------------------------------------------------------------------------------------------
+# Events in a graph, whichever way they are written.
+#
+# streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
+# graphex.event_record("done", "side", 2)     graphex's own, after `place`
+
+
+CURRENT = "(current)"  # how an op names the stream that the compiled function is called on; nodes on it have no label
+
+
+@dataclass(frozen=True)
+class Sync:
+    """An event that is recorded on a stream, or waited for; or a stream that waits for all that another one has."""
+
+    kind: str  # record, wait or wait_stream
+    stream: Hashable
+    what: Hashable  # the event, or the other stream
+    turn: int = 0
+
+
+def synchronisation(node: Node) -> Sync | None:
+    """What a node does to the order of streams; None for every other node and for what is not understood."""
+    op = operator_of(node)
+    if op is not None and op.namespace == "graphex":
+        return _ours(node, op)
+    if op is not None and op.namespace == "streams":
+        return _of_torch(node, op)
+    body = control_body(node)
+    if body is None:
+        return None
+    inner = [found for each in body.graph.nodes if (found := synchronisation(each)) is not None]
+    return inner[0] if len(inner) == 1 else None
+
+
+def control_body(node: Node) -> GraphModule | None:
+    """The graph that a `control_deps` node calls."""
+    if str(getattr(node.target, "__name__", "")) != "control_deps":
+        return None
+    for value in node.all_input_nodes:
+        body = getattr(node.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
+        if isinstance(body, GraphModule):
+            return body
+    return None
+
+
+def placed_events(nodes: Iterator[Node] | list[Node]) -> Iterator[tuple[Node, Sync]]:
+    """The events that `place` or `schedule_streams` has put into a graph."""
+    for node in nodes:
+        op = operator_of(node)
+        if op is not None and op.namespace == "graphex" and (sync := _ours(node, op)) is not None:
+            yield node, sync
+
+
+def _ours(node: Node, op: torch._ops.OpOverload) -> Sync | None:
+    kind = {"graphex::event_record": "record", "graphex::event_wait": "wait"}.get(op._schema.name)
+    if kind is None:
+        return None
+    event, stream, turn = node.args
+    assert isinstance(turn, int)
+    return Sync(kind, None if stream == CURRENT else str(stream), str(event), turn)
+
+
+def _of_torch(node: Node, op: torch._ops.OpOverload) -> Sync | None:
+    given = [*node.args, *node.kwargs.values()]
+    if op._schema.name == "streams::sync_dealloc":
+        given = given[:2]
+    numbers = [number for number in given if type(number) is int]
+    if len(given) != 2 or len(numbers) != 2:
+        return None
+    first, second = numbers
+    if op._schema.name == "streams::record_event":
+        return Sync("record", second, first)
+    if op._schema.name in ("streams::wait_event", "streams::sync_dealloc"):
+        return Sync("wait", second, first)
+    if op._schema.name == "streams::wait_stream":
+        return Sync("wait_stream", first, second)
+    return None

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from graphex.analysis.asynchronous import Launch, is_ordinary, is_wait, launch_of, waits_inside
+from graphex.analysis.asynchronous import Launch, is_ordinary, is_wait, launch_of, waits_inside, who_may_keep
 from graphex.analysis.effects import operator_called, operator_of
-from graphex.analysis.keeping import who_may_keep
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.symbolic import pytree
 
 Storage = tuple[Node, int]  # the allocating node, and which of its results
 Memory = frozenset[Storage]

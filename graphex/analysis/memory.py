@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.aliasing import Aliases, Storage, beginning_of
+from graphex.analysis.asynchronous import launch_of
+from graphex.analysis.effects import Sync
+from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
+from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
+from graphex.analysis.source import node_line, placement
 from graphex.torch_private.symbolic import hint_of
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
 
 UNKNOWN_SIZE = 1  # of a dimension that is known only when the graph runs
 
@@ -43,3 +54,154 @@ def predicted_peak(graph: Graph, aliases: Aliases) -> int:
         peak = max(peak, live)
         live -= sum(sizes[storage] for storage in dies[position])
     return peak
+
+
+# -- liveness ----------------------------------------------------------------------------------------------------------
+# When a value is used for the last time, and when its memory may be given back.
+
+
+def last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """For each node, the values that nobody needs after it, in the order they were defined.
+
+        before:  a = f(x); b = g(a); c = h(a, b)
+        result:  {b: [], c: [a, b]}        (and x dies at a)
+
+    A value that is never used dies where it is defined. What the output returns never dies. What an op in flight was
+    given lives until that is waited for, or to the end.
+    """
+    dying: dict[Node, list[Node]] = {}
+    last: dict[Node, Node] = {}
+    for node in graph.nodes:
+        for value in node.all_input_nodes:
+            last[value] = node
+    _hold_what_is_in_flight(graph, last)
+    for value in graph.nodes:
+        if value.op == "output":
+            continue
+        user = last.get(value, value)
+        if user.op != "output":
+            dying.setdefault(user, []).append(value)
+    return dying
+
+
+def _hold_what_is_in_flight(graph: Graph, last: dict[Node, Node]) -> None:
+    if all(launch_of(node) is None for node in graph.nodes):
+        return
+    for value, wait in Aliases(graph).in_use.arguments_in_flight().items():
+        last[value] = max(last[value], wait or graph.output_node())
+
+
+def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
+    """`last_uses` for a graph with several streams: for each node, the values to let go of behind it.
+
+    Memory belongs to the stream it was allocated on, whose next allocation may take it. So a value is kept until that
+    stream waits for everybody who uses the memory:
+
+        a = sin(x)  side;  b = cos(a)  main;  c = exp(x)  side           `a` stays: `exp` could be given its memory
+        ...                event: side waits for b                       here it may go
+    """
+    memory = memory or Aliases(graph)
+    dying = last_uses(graph)
+    clocks = Clocks()
+    used: dict[Storage, dict[Stream, int]] = {}  # the last use of a memory on each stream
+    held: list[Node] = []
+    free: dict[Node, list[Node]] = {}
+    for position, (node, what) in enumerate(accesses(graph, memory)):
+        if isinstance(what, Access):
+            clocks.run(what.stream, position)
+            for storage in what.reads | what.writes:
+                used.setdefault(storage, {})[what.stream] = position
+        elif isinstance(what, Sync):
+            (clocks.record if what.kind == "record" else clocks.wait)(what.what, what.stream)
+        asked = [*held, *dying.get(node, ())] if isinstance(what, Sync) else dying.get(node, [])
+        going = [value for value in asked if _nobody_else_runs(memory.storages(value), used, clocks)]
+        if going:
+            free[node] = going
+        if isinstance(what, Sync):
+            held = []
+        held += [value for value in asked if value not in going]
+    return free
+
+
+def _nobody_else_runs(storages: frozenset[Storage], used: dict[Storage, dict[Stream, int]], clocks: Clocks) -> bool:
+    """Whether the streams that own some memory have waited for every use of it."""
+    return all(
+        clocks.knows(placement(owner), stream, position)
+        for owner, _ in storages
+        for storage in storages
+        for stream, position in used.get(storage, {}).items()
+    )
+
+
+# -- reuse -------------------------------------------------------------------------------------------------------------
+# Whether a value's memory may be written over: one question made of many facts.
+
+
+class Obstacle(NamedTuple):
+    """What is in the way of a write, and the node that still needs the old value.
+
+    `is_news`: no reader in the program says so, so that it is worth a record; `edit` is what the user can do about it.
+    """
+
+    reason: str
+    reader: Node | None = None
+    is_news: bool = False
+    edit: str = ""
+
+    def sentence(self) -> str:
+        line = node_line(self.reader) if self.reader is not None else ""
+        return f"{self.reason} ({line})" if line else self.reason
+
+
+def why_not_reusable(
+    aliases: Aliases, order: Order, writer: Node, dead: Any, after: Any, result: Node | None
+) -> Obstacle | None:
+    """What keeps `writer` from leaving its result, of layout `after`, in the memory of its argument `dead`.
+
+    `result` is the node that stands for the result, if there is one.
+    """
+    value = dead.meta.get("val") if isinstance(dead, Node) else None
+    if not isinstance(value, Tensor) or not same_layout(after, value) or value.is_complex():
+        return Obstacle("the result has another layout than the argument")
+    if not fills_its_storage(value):
+        return Obstacle(f"'{dead.name}' is a part of a larger memory")
+    if aliases.is_owned_elsewhere(dead) or aliases.is_absolute(dead):
+        return Obstacle(f"'{dead.name}' may be memory that somebody outside the graph holds on to")
+    if result is not None and aliases.reaches_output(result) and not all(known_true(size != 1) for size in value.shape):
+        # fake and real strides may differ where a dimension has one element, and the user can see them
+        return Obstacle("the strides of an output might change")
+    if result is not None and aliases.strides.may_change(result, dead):
+        return Obstacle("the strides of an output might change")
+    if result is not None and aliases.shows_its_offset(result) and not same_offset(beginning_of(result), value):
+        return Obstacle("an output would begin at another place of its memory")
+    if aliases.shares_with_operands(writer, dead):
+        return Obstacle(f"another argument may share memory with '{dead.name}'")
+    readers = aliases.readers_after(dead, writer)
+    use = aliases.in_use.why(dead, writer)
+    if use is not None and not any(
+        aliases.may_alias(value, dead) for each in readers for value in each.all_input_nodes
+    ):
+        return Obstacle(f"'{dead.name}' is not free: {use.reason}", use.until, is_news=True, edit=use.edit)
+    if readers:
+        return Obstacle(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0])
+    return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
+
+
+def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Node]) -> Obstacle | None:
+    """Somebody who uses the memory of `values` on another stream, with nothing that puts it before or after a write."""
+    if order.one_stream:
+        return None
+    tables = (uses for value in values for uses in aliases.work_on(value))
+    user = next((found for uses in tables if (found := order.first_unordered(writer, uses)) is not None), None)
+    if user is None:
+        return None
+    reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
+    return Obstacle(reason, user, is_news=True)
+
+
+def fills_its_storage(value: Tensor) -> bool:
+    """A part of a larger storage would keep the whole alive, and its offset would show."""
+    if any(stride == 0 for stride in value.stride()):
+        return False
+    size = value.numel() * value.element_size()
+    return known_equal(value.storage_offset(), 0) and known_equal(value.untyped_storage().nbytes(), size)

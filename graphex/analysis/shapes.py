@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import Node
 
+from graphex.analysis.effects import node_leaves, operator_of
 from graphex.torch_private.symbolic import statically_known_true
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
 
 Size = int | torch.SymInt
 Sizes = tuple[Size, ...] | list[Size]
@@ -69,3 +76,64 @@ def may_be_empty(value: Any) -> bool:
 def canonical_dim(dim: int, rank: int) -> int:
     """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
     return dim + max(rank, 1) if dim < 0 else dim
+
+
+# -- strides -----------------------------------------------------------------------------------------------------------
+# Strides of dimensions with one element, of which fake tensors and kernels say different things.
+#
+#     t = transpose(x, 0, 1)      (5, 1, 1), strides (1, 5, 1)        for an x of (1, 5, 1)
+#     a = mul(t, 2)               fake: (1, 1, 1)    kernel: (1, 5, 1)
+#     b = relu(a)                 fake: (1, 1, 1)    kernel: (1, 1, 1)
+#
+# They agree on what is computed from values that lie in memory row by row. What else has such dimensions is in doubt:
+# where the user can see its strides, in a result or in one that is computed from it, it is computed as it was written.
+
+
+# ops whose results lie row by row whatever they are given
+_ROW_BY_ROW = frozenset(
+    {"aten::addmm", "aten::baddbmm", "aten::bmm", "aten::embedding", "aten::linear", "aten::mm", "aten::mv"}
+)
+
+
+class SeenStrides:
+    """The values of a graph whose strides are in doubt, and those whose strides an output may show."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._in_doubt: set[Node] = set()
+        self._shown: set[Node] = set()
+        nodes = list(nodes)
+        unsure: set[Node] = set()  # in doubt, or not row by row: what is computed from them is in doubt too
+        for node in nodes:
+            value = node.meta.get("val")
+            if not unsure.isdisjoint(node.all_input_nodes) and _may_have_ones(value):
+                self._in_doubt.add(node)
+                unsure.add(node)
+            elif _is_turned(value):
+                unsure.add(node)
+        if self._in_doubt:
+            self._shown.update(leaf for node in nodes if node.op == "output" for leaf in node_leaves(node.args))
+            for node in reversed(nodes):
+                if node in self._shown and not _lies_row_by_row(node):
+                    self._shown.update(node.all_input_nodes)
+
+    def may_change(self, node: Node, kept: Node) -> bool:
+        """Whether the user might see other strides if `kept`, or its memory, stood for `node`."""
+        return node in self._shown and (node in self._in_doubt or kept in self._in_doubt)
+
+
+def _may_have_ones(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_may_have_ones, value))
+    return isinstance(value, Tensor) and not all(known_true(size != 1) for size in value.shape)
+
+
+def _is_turned(value: object) -> bool:
+    """Whether a tensor, or one of several, may not lie in memory row by row."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_turned, value))
+    return isinstance(value, Tensor) and (value.layout != torch.strided or not known_contiguous(value))
+
+
+def _lies_row_by_row(node: Node) -> bool:
+    op = operator_of(node)
+    return node.op == "placeholder" or (op is not None and op._schema.name in _ROW_BY_ROW)

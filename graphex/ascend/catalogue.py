@@ -67,10 +67,10 @@ NAMES: tuple[Name, ...] = (
         "the simulated device does not count the host's memory",
     ),
     *served("torch.npu", ".npu.module", "set_compile_mode config", "switches of CANN", does_nothing=True),
-    *served("torch.npu", ".npu.streams", "Stream Event stream current_stream default_stream set_stream"),
+    *served("torch.npu", ".npu.module", "Stream Event stream current_stream default_stream set_stream"),
     *served(
         "torch.npu",
-        ".npu.streams",
+        ".npu.module",
         "set_stream_limit get_stream_limit reset_stream_limit",
         "remembered; only an NPU has cores to limit",
         does_nothing=True,

@@ -131,7 +131,7 @@ def translated(config: Group, journal: Journal) -> GraphexConfig:
 
 def _with_config(custom: Any, config: Group) -> Any:
     """A function that takes the configuration gets the one it was written for."""
-    from graphex.passes.adapter import graph_pass, name_of, takes_config
+    from graphex.rewrite.adapter import graph_pass, name_of, takes_config
 
     if not takes_config(custom):
         return custom

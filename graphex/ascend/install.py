@@ -67,12 +67,11 @@ def _install_device(target: str) -> ServedModule:
     module = ServedModule("torch.npu")
     claim("npu", module, accelerator=target == "simulated")
     module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _value(name, target))
-    from graphex.ascend.npu.autocast import install_autocast
+    from graphex.ascend.npu.kernels import install_autocast
 
     install_autocast(None if target == "simulated" else torch.device(target))
     if target == "simulated":
-        from graphex.ascend.npu.kernels import install_kernels
-        from graphex.ascend.npu.storages import install_storages
+        from graphex.ascend.npu.kernels import install_kernels, install_storages
 
         install_kernels()
         install_storages()

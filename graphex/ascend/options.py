@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphex.config import CompilerConfig
-from graphex.option_kinds import Choice, Flag, Kind, Option, Whole
+from graphex.config import Choice, CompilerConfig, Flag, Kind, Option, Whole
 
 
 class Anything(Kind[Any]):

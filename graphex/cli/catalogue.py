@@ -62,12 +62,12 @@ def _ops() -> list[Entry]:
 
 
 def _rules() -> list[Entry]:
-    from graphex.fusion.catalogue import FUSIONS, LIFTS
+    from graphex.fusion.rules import FUSIONS, LIFTS
     from graphex.passes.noop import NOOPS
 
     docs: dict[str, str] = {}
     for family in (*LIFTS, *FUSIONS):
-        said = inspect.cleandoc(import_module(f"graphex.fusion.{family.module}").__doc__ or "")
+        said = inspect.cleandoc(import_module(f"graphex.fusion.rules.{family.module}").__doc__ or "")
         docs.update(dict.fromkeys(family.rules, said))
     for noop in NOOPS.values():
         docs[noop.rule] = noop.reason
@@ -84,7 +84,7 @@ def _passes() -> list[Entry]:
 
 
 def _passes_with_rules() -> list[tuple[Entry, tuple[str, ...]]]:
-    from graphex.pipeline import LAST, OURS
+    from graphex.passes.pipeline import LAST, OURS
 
     found = []
     for stage, graph_pass in (*OURS, *LAST):

@@ -56,7 +56,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    from graphex.torch_private.versions import TRIED, is_newer_than_tried, is_too_old
+    from graphex.torch_private.lookup import TRIED, is_newer_than_tried, is_too_old
 
     found, oldest, newest = torch.__version__, TRIED[0].version, TRIED[-1].version
     if is_too_old():
@@ -127,7 +127,7 @@ def _compiler() -> Finding:
 
 def _replay_check() -> Finding:
     """What decides in every call on a GPU whether it is a replay is compiled here, as it would be there."""
-    from graphex.compilation import one_line
+    from graphex.errors import one_line
     from graphex.runtime import native
 
     try:
@@ -149,7 +149,7 @@ def _compilation() -> Finding:
     import torch
 
     import graphex
-    from graphex.compilation import one_line
+    from graphex.errors import one_line
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, x = torch.nn.Linear(8, 8, device=device), torch.randn(4, 8, device=device)

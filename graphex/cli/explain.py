@@ -23,9 +23,8 @@ from graphex.cli.output import (
     why_not_written,
 )
 from graphex.config import options_of
-from graphex.folders import path_of_rank
+from graphex.env import path_of_rank, why_off
 from graphex.records import Journal
-from graphex.switches import why_off
 
 NOTHING = 3
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
@@ -117,7 +116,7 @@ def _run(script: Path, arguments: tuple[str, ...], out: Any) -> str:
         return "" if end.code in (None, 0) else f"it exited with {end.code}"
     except Exception as error:
         print_trace(error, script)
-        from graphex.compilation import one_line
+        from graphex.errors import one_line
 
         return one_line(error)
     return ""

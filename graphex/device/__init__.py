@@ -1,7 +1,5 @@
 """What a device can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph."""
 
-from graphex.device.base import Cores, Device, Replay
-from graphex.device.lanes import Lanes
-from graphex.device.select import device_of, several_accelerators
+from graphex.device.base import Cores, Device, Lanes, Replay, device_of, several_accelerators
 
 __all__ = ["Cores", "Device", "Lanes", "Replay", "device_of", "several_accelerators"]

@@ -5,13 +5,74 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.fx import Graph
 
-from graphex.analysis.plan import StreamPlan
-from graphex.device.lanes import Lanes
 from graphex.errors import CaptureError
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+# What the runtime has to know about the streams of a finished graph. It is on the output node.
+
+
+OUTSIDE = "graphex_events_outside"
+PLAN = "graphex_streams"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Events of the user's, by torch's numbers: recorded in the graph; waited for in it and recorded before it."""
+
+    recorded: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """The streams of a graph besides the current one, with their priorities."""
+
+    priorities: dict[str, int]
+    outside: Outside = Outside()
+
+
+def stream_plan(graph: Graph) -> StreamPlan | None:
+    """The plan of a graph whose events are proven to be enough; None for a graph that runs on one stream."""
+    plan: StreamPlan | None = graph.output_node().meta.get(PLAN)
+    return plan
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------------
+# What generated code calls where a graph runs on several streams.
+
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class Lanes(ABC):
+    """The streams and events of one compiled graph, made once and used by every call. None is the current stream."""
+
+    @abstractmethod
+    def around(self, body: Boxed) -> Boxed:
+        """The program with everything a call needs before and after it."""
+
+    @abstractmethod
+    def enter(self, stream: str | None, cores: int | None = None) -> None:
+        """What follows is given to this stream, and to so many cores of the device at most.
+
+        A limit holds until the next call of any method, and is given only to a device that has `limits_cores`.
+        """
+
+    @abstractmethod
+    def record(self, event: str, stream: str | None) -> None: ...
+
+    @abstractmethod
+    def wait(self, event: str, stream: str | None) -> None: ...
+
+
+# -- base --------------------------------------------------------------------------------------------------------------
 
 
 class Replay(ABC):
@@ -104,3 +165,33 @@ class Device:
     def reserved_bytes(self) -> int:
         """The memory the process has reserved on the device."""
         return 0
+
+
+# -- select ------------------------------------------------------------------------------------------------------------
+# Which device a graph runs on.
+
+
+def device_of(devices: set[torch.device]) -> Device:
+    """The device of a graph whose tensors live on `devices`: the accelerator if there is exactly one."""
+    accelerators = _accelerators(devices)
+    if len(accelerators) == 1:
+        only = next(iter(accelerators))
+        if only.type == "cuda":
+            from graphex.device.cuda import CudaDevice
+
+            return CudaDevice(only.index or 0)
+        if only.type == "npu":
+            from graphex.device.npu import NpuDevice
+
+            return NpuDevice(only.index or 0)
+    return Device()
+
+
+def several_accelerators(devices: set[torch.device]) -> str:
+    """`cuda:0 and cuda:1`: a device graph is one device's. Empty where there are not several."""
+    found = sorted(map(str, _accelerators(devices)))
+    return " and ".join(found) if len(found) > 1 else ""
+
+
+def _accelerators(devices: set[torch.device]) -> set[torch.device]:
+    return {device for device in devices if device.type not in ("cpu", "meta")}

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from graphex.analysis.plan import StreamPlan
-from graphex.collector import collector_paused
-from graphex.device.base import Cores, Device, Replay
-from graphex.device.cuda_lanes import CudaLanes
-from graphex.device.lanes import Lanes
+from graphex.device.base import Cores, Device, Lanes, Replay, StreamPlan
+from graphex.device.streams import CudaLanes
+from graphex.env import collector_paused
 from graphex.errors import CaptureError
 from graphex.torch_private.cuda import (
     can_be_divided,

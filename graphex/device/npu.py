@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from graphex.analysis.plan import StreamPlan
-from graphex.device.base import Cores, Device, Replay
-from graphex.device.cuda_lanes import CudaLanes
-from graphex.device.lanes import Lanes
+from graphex.device.base import Cores, Device, Lanes, Replay, StreamPlan
+from graphex.device.streams import CudaLanes
 from graphex.errors import CaptureError
 
 _one_at_a_time = threading.RLock()

@@ -21,20 +21,18 @@ import torch
 
 from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
 from graphex.backend import get_backend
+from graphex.debug.history import Film
+from graphex.debug.tensors import clone_together, is_plain
+from graphex.debug.verify import RandomState
+from graphex.env import path_of_rank, write_named
 from graphex.errors import InputError, did_you_mean
-from graphex.evidence.kernels import KernelRow, kernel_rows
-from graphex.evidence.random_state import RandomState
 from graphex.evidence.reach import reached
-from graphex.evidence.report.film import Film
-from graphex.evidence.tables import SHOWN
-from graphex.evidence.tensors import clone_together, is_plain
+from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
 from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
-from graphex.folders import path_of_rank, write_named
-from graphex.pipeline import rule_names
+from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
-from graphex.torch_private.distributed import without_reducing
-from graphex.torch_private.dynamo import room_to_recompile
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
 _WRAPPER = "auto_functionalized"  # its first argument is the op

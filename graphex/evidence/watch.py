@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphex.config import CompilerConfig, config_from
-from graphex.evidence.report.film import Film
+from graphex.debug.history import Film
 from graphex.records import Journal
 
 

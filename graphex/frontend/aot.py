@@ -8,47 +8,176 @@ through `compile_graph`. If any of this fails for a reason that is not the user'
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from operator import is_
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
 from graphex.analysis.aliasing import REGENERATED, RETURNED
-from graphex.compilation import Compilation
-from graphex.compiler import compile_graph, compile_joint
-from graphex.errors import GraphexError
+from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
-from graphex.frontend.decompositions import decompositions
-from graphex.frontend.handover import Handover
+from graphex.frontend.compiler import compile_graph, compile_joint
 from graphex.frontend.streams import keep_stream_calls
-from graphex.passes.program_writes import note_program_writes
-from graphex.passes.updates import mark_versions
-from graphex.records import FellBack
-from graphex.runtime.above import TANGENT, carry_tangents
+from graphex.ops.decompositions import decompositions
+from graphex.passes.updates import mark_versions, note_program_writes
+from graphex.records import FellBack, Journal
+from graphex.rewrite.compilation import Compilation
+from graphex.runtime.above import COUNTED, TANGENT, carry_tangents
 from graphex.runtime.capture import Capturing
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.versions import COUNTED
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
     counted_inputs,
     default_partition,
     is_autocast_on,
+    is_compiled_ahead,
     min_cut_rematerialization_partition,
     only_hands_over,
     regenerated_outputs,
+    register_as_serializable,
     static_input_indices,
+    without_autograd_cache,
 )
-from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, flatten_graph_inputs
+from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, dual_level, flatten_graph_inputs
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.lookup import MissingNameError, check_required
-from graphex.torch_private.tracing import dual_level
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.symbolic import pytree
+
+# -- handover ----------------------------------------------------------------------------------------------------------
+# A replay without AOTAutograd's wrapper around it, where the wrapper has nothing to do.
+#
+#     Dynamo  ->  AOTAutograd's wrapper  ->  program          every call, until one shows that what Dynamo gives is
+#     what
+#                                                             the program gets, and what it returns is what comes out
+#     Dynamo  ->  replay                                      from then on; the wrapper again for whatever is no replay
+#
+# The wrapper copies the list of inputs several times, enters contexts and looks for work: for a graph of hundreds of
+# inputs that is a tenth of a call's time on the host.
+
 
 Compiled = Callable[..., Any]
+
+
+class Replaying(Protocol):
+    """A boxed program that knows whether a call is no more than a replay."""
+
+    def __call__(self, args: list[Any]) -> Any: ...
+
+    def replayed(self, args: tuple[Any, ...]) -> Any:
+        """The results, or None for a call that has to be made."""
+
+
+class _Seen(threading.local):
+    """What went into the program and came out of it in the call that the thread is making."""
+
+    args: Sequence[Any] | None = None
+    results: Any = None
+
+
+class Handover:
+    """Stands between AOTAutograd and `program`, and watches until it knows what the wrapper does."""
+
+    def __init__(self, program: Replaying) -> None:
+        self._boxed_call = True
+        self._program = program
+        self._seen = _Seen()
+        self._is_plain: bool | None = None
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._is_plain is not None:
+            return self._program(args)
+        given = tuple(args)
+        results = self._program(args)
+        self._seen.args, self._seen.results = given, results
+        return results
+
+    def around(self, wrapped: Compiled) -> Compiled:
+        """What Dynamo calls; `wrapped` is AOTAutograd's wrapper of this program."""
+        replayed, is_grad_enabled = self._program.replayed, torch.is_grad_enabled
+
+        @functools.wraps(wrapped)
+        def forward(*args: Any) -> Any:
+            if not self._is_plain:
+                return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
+            if is_grad_enabled():
+                with torch.no_grad():
+                    results = replayed(args)
+            else:
+                results = replayed(args)
+            return wrapped(*args) if results is None else results
+
+        return forward
+
+    def _watched(self, wrapped: Compiled, args: tuple[Any, ...]) -> Any:
+        seen = self._seen
+        try:
+            returned = wrapped(*args)
+            if seen.args is not None:  # else another thread has found out meanwhile
+                self._is_plain = _same(seen.args, args) and _same(seen.results, returned)
+        finally:
+            seen.args = seen.results = None
+        return returned
+
+
+def _same(some: Any, others: Sequence[Any]) -> bool:
+    """Whether both hold the very same objects."""
+    return isinstance(some, (list, tuple)) and len(some) == len(others) and all(map(is_, some, others))
+
+
+# -- ahead_of_time -----------------------------------------------------------------------------------------------------
+# `torch.compile(...).aot_compile`: compiled without a call, and called without Dynamo.
+#
+# torch asks a backend for a callable that says how it is saved, and turns AOTAutograd's cache on to get one made of
+# Inductor's code. graphex has none, so the cache is off while it compiles, and what it returns can be called only.
+
+
+_SAVING = (
+    "what graphex compiled cannot be saved: it is made of this process's memory and device graphs. "
+    "Call aot_compile in the process that runs it, or save the model and compile it again there."
+)
+
+
+class CompiledAhead:
+    """A compiled graph that is called as Dynamo's generated code calls it, and keeps its journal."""
+
+    def __init__(self, compiled: Callable[..., Any], journal: Journal) -> None:
+        self._compiled, self.journal = compiled, journal
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: CompiledAhead) -> NoReturn:
+        raise NotOfferedError(_SAVING)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> NoReturn:
+        raise NotOfferedError(_SAVING)
+
+
+def compiled_for_dynamo(
+    compile_it: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    journal: Journal,
+) -> Callable[..., Any]:
+    """What `compile_it` makes of a graph, in the form that is asked for at the moment."""
+    wanted_ahead = is_compiled_ahead()
+    with without_autograd_cache():
+        compiled = compile_it(gm, example_inputs)
+    if not wanted_ahead:
+        return compiled
+    register_as_serializable(CompiledAhead)
+    return CompiledAhead(compiled, journal)
+
+
+# -- aot ---------------------------------------------------------------------------------------------------------------
 
 
 def compile_with_aot(

@@ -33,7 +33,7 @@ _SETTERS = (torch.cuda.set_stream, torch.accelerator.set_stream)
 
 def keep_stream_calls(gm: GraphModule) -> None:
     """Replace the calls in place."""
-    from graphex.torch_private.streams import is_object_lookup
+    from graphex.torch_private.dynamo import is_object_lookup
 
     changed = _place_by_set_stream(gm)
     for node in list(gm.graph.nodes):
@@ -56,7 +56,7 @@ def keep_stream_calls(gm: GraphModule) -> None:
 
 
 def _place_by_set_stream(gm: GraphModule) -> bool:
-    from graphex.torch_private.streams import is_current_stream, is_object_lookup
+    from graphex.torch_private.dynamo import is_current_stream, is_object_lookup
 
     changed, entered = False, None
     for node in list(gm.graph.nodes):

@@ -16,17 +16,16 @@ from torch.fx import Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
-from graphex.collector import collector_paused
+from graphex.env import collector_paused
 from graphex.fusion.calls import op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.rules import Rule
+from graphex.fusion.mismatch import Stop, op_title
+from graphex.fusion.rule import Rule
 from graphex.fusion.splice import splice
-from graphex.fusion.stops import Stop
-from graphex.fusion.words import op_title
 from graphex.ops import SPECS, has_kernel
-from graphex.passes.base import Refusal, Work
-from graphex.passes.metadata import fake_mode_of
 from graphex.records import NearMiss, RuleTried
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import fake_mode_of
 
 _MOST_SWEEPS = 16
 _MOST_VISITED = 64

@@ -17,21 +17,20 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
-from graphex.analysis.launches import is_kernel
-from graphex.analysis.notation import text_of
-from graphex.analysis.turns import turn_of
+from graphex.analysis.dependencies import turn_of
+from graphex.analysis.effects import is_kernel
+from graphex.analysis.source import text_of
 from graphex.errors import RuleError
-from graphex.fusion.calls import Calls, is_nothing, value_of
-from graphex.fusion.making import pattern_of
-from graphex.fusion.op_patterns import OpPattern
-from graphex.fusion.patterns import Pattern
-from graphex.fusion.replacement import Replacement
-from graphex.fusion.rules import Rule
-from graphex.fusion.stops import Stop
-from graphex.fusion.tracing import fresh, key_of, without_guards
-from graphex.passes.base import Refusal
+from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
+from graphex.fusion.mismatch import Stop
+from graphex.fusion.pattern_builder import Replacement, fresh, key_of, pattern_of, without_guards
+from graphex.fusion.patterns import OpPattern, Pattern
+from graphex.fusion.rule import Rule
+from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
+
+# -- matching ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -350,3 +349,20 @@ def _place(nodes: list[Node], outputs: list[Node], inputs: Iterable[Any]) -> tup
 def _first_line(problem: Exception) -> str:
     text = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+# What the user's own rules would fuse: passes of ours that run before them leave it alone.
+
+
+def claimed_by(work: Work, rules: Iterable[Rule]) -> dict[Node, str]:
+    """Each node that one of these rules would take if it were applied now, and the name of the rule."""
+    site = Site(work.graph, work.aliases, work.table)
+    find = work.graph.find_nodes
+    found: dict[Node, str] = {}
+    for rule in rules:
+        for target in targets_of(rule.pattern.anchor_op):
+            for anchor in find(op="call_function", target=target, sort=False):
+                if isinstance(plan := try_rule(rule, anchor, site), Plan):
+                    found.update(dict.fromkeys(plan.nodes, rule.name))
+    return found

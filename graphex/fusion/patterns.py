@@ -8,7 +8,7 @@ The parts are `OpPattern`s (see `op_patterns`); `making` makes them from a funct
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,11 +16,271 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphex.fusion.calls import PERMUTE, SOFT, Calls
-from graphex.fusion.op_patterns import Attempt, OpPattern, taken_up
-from graphex.fusion.stops import Stop
-from graphex.fusion.words import op_title
-from graphex.torch_private.patterns import FailedMatch, Match, MultiOutputPattern, OrderedSet, PatternExpr
+from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, Calls, is_nothing, op_of, targets_of, value_of
+from graphex.fusion.mismatch import OtherOp, Stop, Words, describe, op_title, show
+from graphex.torch_private.patterns import (
+    CallFunction,
+    FailedMatch,
+    Ignored,
+    KeywordArg,
+    Match,
+    MatchContext,
+    MultiOutputPattern,
+    OrderedSet,
+    PatternExpr,
+)
+from graphex.torch_private.symbolic import statically_known_true
+
+# -- op_patterns -------------------------------------------------------------------------------------------------------
+# A call of one op, as a pattern: torch's pattern language, with arguments normalised and every failure located.
+#
+#     mul(x, rsqrt(m))        OpPattern(mul, {"self": x, "other": OpPattern(rsqrt, {"self": m})})
+#
+# An `Attempt` is one try at one node. If it fails it says where, after how many ops, and why: the `Stop` that came
+# furthest is what a near miss reports.
+
+
+_ONE = "use one and the same value in both places"
+
+
+class Attempt(MatchContext):
+    """One try of a pattern at one node. Sees through what does nothing, and remembers how far it came."""
+
+    def __init__(self, outputs: Sequence[PatternExpr], calls: Calls, node: Node) -> None:
+        super().__init__(list(outputs), graph=node.graph)
+        self.calls = calls
+        self.furthest = Stop(-1, None, "")
+        self.entered = 0  # ops whose arguments are being looked at
+
+    def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
+        if isinstance(node, Node):
+            is_op = type(pattern) is OpPattern  # `isinstance` of an abstract class takes longer than all of this
+            if not is_op or self.calls.ops(node)[0] != pattern.op_name:  # type: ignore[attr-defined]
+                node = self.calls.source(node)
+            if type(pattern) is KeywordArg and pattern not in self.pattern_to_node:
+                self.pattern_to_node[pattern] = node
+                return Match(self, pattern, kwargs={pattern.name: node})
+        if (other := self.pattern_to_node.get(pattern)) is not None and other != node:
+            return self.stop(node, lambda: f"{describe(node)} stands where the rule has {describe(other)} again", _ONE)
+        found: Match | FailedMatch = super().match(pattern, node)
+        return found
+
+    def stop(self, node: Any, said: Words, advice: str | Words = "", to_author: str = "") -> FailedMatch:
+        """A failure here. The one that came furthest is the one worth telling."""
+        return self._stopped(Stop(self._matched(), node if isinstance(node, Node) else None, said, advice, to_author))
+
+    def stop_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
+        """Another op stands where this one should."""
+        where = node if isinstance(node, Node) else None
+        wanted, arguments = pattern.op_name, pattern.arguments if pattern.op_name in SOFT else None
+        return self._stopped(OtherOp(self._matched(), where, "", expected=wanted, found=node, arguments=arguments))
+
+    def _matched(self) -> int:
+        done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
+        return done + self.entered
+
+    def _stopped(self, stop: Stop) -> FailedMatch:
+        if stop.matched > self.furthest.matched:
+            self.furthest = stop
+        return FailedMatch("it ends after {} ops", stop.matched)
+
+
+class OpPattern(CallFunction):
+    """Matches a call of one op. `arguments` holds patterns and constants by schema name; None ignores them all."""
+
+    def __init__(self, op_name: Any, arguments: Mapping[str, Any], *, soft: bool = False) -> None:
+        super().__init__(list(targets_of(op_name)), *arguments.values(), _users=1)
+        self.op_name = op_name
+        self.arguments = dict(arguments)
+        self.soft = soft
+        self.firm = tuple(
+            (name, part.op_name)
+            for name, part in self.arguments.items()
+            if isinstance(part, OpPattern) and not part.soft
+        )
+        self.ops = 1 + sum(map(_ops_in, arguments.values()))
+        self._swappable = op_name in COMMUTATIVE
+        if self._swappable:
+            # The operand that says most binds variables first: a bare variable would take either operand.
+            self.arguments = dict(sorted(self.arguments.items(), key=lambda item: -_ops_in(item[1])))
+        asking = [(name, part) for name, part in self.arguments.items() if not isinstance(part, Ignored)]
+        self._asked = [(name, part, isinstance(part, PatternExpr)) for name, part in asking]
+        alpha = self.arguments.get("alpha", 1)
+        self._unscaled = isinstance(alpha, Ignored) or bool(alpha == 1)
+
+    def __repr__(self) -> str:
+        return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+        """A quick look at the ops of the arguments: most tries end here, and never set up a match."""
+        operands = calls.operands(node)
+        for name, op in self.firm:
+            if op in operands.get(name, ()):
+                continue
+            if self._swappable and op in operands.get("other" if name == "self" else "self", ()):
+                continue
+            value = calls[node].args.get(name)
+            return OtherOp(1, value if isinstance(value, Node) else None, "", expected=op, found=value)
+        return None
+
+    def _match_fns(self, node: Any) -> bool:
+        return isinstance(node, Node) and op_of(node) == self.op_name
+
+    def _match(self, node: Any, ctx: MatchContext) -> Match | FailedMatch:
+        assert isinstance(ctx, Attempt)
+        if not isinstance(node, Node) or ctx.calls.ops(node)[0] != self.op_name:
+            if self.soft:
+                return ctx.match(next(iter(self.arguments.values())), node)
+            return ctx.stop_at(node, self)
+        found = ctx.calls[node].args
+        if self._swappable and self._unscaled and found.get("alpha", 1) == 1:
+            swapped = {**found, "self": found["other"], "other": found["self"]}
+            return self._either(node, (found, swapped), ctx)
+        return self._with(node, found, ctx)
+
+    def _either(self, node: Node, spellings: tuple[dict[str, Any], ...], ctx: Attempt) -> Match | FailedMatch:
+        before = dict(ctx.pattern_to_node)
+        result: Match | FailedMatch = FailedMatch("never tried")
+        for found in spellings:
+            ctx.pattern_to_node = dict(before)
+            try:
+                result = self._with(node, found, ctx)
+            except FailedMatch as failure:
+                result = failure
+            if result:
+                break
+        return result
+
+    def _with(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
+        ctx.entered += 1
+        try:
+            return self._with_arguments(node, found, ctx)
+        finally:
+            ctx.entered -= 1
+
+    def _with_arguments(self, node: Node, found: Mapping[str, Any], ctx: Attempt) -> Match | FailedMatch:
+        match = Match(ctx, self)
+        for name, wanted, is_pattern in self._asked:
+            value = found.get(name)
+            part = ctx.match(wanted, value) if is_pattern else self._value(node, name, wanted, value, ctx)
+            if part is None:
+                continue
+            if isinstance(part, FailedMatch):
+                return part
+            if not taken_up(match, part):
+                return self._inconsistent(node, name, ctx)
+        match.nodes.append(node)
+        match.targets[self] = node.target
+        return match
+
+    def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
+        return ctx.stop(
+            node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere", _ONE
+        )
+
+    def _value(self, node: Node, name: str, wanted: Any, found: Any, ctx: Attempt) -> Match | FailedMatch | None:
+        """The match of a constant, or of a list that may hold patterns; None if there is nothing to remember."""
+        if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
+            if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+                return ctx.stop(
+                    node,
+                    lambda: f"'{name}' of {describe(node)} has another length than in the rule",
+                    lambda: f"give {len(wanted)} values for '{name}'",
+                )
+            match = Match(ctx, self)
+            for one_wanted, one_found in zip(wanted, found, strict=True):
+                is_pattern = isinstance(one_wanted, PatternExpr)
+                part = (
+                    ctx.match(one_wanted, one_found)
+                    if is_pattern
+                    else self._value(node, name, one_wanted, one_found, ctx)
+                )
+                if isinstance(part, FailedMatch):
+                    return part
+                if part is not None and not taken_up(match, part):
+                    return self._inconsistent(node, name, ctx)
+            return match
+        if same_constant(wanted, found):
+            return None
+        return ctx.stop(
+            node,
+            lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
+            lambda: f"use {name}={show(wanted)}",
+            "make it a scalar argument of the rule" if _is_number(wanted) else "",
+        )
+
+    def find_anchor_nodes(self, ctx: MatchContext, searched: Any) -> Generator[Node | None, None, None]:
+        if self in ctx.pattern_to_node:
+            yield ctx.pattern_to_node[self]
+            return
+        for part in self.flat_args_kwargs[0]:
+            if not isinstance(part, PatternExpr):
+                continue
+            for other in part.find_anchor_nodes(ctx, searched):
+                for user in _users_through(other) if isinstance(other, Node) else ():
+                    if user not in searched and self._match_fns(user):
+                        searched.add(user)
+                        yield user
+                if self.soft:
+                    yield other  # this op is absent, and its argument stands for it
+
+
+def taken_up(match: Match, part: Match) -> bool:
+    """Make a part a part of the match. No if a variable would stand for two values; the match is of no use then."""
+    bound = match.kwargs
+    for name, value in part.kwargs.items():
+        known = bound.setdefault(name, value)
+        if known is not value and known != value:
+            return False
+    match.args.extend(part.args)
+    match.nodes.extend(part.nodes)
+    match.targets.update(part.targets)
+    return True
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+def same_constant(wanted: Any, found: Any) -> bool:
+    """Whether an argument certainly has the value it has in the rule. Symbolic sizes are compared as expressions."""
+    if type(wanted) is type(found) and type(wanted) in _PLAIN:
+        return bool(wanted == found)
+    wanted, found = (_plain(value) for value in (wanted, found))
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(same_constant(a, b) for a, b in zip(wanted, found, strict=True))
+    if isinstance(wanted, bool) != isinstance(found, bool):
+        return False
+    number = (int, float, torch.SymInt, torch.SymFloat)
+    if isinstance(wanted, number) and isinstance(found, number):
+        return bool(statically_known_true(wanted == found))
+    return type(wanted) is type(found) and bool(wanted == found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> Any:
+    return value_of(value) if isinstance(value, Node) else value
+
+
+def _ops_in(part: Any) -> int:
+    """How many ops a part of a pattern has, those that it shares counted each time."""
+    if isinstance(part, (list, tuple)):
+        return sum(map(_ops_in, part))
+    return part.ops if isinstance(part, OpPattern) else 0
+
+
+def _users_through(node: Node) -> Iterator[Node]:
+    """Who uses a value, directly or through what does nothing."""
+    for user in node.users:
+        yield user
+        if user.op == "call_function" and is_nothing(user):
+            yield from _users_through(user)
+
+
+# -- patterns ----------------------------------------------------------------------------------------------------------
+
 
 _ARITHMETIC = frozenset(
     {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.div.Tensor}

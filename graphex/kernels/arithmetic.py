@@ -8,6 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
 TRITON_TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -228,3 +231,27 @@ def static_quantised(
         return quantised(value, quant_min, quant_max, FULL_RANGE, dtype)
     else:
         return truncated(value, quant_min, quant_max, dtype)
+
+
+# -- chain -------------------------------------------------------------------------------------------------------------
+# Kernels that follow each other with less of a gap between them (programmatic dependent launch, from Hopper on).
+#
+#     kernel        reads, computes | let_next | writes its results
+#     next kernel                      starts, finds its addresses | follow | reads ...
+#
+# `follow` waits for everything that the kernels before have done, however far back, because each of them has waited in
+# its turn. So a chained kernel calls it before it reads anything that a kernel may have written, and before it writes.
+
+
+@triton.jit
+def follow(CHAINED: tl.constexpr):
+    """Wait until the kernels before this one are done and their results are there to be read."""
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next(CHAINED: tl.constexpr):
+    """The next kernel may start once all programs are here; it waits for the rest of this one."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -2,19 +2,227 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention_ways import Job, Prepared, Way, tiles, ways
-from graphex.kernels.launching import Scratch, done
-from graphex.kernels.layout import FLOATS, MOST_BLOCKS, next_power_of_2, signature
+from graphex.kernels.arithmetic import AS_WRITTEN, PTX
+from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
+from graphex.kernels.launch import LIBRARY, Scratch, Start, done, is_aligned, launch
+from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
-from graphex.kernels.starts import is_aligned
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
-from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS
+from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
+from graphex.ops.attention import attention as by_library
 from graphex.ops.definition import Declined
+
+# -- attention_ways ----------------------------------------------------------------------------------------------------
+# Ways to compute attention: tiles of the kernel, and torch's own kernels. A way is made ready for one layout.
+
+
+MOST_SPLITS = 64
+SHARED_MEMORY = 128 * 2**10  # bytes of keys and values that a program may have on their way
+FEWEST_POSITIONS = 128  # of a split: below, its own cost counts for more than what it shares
+PROGRAMS = 4  # for each multiprocessor, so that loads of some go on while others begin and end
+FEW = 0.75  # one split for each head, where there are nearly as many of these as multiprocessors
+
+# Programs for each multiprocessor, positions at a time, warps and stages of the pipeline; the likeliest first.
+TILES = (
+    (PROGRAMS, 64, 4, 3),
+    (2, 64, 4, 3),
+    (8, 64, 4, 2),
+    (FEW, 32, 4, 3),
+    (FEW, 64, 8, 3),
+    (FEW, 128, 8, 3),
+)
+
+
+class Job(NamedTuple):
+    """The arguments of a call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    is_causal: bool
+    softcap: float
+
+    @property
+    def heads(self) -> int:
+        """Of the keys."""
+        return self.key.shape[1]
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a head of the keys."""
+        return self.query.shape[1] // self.heads
+
+    @property
+    def rows(self) -> int:
+        """How many queries share a head of the keys."""
+        return self.query.shape[2] * self.group
+
+    @property
+    def length(self) -> int:
+        """How many keys count: causal positions are from the beginning, and those after the last query are nobody's."""
+        length, positions = self.key.shape[2], self.query.shape[2]
+        return min(length, positions) if self.is_causal else length
+
+    def mask_strides(self) -> tuple[int, ...]:
+        """Along batch, heads, queries and keys; 0 where the mask is broadcast."""
+        if self.mask is None:
+            return 0, 0, 0, 0
+        return steps(self.mask.expand(*self.query.shape[:3], self.key.shape[2]))
+
+
+class New(NamedTuple):
+    """The token that a decode step adds: its rows, their angles, which fit the query, and their place in the caches."""
+
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    place: Tensor
+    mode: str
+
+    def argument(self) -> tuple[Tensor | int, ...]:
+        """What the kernel takes."""
+        rows = (*steps(self.key)[:2], *steps(self.value)[:2])
+        return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows
+
+
+class Prepared(Protocol):
+    def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
+
+
+class PreparedForToken(Protocol):
+    def __call__(self, job: Job, start: Start = launch, new: New | None = None) -> Tensor: ...
+
+
+def steps(x: Tensor) -> tuple[int, ...]:
+    """Its strides. Those of single elements say nothing, and would only make kernels that differ in nothing."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+class Way(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, job: Job) -> Prepared: ...
+
+
+@dataclass(frozen=True)
+class Library:
+    """What the op is without a kernel."""
+
+    name: str = LIBRARY
+
+    def prepare(self, job: Job) -> Prepared:
+        def run(job: Job, start: Start = launch) -> Tensor:
+            return by_library(*job)
+
+        return run
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The kernel: the keys in at most so many splits, `block` positions at a time."""
+
+    splits: int
+    block: int
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return f"splits={self.splits} block={self.block} warps={self.warps} stages={self.stages}"
+
+    def prepare(self, job: Job, new: New | None = None) -> PreparedForToken:
+        batch, _, positions, width = job.query.shape
+        value_width, rows, length = job.value.shape[3], job.rows, job.length
+        chunk = blocks_of(blocks_of(length, self.splits), self.block) * self.block
+        splits = blocks_of(length, chunk)
+        strides = (*steps(job.query)[:3], *steps(job.key)[:3], *steps(job.value)[:3], *job.mask_strides())
+        integers = (positions, length, chunk, *strides)
+        shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
+        constants = shared | self._constants(job, chunk) | {"WIDTH": width, "SPLIT": splits > 1} | _rotation(new)
+        joined = shared | {"SPLITS": next_power_of_2(splits), "num_warps": 2 if splits <= 16 else 4}
+        scratch = batch * job.heads * splits * rows * (value_width + 2) if splits > 1 else 0
+        grid, join_grid = (splits, job.heads, batch), (rows, job.heads, batch)
+
+        def run(job: Job, start: Start = launch, new: New | None = None) -> Tensor:
+            out = result_like(job.query, job.value)
+            if not out.numel():
+                return out
+            sums = out.new_empty(scratch, dtype=torch.float32) if scratch else None
+            tensors = job.query, job.key, job.value, job.mask, out, sums
+            token = None if new is None else new.argument()
+            start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers, token), constants)
+            if sums is not None:
+                start(combine_kernel, join_grid, (sums, out, positions, splits), joined)
+            return out
+
+        return run
+
+    def _constants(self, job: Job, chunk: int) -> dict[str, Any]:
+        mask = job.mask
+        by_row = any(job.mask_strides()[1:3])
+        return {
+            "ROWS": max(16, next_power_of_2(job.rows)),
+            "BLOCK": self.block,
+            "COLUMNS": columns_for(job.query.shape[3]),
+            "MASK": "none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
+            "ROWWISE": by_row,
+            "SCAN": 128 if by_row else min(1024, next_power_of_2(chunk)),
+            "CAUSAL": job.is_causal,
+            "CAPPED": job.softcap > 0,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+def _rotation(new: New | None) -> dict[str, Any]:
+    """Where instructions cannot be named, only an option keeps products from being contracted with sums."""
+    if new is None:
+        return {"ROTATE": "none"}
+    return {"ROTATE": new.mode} | ({} if PTX.value else AS_WRITTEN)
+
+
+def columns_for(width: int) -> int:
+    """A head as part of a matrix product: a power of two, of at least 16."""
+    return max(16, next_power_of_2(width))
+
+
+def tiles(job: Job, length: int) -> list[Tile]:
+    """Ways to cut the work where there are about so many keys, the one that is taken unmeasured first."""
+    width = columns_for(job.query.shape[3]) + columns_for(job.value.shape[3])
+    outer = max(1, job.query.shape[0] * job.heads)
+    found: dict[Tile, None] = {}
+    for programs, block, warps, stages in TILES:
+        while block > 16 and block * width * job.key.element_size() * (stages - 1) > SHARED_MEMORY:
+            block //= 2
+        wanted = math.ceil(programs * _multiprocessors(job.query.get_device()) / outer)
+        most = blocks_of(length, max(block, FEWEST_POSITIONS if programs <= PROGRAMS else block))
+        found[Tile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
+    return list(found)
+
+
+def ways(job: Job, length: int) -> list[Way]:
+    return [*tiles(job, length), Library()]
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
 
 KIND = "attention"
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them

@@ -2,16 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from graphex.kernels.arithmetic import AS_WRITTEN
-from graphex.kernels.elementwise import Plan, inputs_of, steps
-from graphex.kernels.gated_kernel import silu_mul_kernel
-from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, grid_of, on_device_of, remember, signature
-from graphex.kernels.starts import launch
+from graphex.kernels.arithmetic import AS_WRITTEN, rounded, row_start, rows_of_block, silu
+from graphex.kernels.launch import launch
+from graphex.kernels.layout import (
+    FLOATS,
+    Rows,
+    allocate,
+    blocks_of,
+    flat_tile,
+    grid_of,
+    on_device_of,
+    order_of,
+    remember,
+    rows_of,
+    signature,
+)
 from graphex.ops.definition import Declined
+
+# -- elementwise -------------------------------------------------------------------------------------------------------
+# What the launches over x, or over a gate and what it multiplies, have in common.
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One or two inputs of one shape, as rows."""
+
+    order: tuple[int, ...] | None
+    rows: Rows
+    up_rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch, but for its tensors."""
+
+    order: tuple[int, ...] | None
+    grid: tuple[int, ...]
+    integers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+
+def steps(rows: Rows) -> tuple[int | None, int, int]:
+    return rows.inner, rows.outer_stride, rows.inner_stride
+
+
+def inputs_of(x: Tensor, up: Tensor | None) -> Inputs | Declined:
+    """The rows of x and of the tensor it is multiplied with, in x's order of dimensions in memory."""
+    if x.dtype not in FLOATS:
+        return Declined(f"x is {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        return Declined("x has no columns")
+    if up is not None and (up.shape != x.shape or up.dtype != x.dtype or up.device != x.device):
+        return Declined("gate and up differ in shape, type or device")
+    order = order_of(x)
+    if isinstance(order, str):
+        return Declined(order)
+    rows, up_rows = rows_of(x, order), rows_of(x if up is None else up, order)
+    if isinstance(rows, str):
+        return Declined(rows)
+    if isinstance(up_rows, str):
+        return Declined(up_rows)
+    return Inputs(order, rows, up_rows)
+
+
+# -- gated_kernel ------------------------------------------------------------------------------------------------------
+# silu(gate) * up: elementwise, each input with its own strides: halves of a merged projection are read in place.
+
+
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner"])
+def silu_mul_kernel(
+    gate,
+    up,
+    out,
+    rows,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    up_inner,
+    up_outer_stride,
+    up_inner_stride,
+    ROUND_SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    X: tl.constexpr = gate.dtype.element_ty
+    row = rows_of_block(ROWS, 1)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    ok = (row < rows) & (column < columns)
+    start = row_start(row, inner, outer_stride, inner_stride)
+    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+    g = tl.load(gate + start + column, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(up + start_up + column, mask=ok, other=0.0).to(tl.float32)
+    activated = silu(g, X == tl.float32)
+    if ROUND_SILU:
+        activated = rounded(activated, X)
+    tl.store(out + row.to(tl.int64) * columns + column, (activated * u).to(X), mask=ok)
+
+
+# -- gated -------------------------------------------------------------------------------------------------------------
+
 
 _PLANS: dict[Any, Plan | Declined] = {}
 

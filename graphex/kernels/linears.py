@@ -3,19 +3,327 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graphex.kernels.launching import Scratch, done
-from graphex.kernels.layout import rows_of, signature
-from graphex.kernels.linear_ways import MOST_ROWS, Job, Library, Prepared, likely, padded_rows, ways
+from graphex.kernels.launch import LIBRARY, Scratch, Start, called, done, is_aligned, launch
+from graphex.kernels.layout import Rows, blocks_of, rows_of, signature
+from graphex.kernels.linear_kernels import combine_kernel, gemv_kernel, skinny_kernel
 from graphex.kernels.quant_options import is_column_vector
-from graphex.kernels.starts import is_aligned
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.ops import linears as reference
 from graphex.ops.definition import Declined
+
+# -- linear_ways -------------------------------------------------------------------------------------------------------
+# The ways to compute linear layers: the library's matrix product, or one of our kernels with one of its tiles.
+#
+# A way prepares itself for tensors of certain shapes and strides, which gives a `Prepared`: call it with such tensors.
+
+
+MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
+MOST_WEIGHTS = 4  # in one launch
+ROWS_ADDED = 8  # by one program, where partial sums are added
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
+    second.
+    """
+
+    prologue: str  # "none", "rms_norm", "silu_mul"
+    x: Tensor
+    up: Tensor | None
+    gain: Tensor | None
+    eps: float
+    offset: float
+    cast_first: bool
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    residual: Tensor | None
+    gated: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.x.numel() // self.x.shape[-1]
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.up, self.gain, self.residual, *self.weights, *self.biases
+
+    def results(self) -> list[Tensor]:
+        made = self.weights[:1] if self.gated else self.weights
+        return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in made]
+
+
+class Prepared(Protocol):
+    def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
+
+
+class Way(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, job: Job) -> Prepared: ...
+
+
+def with_prologue_done(job: Job) -> Job:
+    """The norm or activation as a kernel of its own."""
+    if job.prologue == "rms_norm":
+        return _plain(job, called("graphex::rms_norm", job.x, job.gain, job.eps, job.offset, job.cast_first)[0])
+    if job.prologue == "silu_mul":
+        return _plain(job, called("graphex::silu_mul", job.x, job.up))
+    return job
+
+
+def _plain(job: Job, x: Tensor) -> Job:
+    return Job("none", x, None, None, 0.0, 0.0, False, job.weights, job.biases, job.residual, job.gated)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The kernels of the norms and activations, then cuBLAS."""
+
+    name: str = LIBRARY
+
+    def prepare(self, job: Job) -> Prepared:
+        return _library
+
+
+def _library(job: Job, start: Start = launch) -> list[Tensor]:
+    if start is not launch:
+        return []
+    done = with_prologue_done(job)
+    results = reference.linears(done.x, done.weights, done.biases, done.residual)
+    return [called("graphex::silu_mul", *results)] if job.gated else results
+
+
+class Part(NamedTuple):
+    """The weights of one launch, in how many blocks of rows, their rows and strides, and the results they make."""
+
+    chunk: slice
+    blocks: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    results: slice
+
+
+def _parts(job: Job, bn: int) -> list[Part]:
+    if job.gated:
+        size, strides = job.weights[0].shape[0], tuple(w.stride(0) for w in job.weights)
+        return [Part(slice(None), blocks_of(size, bn), (size,), strides, slice(None))]
+    found = []
+    for first in range(0, len(job.weights), MOST_WEIGHTS):
+        chunk = slice(first, first + MOST_WEIGHTS)
+        sizes = tuple(w.shape[0] for w in job.weights[chunk])
+        strides = tuple(w.stride(0) for w in job.weights[chunk])
+        found.append(Part(chunk, sum(blocks_of(n, bn) for n in sizes), sizes, strides, chunk))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """One row: tiles of `bn` rows of a weight and `bk` columns."""
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
+
+    def prepare(self, job: Job) -> Prepared:
+        columns = job.x.shape[-1]
+        constants = {
+            "PROLOGUE": job.prologue,
+            "GATED": job.gated,
+            "EVEN_K": columns % self.bk == 0,
+            "BN": self.bn,
+            "BK": self.bk,
+            "TILES": blocks_of(columns, self.bk),
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+        parts = _parts(job, self.bn)
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            outs = job.results()
+            for part in parts:
+                tensors = job.x, job.up, job.gain, job.residual
+                lists = tuple(job.weights[part.chunk]), tuple(job.biases[part.chunk]), tuple(outs[part.results])
+                arguments = (*tensors, *lists, part.sizes, part.strides, columns, job.eps, job.offset)
+                start(gemv_kernel, (part.blocks,), arguments, constants)
+            return outs
+
+        return run
+
+
+def _steps(x: Tensor | None) -> tuple[int | None, int, int]:
+    if x is None:
+        return None, 0, 0
+    rows = rows_of(x)
+    assert isinstance(rows, Rows), rows
+    return rows.inner, rows.outer_stride, rows.inner_stride
+
+
+@dataclass(frozen=True, slots=True)
+class Skinny:
+    """2 to 64 rows: tiles of `bn` rows of a weight and `bk` columns, the columns in `parts` parts."""
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    parts: int = 1
+
+    @property
+    def name(self) -> str:
+        split = f" /{self.parts}" if self.parts > 1 else ""
+        return f"skinny {self.bn}x{self.bk} {self.warps}w {self.stages}s{split}"
+
+    def prepare(self, job: Job) -> Prepared:
+        if job.prologue == "none":
+            return self._prepare(job)
+        prepared: Prepared | None = None
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            nonlocal prepared
+            if start is not launch:
+                plain = _plain(job, job.weights[0].new_empty(job.x.shape))
+                return self._prepare(plain)(plain, start)
+            done = with_prologue_done(job)
+            prepared = prepared or self._prepare(done)  # the strides of the results of one kernel are always the same
+            return prepared(done, start)
+
+        return run
+
+    def _prepare(self, job: Job) -> Prepared:
+        assert self.parts == 1 or not job.gated, "the parts of a gate are no gate"
+        rows, columns = job.rows, job.x.shape[-1]
+        tiles = blocks_of(blocks_of(columns, self.bk), self.parts)
+        steps, residual_steps = _steps(job.x), _steps(job.residual)
+        constants = {
+            "GATED": job.gated,
+            "EVEN_K": columns == tiles * self.bk * self.parts,
+            "BM": padded_rows(rows),
+            "BN": self.bn,
+            "BK": self.bk,
+            "TILES": tiles,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+        adding = {"PARTS": self.parts, "ROWS": ROWS_ADDED, "BN": self.bn, "num_warps": 4}
+        parts = _parts(job, self.bn)
+
+        def run(job: Job, start: Start = launch) -> list[Tensor]:
+            outs = job.results()
+            for part in parts:
+                partial = None
+                if self.parts > 1:
+                    partial = job.x.new_empty((self.parts, rows, part.blocks * self.bn), dtype=torch.float32)
+                biases, results = tuple(job.biases[part.chunk]), tuple(outs[part.results])
+                lists = tuple(job.weights[part.chunk]), biases, results, part.sizes, part.strides
+                arguments = (job.x, job.residual, *lists, partial, rows, columns, *steps, *residual_steps)
+                start(skinny_kernel, (part.blocks, self.parts), arguments, constants)
+                if self.parts > 1:
+                    sums = job.residual, biases, results, part.sizes, partial, rows, *residual_steps
+                    start(combine_kernel, (part.blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
+            return outs
+
+        return run
+
+
+def padded_rows(rows: int) -> int:
+    """The rows of a tile."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+GEMVS = (
+    Gemv(4, 1024, 4),
+    Gemv(4, 2048, 8),
+    Gemv(2, 2048, 4),
+    Gemv(4, 1024, 8),
+    Gemv(8, 512, 4, 4),
+)
+# By the rows of a tile.
+SKINNIES = {
+    16: (
+        Skinny(32, 128, 4, 5),
+        Skinny(32, 256, 4, 5),
+        Skinny(32, 256, 4, 6),
+        Skinny(16, 128, 2, 5),
+        Skinny(16, 256, 2, 5),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 5),
+        Skinny(64, 256, 4, 4),
+        Skinny(128, 64, 4, 5),
+        Skinny(64, 128, 4, 5, parts=2),
+        Skinny(64, 64, 4, 5, parts=4),
+    ),
+    32: (
+        Skinny(32, 128, 4, 5),
+        Skinny(32, 256, 4, 3),
+        Skinny(64, 128, 4, 4),
+        Skinny(64, 256, 4, 3),
+        Skinny(128, 64, 4, 5),
+        Skinny(64, 128, 4, 4, parts=2),
+        Skinny(64, 128, 4, 4, parts=4),
+    ),
+    64: (
+        Skinny(32, 128, 4, 4),
+        Skinny(32, 128, 4, 5),
+        Skinny(64, 64, 4, 5),
+        Skinny(64, 128, 4, 4),
+        Skinny(128, 64, 4, 5),
+        Skinny(128, 128, 8, 3),
+        Skinny(64, 128, 4, 4, parts=2),
+        Skinny(64, 128, 4, 4, parts=4),
+    ),
+}
+# A program of these has twice its tile of weights under way.
+GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
+_MANY_GATED = (
+    Skinny(32, 128, 4, 4),
+    Skinny(32, 64, 4, 5),
+    Skinny(64, 64, 4, 5),
+    Skinny(64, 128, 4, 3),
+    Skinny(128, 64, 4, 4),
+)
+_FEW_GATED = (
+    Skinny(64, 128, 4, 5),
+    Skinny(64, 256, 4, 3),
+    Skinny(128, 128, 8, 3),
+    Skinny(64, 64, 4, 5),
+    Skinny(32, 128, 4, 4),
+)
+GATED_SKINNIES = {16: _FEW_GATED, 32: _MANY_GATED, 64: _MANY_GATED}
+
+
+def ways(job: Job) -> list[Way]:
+    """All that could be fastest, the library first."""
+    if job.rows == 1:
+        return [Library(), *(GATED_GEMVS if job.gated else GEMVS)]
+    return [Library(), *((GATED_SKINNIES if job.gated else SKINNIES)[padded_rows(job.rows)])]
+
+
+def likely(job: Job) -> Way:
+    """What to take where nothing can be measured and nothing is known."""
+    if job.rows == 1:
+        return GATED_GEMVS[-1] if job.gated else Gemv(8, 512, 4, 4)
+    rows = padded_rows(job.rows)
+    if job.gated:
+        return GATED_SKINNIES[rows][0]
+    if sum(w.numel() for w in job.weights) > 2**25:
+        return Skinny(64, 128, 4, 5 if rows == 16 else 4)
+    return Skinny(32, 128, 4, 4 if rows == 64 else 5)
+
+
+# -- linears -----------------------------------------------------------------------------------------------------------
+
 
 KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
+from graphex.kernels.launch import launch, seen
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
@@ -23,7 +24,6 @@ from graphex.kernels.layout import (
     warps_for,
 )
 from graphex.kernels.rotary_kernel import rotary_kernel
-from graphex.kernels.starts import launch, seen
 from graphex.ops.definition import Declined
 
 NONE = (0, 0, 0)

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from graphex.kernels import rotary
-from graphex.kernels.attention import chosen_way, refusal_of
-from graphex.kernels.attention_ways import Job, New, Tile, steps
-from graphex.kernels.launching import done
+from graphex.kernels.attention import Job, New, Tile, chosen_way, refusal_of, steps
+from graphex.kernels.launch import called, done, launch, seen
 from graphex.kernels.layout import memory_order, signature
-from graphex.kernels.starts import called, launch, seen
 from graphex.ops.definition import Declined
 
 

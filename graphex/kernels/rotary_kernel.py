@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import rounded
-from graphex.kernels.chain import follow
+from graphex.kernels.arithmetic import follow, rounded
 
 
 @triton.jit

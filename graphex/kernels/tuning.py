@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graphex import switches
+from graphex import env
 from graphex.errors import GraphexWarning
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
@@ -143,7 +143,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
 
     Where kernels are only compiled, so are those of all candidates that will be measured.
     """
-    from graphex.kernels.starts import seen
+    from graphex.kernels.launch import seen
 
     tuner = _tuner() if torch.cuda.is_available() else None
     chosen, only_compiled = default, seen()
@@ -157,7 +157,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
             candidates,
             default,
             may_measure=will_measure and only_compiled is None,
-            may_look_up=switches.tuning() != "again",
+            may_look_up=env.tuning() != "again",
         )
     if tuner is not None and tuner.is_settled(kind, signature):
         _defaults.pop((kind, signature), None)
@@ -195,7 +195,7 @@ def forget() -> None:
 
 
 def _is_off() -> bool:
-    return switches.tuning() == "off"
+    return env.tuning() == "off"
 
 
 def _tuner() -> Tuner:
@@ -217,7 +217,7 @@ def cold_copies(bytes_read: int) -> int:
 
 def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates beside each other."""
-    from graphex.kernels.starts import beside_each_other
+    from graphex.kernels.launch import beside_each_other
 
     with beside_each_other():
         _compile_each(candidates)

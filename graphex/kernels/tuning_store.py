@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from graphex.cache_files import Folder, open_folder
+from graphex.env import DIRECTORY, Folder, cache_directory, open_folder
 from graphex.errors import GraphexWarning
-from graphex.folders import DIRECTORY, cache_directory
 
 Choices = dict[str, dict[str, dict[str, Any]]]
 

@@ -6,21 +6,7 @@ An op is its schema and its reference in plain ATen; `definition.py` says how on
 
 from __future__ import annotations
 
-from graphex.ops import (
-    attention,
-    embedding,
-    fused_quant,
-    gated,
-    linears,
-    norms,
-    npu_norms,
-    npu_other,
-    npu_quant,
-    quant,
-    rotary,
-    rotary_attention,
-    scope,
-)
+from graphex.ops import attention, embedding, linears, norms, npu, npu_norms, quant, rotary, scope
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
 
 __all__ = [
@@ -29,16 +15,12 @@ __all__ = [
     "attention",
     "declined",
     "embedding",
-    "fused_quant",
-    "gated",
     "has_kernel",
     "linears",
     "norms",
+    "npu",
     "npu_norms",
-    "npu_other",
-    "npu_quant",
     "quant",
     "rotary",
-    "rotary_attention",
     "scope",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, op
-from graphex.torch_private.checks import require
+from graphex.torch_private.schemas import require
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from graphex.ops.definition import Gradient, op
 from graphex.ops.norms import check_residual, norm_gradients, residual_gradient, wide_dtype
-from graphex.ops.npu_quant import npu_dynamic_quant, npu_quantize
-from graphex.torch_private.checks import require
+from graphex.ops.npu import npu_dynamic_quant, npu_quantize
+from graphex.torch_private.schemas import require
 
 
 def _check_gamma(x: Tensor, gamma: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, op
-from graphex.torch_private.checks import require
+from graphex.torch_private.schemas import require
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

@@ -5,12 +5,9 @@ leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
 """
 
 from graphex.passes.auto_streams import PlaceBranches
-from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.copies import RemoveRedundantCopies
-from graphex.passes.cse import MergeCommonSubexpressions
-from graphex.passes.dce import RemoveDeadCode
-from graphex.passes.deadlock import CheckDeadlocks
+from graphex.passes.cse import MergeCommonSubexpressions, RemoveDeadCode
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
 from graphex.passes.gates import FoldGates
 from graphex.passes.input_reinplace import RestoreInputWrites
@@ -21,7 +18,8 @@ from graphex.passes.projections import FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
-from graphex.passes.streams import ScheduleStreams
+from graphex.passes.streams import CheckDeadlocks, ScheduleStreams
+from graphex.rewrite.base import GraphPass, Refusal, Work
 
 __all__ = [
     "CheckDeadlocks",

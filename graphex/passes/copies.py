@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import known_equal, same_layout
-from graphex.passes.base import GraphPass, Work
+from graphex.rewrite.base import GraphPass, Work
 
 aten = torch.ops.aten
 cast = aten._to_copy.default

@@ -16,8 +16,32 @@ from torch.fx import Node
 
 from graphex.analysis import is_effectful, placement
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.analysis.values import value_key
-from graphex.passes.base import GraphPass, Work
+from graphex.analysis.source import value_key
+from graphex.rewrite.base import GraphPass, Work
+
+# -- dce ---------------------------------------------------------------------------------------------------------------
+# Drop what nobody uses and what does nothing else.
+#
+#     before:  a = mul(x, 2); b = add(x, 1); return b
+#     after:                  b = add(x, 1); return b
+#
+# Writes, random ops (the next one would draw other numbers), asserts, collectives, scopes, events and every op that is
+# not known to be pure are effects and stay.
+
+
+class RemoveDeadCode(GraphPass):
+    name = "remove_dead_code"
+    rule = "unused"
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        for node in reversed(list(work.graph.nodes)):
+            if not node.users and not is_effectful(node):
+                work.erase(node, rule=self.rule, because="nobody uses the value")
+
+
+# -- cse ---------------------------------------------------------------------------------------------------------------
 
 
 class MergeCommonSubexpressions(GraphPass):

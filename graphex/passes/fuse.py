@@ -14,10 +14,10 @@ import torch
 from torch.fx import Graph
 
 from graphex.config import CompilerConfig
-from graphex.fusion.catalogue import FUSIONS, LIFTS, load_for
-from graphex.fusion.registry import users_rules
+from graphex.fusion.rule import users_rules
+from graphex.fusion.rules import FUSIONS, LIFTS, load_for
 from graphex.ops import SPECS, has_kernel
-from graphex.passes.base import GraphPass, Work
+from graphex.rewrite.base import GraphPass, Work
 
 
 class FusePatterns(GraphPass):

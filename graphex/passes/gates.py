@@ -20,10 +20,10 @@ from graphex.analysis.effects import node_leaves
 from graphex.config import CompilerConfig
 from graphex.fusion.calls import arguments
 from graphex.ops import has_kernel
-from graphex.passes.base import GraphPass, Refusal, Work
-from graphex.passes.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.passes.projection_plans import elsewhere, used_by, where
 from graphex.records import RuleTried
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 ops = torch.ops.graphex

@@ -15,27 +15,180 @@ of the input that the user gets back is none), and whatever raises in between le
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
-from graphex.analysis import known_equal, node_line, same_layout
-from graphex.analysis.aliasing import Storage
-from graphex.analysis.memory import bytes_of
-from graphex.analysis.reuse import unordered
+from graphex.analysis import Aliases, known_equal, node_line, same_layout, written_arguments
+from graphex.analysis.aliasing import Storage, whose_place_it_keeps
+from graphex.analysis.effects import PURE_NAMESPACES, operator_of
+from graphex.analysis.inplace_variants import has_unproven_twin, in_place_twin
+from graphex.analysis.memory import bytes_of, unordered
 from graphex.analysis.shapes import same_offset
-from graphex.analysis.twins import has_unproven_twin, in_place_twin
-from graphex.passes import inplace_twins
-from graphex.passes.base import GraphPass, Refusal, Work, inherit
-from graphex.passes.layouts import laid_out_as
-from graphex.passes.mutable_ops import RULE as MUTABLE_OPS
-from graphex.passes.mutable_ops import unwrap_mutable_ops
-from graphex.passes.program_writes import move_copies_up, why_seen
-from graphex.passes.updates import WINDOWS, Chain, Place, Update, View, find_chain, is_version, updated
-from graphex.torch_private.mutable_ops import write_directly
+from graphex.passes import reinplace
+from graphex.passes.updates import (
+    WINDOWS,
+    Chain,
+    Place,
+    Update,
+    View,
+    find_chain,
+    is_version,
+    move_copies_up,
+    updated,
+    why_seen,
+)
+from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
+from graphex.rewrite.metadata import Watch, fake_mode_of, repair
+from graphex.torch_private.mutable_ops import (
+    WRAPPER,
+    WRAPPERS,
+    finds_views_by_offset,
+    unwrap,
+    write_directly,
+    written_bases,
+)
+from graphex.torch_private.symbolic import FAKED_BY
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+# What becomes of a graph if one of its values is laid out in memory otherwise.
+#
+#     before:  new = index_copy(transpose(cache), ...); t = transpose(new); s = sum(t)      new is contiguous, t is not
+#     after:   index_copy_(transpose(cache), ...);                          s = sum(cache)  cache is contiguous
+#
+# Views of the value are laid out otherwise too, as long as they can be taken at all. A computation must give a result
+# of
+# the same layout as before, so that nothing changes beyond it. Asked of sizes that are known only; nothing is guarded.
+
 
 aten = torch.ops.aten
+
+_BY_STRIDES = frozenset({aten.as_strided.default, aten.view.dtype})
+
+
+def laid_out_as(aliases: Aliases, node: Node, value: Any, leaving_out: Collection[Node]) -> dict[Node, Any] | None:
+    """The new values of `node` and of all views of it; None if somebody depends on the layout it has.
+
+    Users in `leaving_out` are not asked.
+    """
+    if not _is_known(value):
+        return None
+    changed: dict[Node, Any] = {node: value}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user in leaving_out or user in changed or user.op == "output":
+                continue
+            result = _computed(user, changed)
+            if result is None:
+                return None
+            if aliases.may_alias(user, node):
+                if not _same_shape(result, user.meta.get("val")):
+                    return None
+                changed[user] = result
+                pending.append(user)
+            elif not _all_alike(result, user.meta.get("val")):
+                return None
+    return changed
+
+
+def _computed(user: Node, changed: dict[Node, Any]) -> Any:
+    """The (fake) result of a node with other values for some arguments; None if it has none, or is not understood."""
+    op = operator_of(user)
+    if op is None or op in _BY_STRIDES or op.namespace not in PURE_NAMESPACES or written_arguments(user):
+        return None
+    args, kwargs = map_arg((user.args, user.kwargs), lambda node: changed.get(node, node.meta.get("val")))
+    try:
+        return FAKED_BY.get(op, op)(*args, **kwargs)
+    except Exception:  # a view that this layout does not allow
+        return None
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _same_shape(left: Any, right: Any) -> bool:
+    return _is_known(left) and _is_known(right) and left.shape == right.shape and left.dtype == right.dtype
+
+
+def _all_alike(left: Any, right: Any) -> bool:
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_all_alike, left, right))
+    return _is_known(left) and same_layout(left, right)
+
+
+# -- mutable_ops -------------------------------------------------------------------------------------------------------
+# Let custom ops that write to their arguments do so.
+#
+#     before:  new = auto_functionalized_v2(bump, x=..., _all_bases=[cache])[1]; copy_(cache, new)
+#     after:   bump(cache, x)
+#
+# AOTAutograd wraps such ops so that they write to copies. `restore_input_writes` finds the inputs that can be written
+# directly; here the same is found for intermediate values that nobody reads afterwards, and the wrappers are replaced
+# by the ops and the copies that remain.
+
+
+RULE = "write_argument_in_place"
+
+
+def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
+    """Replace the wrappers of a graph. Part of the pass that marks them: a marked wrapper is not correct by itself."""
+    wrapped = [node for node in work.graph.nodes if node.target in WRAPPERS]
+    mode = fake_mode_of(work.gm)
+    if not wrapped or mode is None:
+        return
+    for node in wrapped:
+        if node.target is WRAPPER and work.config.inplace_pass and work.allows(RULE):
+            for base in written_bases(node):
+                if not isinstance(base, Node) or not _is_unread(work, node, base):
+                    continue
+                if use := work.aliases.in_use.why(base, node):
+                    refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
+                    work.refuse(node, refusal, rule=RULE, bytes_moved=2 * bytes_of(base))
+                else:
+                    write_directly(node, base)
+                    work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
+    known = set(work.graph.nodes)
+    with Watch(work.gm) as watch:
+        unwrap(work.graph, mode)
+        for node in [node for node in work.graph.nodes if node not in known and node.target is aten.as_strided.default]:
+            _count_from_the_input(node)
+    repair(work.gm, watch, pass_name)
+    work.changes += len(wrapped)
+
+
+def _count_from_the_input(view: Node) -> None:
+    """Let a view of an input begin as far behind the input as in the example; a call may give one that begins later."""
+    base, size, stride, *offset = view.args
+    assert isinstance(base, Node)
+    traced = base.meta["val"].storage_offset()
+    if base.op != "placeholder" or not offset or not isinstance(offset[0], int) or not isinstance(traced, int):
+        return
+    with view.graph.inserting_before(view):
+        begin = view.graph.call_function(aten.sym_storage_offset.default, (base,))
+        begin.meta["val"] = traced
+        if offset[0] != traced:
+            begin = view.graph.call_function(operator.add, (begin, offset[0] - traced))
+            begin.meta["val"] = offset[0]
+    view.args = (base, size, stride, begin)
+
+
+def _is_unread(work: Work, node: Node, base: Node) -> bool:
+    """Whether nobody needs `base` as it was, and what the op writes of it is found there as it would be in a copy."""
+    aliases = work.aliases
+    if finds_views_by_offset(node) and whose_place_it_keeps(base) is not None:
+        return False  # tracing has counted from the start of a copy; this begins where another value does
+    readers = (value for each in aliases.readers_after(base, node) for value in each.all_input_nodes)
+    if aliases.is_owned_elsewhere(base) or any(aliases.may_alias(value, base) for value in readers):
+        return False
+    return not aliases.shares_with_operands(node, base)
+
+
+# -- input_reinplace ---------------------------------------------------------------------------------------------------
+
 
 Layouts = dict[Node, Any]  # nodes that are laid out otherwise when an input is written in place: their new values
 
@@ -49,7 +202,7 @@ class RestoreInputWrites(GraphPass):
     moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
-        return (self.rule, MUTABLE_OPS, inplace_twins.RULE)
+        return (self.rule, RULE, reinplace.RULE)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
@@ -57,7 +210,7 @@ class RestoreInputWrites(GraphPass):
                 self._restore(work, node)
         if work.allows(self.rule):
             move_copies_up(work)
-        inplace_twins.call_marked_twins(work)
+        reinplace.call_marked_twins(work)
         unwrap_mutable_ops(work, self.name)
 
     def _restore(self, work: Work, epilogue: Node) -> None:
@@ -98,7 +251,7 @@ def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layout
     Where the inside of a scatter is in the way, the scatter is tried as a whole: its content is computed elsewhere and
     copied into the window.
     """
-    declared = work.allows(inplace_twins.RULE)
+    declared = work.allows(reinplace.RULE)
     first: tuple[Chain, Refusal | None, Layouts] | None = None
     whole: set[Node] = set()
     for _ in range(_ATTEMPTS):
@@ -180,9 +333,7 @@ class _Proof:
             if (refusal := self._why_not_there(place)) is not None:
                 return refusal
         old = updated(step, declared=True)
-        if inplace_twins.updated_argument(step) is not None and (
-            reason := inplace_twins.why_not_called(_writer(step), old)
-        ):
+        if reinplace.updated_argument(step) is not None and (reason := reinplace.why_not_called(_writer(step), old)):
             return Refusal(reason, step)
         if self._operands_share(step, old if old is not None else step.args[0]):
             return Refusal("the update reads the memory it would write", step)
@@ -241,7 +392,7 @@ class _Proof:
 
 def _writer(step: Node) -> Node:
     """The node that will do the writing: the step itself, or the op whose result it is."""
-    return inplace_twins.call_of(step)
+    return reinplace.call_of(step)
 
 
 def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
@@ -261,8 +412,8 @@ def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
 def _write(work: Work, target: Node, made: Place) -> None:
     step = made.node
     twin = in_place_twin(step.target)
-    if inplace_twins.updated_argument(step) is not None:
-        inplace_twins.write_directly(step, target)
+    if reinplace.updated_argument(step) is not None:
+        reinplace.write_directly(step, target)
     elif step.target is operator.getitem:
         _writer(step).replace_input_with(updated(step, declared=False), target)
         write_directly(_writer(step), target)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
-from graphex.passes.base import GraphPass, Refusal, Work
 from graphex.records import RuleTried
+from graphex.rewrite.base import GraphPass, Refusal, Work
 
 _KEY = "graphex_attention"
 

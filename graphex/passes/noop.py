@@ -19,9 +19,9 @@ from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true, same_layout
 from graphex.analysis.effects import operator_of
-from graphex.analysis.raising import lost_without
-from graphex.passes.base import GraphPass, Work
+from graphex.analysis.program import lost_without
 from graphex.passes.input_reinplace import first_write_in_place
+from graphex.rewrite.base import GraphPass, Work
 
 aten = torch.ops.aten
 prims = torch.ops.prims

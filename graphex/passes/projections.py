@@ -24,14 +24,13 @@ from torch.fx import Graph, Node, map_arg
 from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.config import CompilerConfig
 from graphex.fusion.calls import arguments
-from graphex.fusion.registry import users_rules
-from graphex.fusion.tracing import fresh, key_of
+from graphex.fusion.pattern_builder import fresh, key_of
+from graphex.fusion.rule import users_rules
 from graphex.ops import has_kernel
-from graphex.passes.base import GraphPass, Refusal, Work
-from graphex.passes.metadata import evaluate, fake_mode_of, inherit_all
-from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Plan, Planner
-from graphex.passes.projection_sites import Linear, is_reshape, linear_at
+from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Linear, Plan, Planner, is_reshape, linear_at
 from graphex.records import RuleTried
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -85,7 +84,7 @@ def _claimed(work: Work) -> dict[Node, str]:
     rules: list[Any] = [rule for rule in users_rules(work.config) if not rule.joint and rule.name not in without]
     if not rules:
         return {}
-    from graphex.fusion.claims import claimed_by  # loads the matcher
+    from graphex.fusion.matching import claimed_by  # loads the matcher
 
     return claimed_by(work, rules)
 

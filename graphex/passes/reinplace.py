@@ -11,15 +11,195 @@ memory with the other arguments and is not in use: no op in flight works on it, 
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
+import torch
 from torch.fx import Node
 
-from graphex.analysis import is_random
-from graphex.analysis.declared_twins import declared_twin
-from graphex.analysis.memory import bytes_of
-from graphex.analysis.reuse import why_not_reusable
-from graphex.analysis.twins import in_place_twin
-from graphex.passes import inplace_twins
-from graphex.passes.base import GraphPass, Refusal, Work
+from graphex.analysis import is_random, same_layout
+from graphex.analysis.inplace_variants import DeclaredTwin, declared_twin, in_place_twin
+from graphex.analysis.memory import Obstacle, bytes_of, why_not_reusable
+from graphex.analysis.shapes import known_contiguous
+from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
+
+# -- inplace_twins -----------------------------------------------------------------------------------------------------
+# Call the in-place twin that was declared for a functional op.
+#
+#     before:  t = update(x, k, v); y = t[0]; new_k = t[1]; new_v = t[2]
+#     after:   y = update_(x, k, v)                                             and k, v stand for new_k, new_v
+#
+# Both memory passes use it. `restore_input_writes` marks the arguments that are inputs to be written where they are;
+# `reuse_dead_memory` takes intermediate values that nobody reads afterwards. An argument of a marked call that is
+# neither is copied first, which is what the functional op would have done.
+
+
+RULE = "call_inplace_twin"
+
+_DIRECT = "graphex_written_directly"
+
+
+def updated_argument(step: Node) -> Node | None:
+    """The argument of a declared op that `step`, one of its results, is the new version of; None for anything else."""
+    call = call_of(step)
+    twin = declared_twin(call.target)
+    if twin is None or twin.returns_tuple != (call is not step):
+        return None
+    place = _index(step, twin) - twin.outs if twin.returns_tuple else 0
+    values = twin.written_values(call)
+    found = values[place] if 0 <= place < len(values) else None
+    return found if isinstance(found, Node) else None
+
+
+def call_of(step: Node) -> Node:
+    """The call that a result belongs to."""
+    if step.target is operator.getitem and isinstance(step.args[0], Node):
+        return step.args[0]
+    return step
+
+
+def why_not_called(call: Node, directly: Node | None) -> str | None:
+    """What keeps a call from becoming one of its twin that writes to `directly`; None if nothing does.
+
+    Whatever else the twin writes may have to be copied for it, so that must be certain to give the same layout.
+    """
+    twin = declared_twin(call.target)
+    assert twin is not None
+    if twin.returns_tuple and any(user.target is not operator.getitem for user in call.users):
+        return "its results are passed on as a tuple"
+    for value, after in zip(twin.written_values(call), twin.new_versions(call), strict=True):
+        known = value.meta.get("val") if isinstance(value, Node) else None
+        if not isinstance(value, Node) or not isinstance(known, torch.Tensor) or not same_layout(after, known):
+            return "a new version has another layout than the argument it would be written over"
+        if directly is not None and value is not directly and not known_contiguous(known):
+            return f"'{value.name}' might have to be copied first, and is not contiguous"
+    return None
+
+
+def write_directly(step: Node, target: Node) -> None:
+    """Let the twin write to `target` itself where `step` is the new version of an argument."""
+    call, old = call_of(step), updated_argument(step)
+    twin = declared_twin(call.target)
+    assert twin is not None
+    assert old is not None
+    call.meta.setdefault(_DIRECT, set()).add(twin.written_values(call).index(old))
+    call.replace_input_with(old, target)
+
+
+def call_marked_twins(work: Work) -> None:
+    """Turn every call that is to write to an input into one of its twin, with the copies that are still needed."""
+    for call in list(work.graph.nodes):
+        direct: set[int] | None = call.meta.pop(_DIRECT, None)
+        if direct is None:
+            continue
+        twin = declared_twin(call.target)
+        assert twin is not None
+        work.rewired(call, rule=RULE, because="an input that it updates is written where it is")
+        for place in range(len(twin.written)):
+            if place not in direct and work.config.inplace_pass and _why_not_dead(work, call, twin, place) is None:
+                _certify(work, call, twin, place)
+                direct.add(place)
+        _call_twin(work, call, twin, direct)
+
+
+def reuse_dead_arguments(work: Work, call: Node) -> None:
+    """Call the twin if nobody needs what it would write over."""
+    twin = declared_twin(call.target)
+    assert twin is not None
+    places = range(len(twin.written))
+    refusal = Refusal(reason) if (reason := why_not_called(call, None)) is not None else None
+    if refusal is None:
+        obstacles = (_why_not_dead(work, call, twin, place) for place in places)
+        found = next((obstacle for obstacle in obstacles if obstacle is not None), None)
+        refusal = Refusal(found.sentence(), edit=found.edit) if found is not None else None
+    if refusal is not None:
+        moved = sum(bytes_of(value) for value in twin.written_values(call) if isinstance(value, Node))
+        work.refuse(call, refusal, rule=RULE, bytes_moved=2 * moved)
+        return
+    for place in places:
+        _certify(work, call, twin, place)
+    _call_twin(work, call, twin, set(places))
+
+
+def _why_not_dead(work: Work, call: Node, twin: DeclaredTwin, place: int) -> Obstacle | None:
+    dead, after = twin.written_values(call)[place], twin.new_versions(call)[place]
+    results = [call] if not twin.returns_tuple else _results(call, twin).get(twin.outs + place, [])
+    return why_not_reusable(work.aliases, work.order, call, dead, after, results[0] if results else None)
+
+
+def _certify(work: Work, call: Node, twin: DeclaredTwin, place: int) -> None:
+    dead = twin.written_values(call)[place]
+    proof = work.certificate(dead, call, bytes_of(dead))
+    work.rewired(call, rule=RULE, because=f"'{dead.name}' is not read after this", certificate=proof)
+
+
+def _call_twin(work: Work, call: Node, twin: DeclaredTwin, direct: set[int]) -> None:
+    """Change the call, and let the arguments it writes (or copies of them) stand for their new versions."""
+    for place, version in enumerate(twin.new_versions(call)):
+        if place not in direct:
+            _copy_first(work, call, twin, place, version)
+    written = twin.written_values(call)
+    if twin.returns_tuple:
+        for index, results in _results(call, twin).items():
+            for result in results:
+                if index >= twin.outs:
+                    _stand_for(work, result, written[index - twin.outs])
+                elif len(twin.inplace._schema.returns) == 1:
+                    work.aliases.adopt(call, result)
+                    _stand_for(work, result, call)
+    else:
+        work.aliases.join(call, written[0])
+        call.replace_all_uses_with(written[0])
+    _retarget(call, twin, written)
+
+
+def _stand_for(work: Work, result: Node, kept: Node) -> None:
+    if kept is not call_of(result):
+        work.aliases.join(result, kept)
+    result.replace_all_uses_with(kept)
+    inherit(kept, result)
+    work.graph.erase_node(result)
+
+
+def _retarget(call: Node, twin: DeclaredTwin, written: list[Any]) -> None:
+    own = list(call.meta["val"][: twin.outs]) if twin.returns_tuple else []
+    values = [*own, *(value.meta["val"] for value in written)][: len(twin.inplace._schema.returns)]
+    call.target = twin.inplace
+    call.meta["val"] = tuple(values) if len(values) > 1 else values[0] if values else None
+    call.meta.pop("tensor_meta", None)
+
+
+def _copy_first(work: Work, call: Node, twin: DeclaredTwin, place: int, version: Any) -> None:
+    """Let the call write to a copy of an argument that is still needed."""
+    position = twin.written[place]
+    name = twin.functional._schema.arguments[position].name
+    with work.graph.inserting_before(call):
+        copy = work.graph.call_function(torch.ops.aten.clone.default, (twin.written_values(call)[place],))
+    copy.meta["val"] = version
+    if "custom" in call.meta:
+        copy.meta["custom"] = call.meta["custom"]
+    inherit(copy, call)
+    if position < len(call.args):
+        call.update_arg(position, copy)
+    else:
+        call.update_kwarg(name, copy)
+
+
+def _results(call: Node, twin: DeclaredTwin) -> dict[int, list[Node]]:
+    """The nodes that take the parts of a call's result, by part."""
+    found: dict[int, list[Node]] = {}
+    for user in call.users:
+        found.setdefault(_index(user, twin), []).append(user)
+    return found
+
+
+def _index(getitem: Node, twin: DeclaredTwin) -> int:
+    index = getitem.args[1]
+    assert isinstance(index, int)
+    return index + len(twin.functional._schema.returns) if index < 0 else index
+
+
+# -- reinplace ---------------------------------------------------------------------------------------------------------
 
 
 class ReuseDeadMemory(GraphPass):
@@ -29,14 +209,14 @@ class ReuseDeadMemory(GraphPass):
     moves_writes = True
 
     def rules(self) -> tuple[str, ...]:
-        return (self.rule, inplace_twins.RULE)
+        return (self.rule, RULE)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
             if node.op != "call_function" or is_random(node):
                 continue
-            if declared_twin(node.target) is not None and work.allows(inplace_twins.RULE):
-                inplace_twins.reuse_dead_arguments(work, node)
+            if declared_twin(node.target) is not None and work.allows(RULE):
+                reuse_dead_arguments(work, node)
             elif work.allows(self.rule):
                 self._reuse_first_argument(work, node)
 

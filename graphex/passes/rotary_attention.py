@@ -21,10 +21,10 @@ from graphex.analysis import known_equal, node_line, placement
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.shapes import canonical_dim
 from graphex.ops import has_kernel
-from graphex.passes.base import GraphPass, Refusal, Work
-from graphex.passes.metadata import inherit_all
 from graphex.passes.rotary_write_proof import only_looks, ordering_between
 from graphex.records import RuleTried
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 
 ops = torch.ops.graphex
 

@@ -23,10 +23,9 @@ from torch.fx import Node
 from graphex.analysis import node_line
 from graphex.analysis.aliasing import Storage
 from graphex.ops import has_kernel
-from graphex.passes.base import GraphPass, Refusal, Work
-from graphex.passes.metadata import inherit_all
-from graphex.passes.rotary_write_proof import Rotary, why_not
-from graphex.passes.row_writes import COPIES, RowWrite, row_write
+from graphex.passes.rotary_write_proof import COPIES, Rotary, RowWrite, row_write, why_not
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 

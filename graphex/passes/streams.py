@@ -17,25 +17,30 @@ what the user's program says, and nobody can tell which of the two orders was me
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphex.analysis import placement
-from graphex.analysis.accesses import Access, Memory
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.clocks import Stream
-from graphex.analysis.launches import is_work
-from graphex.analysis.plan import OUTSIDE, PLAN, Outside, StreamPlan
-from graphex.analysis.races import Done, Walk, racing, unordered
+from graphex.analysis.dependencies import in_turn
+from graphex.analysis.effects import is_work, placed_events, synchronisation
+from graphex.analysis.happens_before import Access, Memory, Stream
+from graphex.analysis.races import Done, Walk, deadlock_risks, needing, racing, unordered
 from graphex.analysis.source import node_line, stream_name
-from graphex.analysis.synchronisation import placed_events, synchronisation
-from graphex.analysis.turns import in_turn
-from graphex.errors import StreamError
+from graphex.device import device_of
+from graphex.device.base import OUTSIDE, PLAN, Outside, StreamPlan
+from graphex.errors import GraphexWarning, StreamError
 from graphex.ops.scope import PRIORITY
-from graphex.passes.base import GraphPass, Work
 from graphex.passes.place import relink
 from graphex.passes.torch_streams import label_of, name_streams
-from graphex.records import StreamsScheduled
+from graphex.records import DeadlockChecked, StreamsScheduled
+from graphex.rewrite.base import GraphPass, Work
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
 
 ours = torch.ops.graphex
 
@@ -155,3 +160,33 @@ class _Schedule(AddingEvents):
         names = {stream: tuple(nodes) for stream, nodes in placed.items()}
         added = len(self.names) - self.users
         self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, added))
+
+
+# -- deadlock ----------------------------------------------------------------------------------------------------------
+# Report kernels that may run at one time and together need more cores than the device has.
+#
+# Changes nothing. What it found is in the journal, as data and as text.
+
+
+class CheckDeadlocks(GraphPass):
+    name = "check_deadlocks"
+    option = "deadlock_check"
+
+    def apply(self, work: Work) -> None:
+        values = (node.meta.get("val") for node in work.graph.nodes)
+        device = device_of({value.device for value in values if isinstance(value, Tensor)})
+        cores, checked = device.cores(), len(needing(work.graph))
+        if cores is None:
+            reason = f"nothing is known about the cores of the device '{device.name}'"
+            work.note(lambda graph, _: DeadlockChecked(graph, "not checked", checked, reason=reason))
+            return
+        risks = tuple(deadlock_risks(work.graph, cores))
+        status = "risk" if risks else "clean"
+
+        def verdict(graph: str, _: str) -> DeadlockChecked:
+            record = DeadlockChecked(graph, status, checked, (cores.aicore, cores.vectorcore), risks)
+            if risks:
+                warnings.warn(f"graphex: {record}", GraphexWarning, stacklevel=2)
+            return record
+
+        work.note(verdict)

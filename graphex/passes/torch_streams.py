@@ -20,10 +20,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import placement
-from graphex.analysis.effects import operator_of
-from graphex.analysis.plan import OUTSIDE, Outside
-from graphex.analysis.synchronisation import CURRENT, control_body, synchronisation
-from graphex.passes.base import Work
+from graphex.analysis.effects import CURRENT, control_body, operator_of, synchronisation
+from graphex.device.base import OUTSIDE, Outside
+from graphex.rewrite.base import Work
 
 STREAM = "torch stream "
 EVENT = "torch event "
@@ -45,7 +44,7 @@ def label_of(stream: object) -> str:
 
 def stream_of(found: object) -> object:
     """The label of what torch or a pass calls a stream: a number or a label; None for the current stream."""
-    from graphex.torch_private.streams import is_current_stream
+    from graphex.torch_private.dynamo import is_current_stream
 
     if not isinstance(found, int):
         return found

@@ -23,24 +23,19 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
-from graphex.compilation import Compilation
 from graphex.device import Device
 from graphex.records import Captured, FellBack
+from graphex.rewrite.compilation import Compilation
 from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd
-from graphex.runtime.addresses import Picker, picker
+from graphex.runtime.above import AboveAutograd, counts, repeated, uncounted
+from graphex.runtime.buffers import Arena, OutputPlan
+from graphex.runtime.captured_graph import Entry, Given, Plan, Slot, Store, make_entry
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.entries import Entry, Given, Plan, make_entry
-from graphex.runtime.host_values import host_outputs
-from graphex.runtime.inputs import Arena
-from graphex.runtime.keys import Key, KeyReader
-from graphex.runtime.outputs import OutputPlan
+from graphex.runtime.fast_replay import Picker, Questions, Shortcut, picker, straight_run, what_fits
+from graphex.runtime.keys import Key, KeyReader, host_outputs
 from graphex.runtime.pools import Pool, pool_for
-from graphex.runtime.shortcuts import Questions, Shortcut, straight_run, what_fits
-from graphex.runtime.store import Slot, Store
-from graphex.runtime.versions import counts, repeated, uncounted
+from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 from graphex.torch_private.memory import count_writes
-from graphex.torch_private.tracing import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls

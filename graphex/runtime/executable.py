@@ -13,29 +13,27 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
-from graphex.analysis.accesses import Memory
 from graphex.analysis.aliasing import RETURNED
-from graphex.analysis.launches import is_kernel
-from graphex.analysis.plan import StreamPlan, stream_plan
-from graphex.analysis.rows import MixedRowsError
-from graphex.compilation import Compilation
+from graphex.analysis.effects import is_kernel
+from graphex.analysis.happens_before import Memory
+from graphex.analysis.row_independence import MixedRowsError
+from graphex.debug.orders import shuffled
 from graphex.device import Device, Lanes, device_of, several_accelerators
+from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
-from graphex.runtime.above import AboveAutograd
-from graphex.runtime.buckets import Layout, Padding
+from graphex.rewrite.compilation import Compilation
+from graphex.runtime.above import AboveAutograd, counted
 from graphex.runtime.capture import Capturing
-from graphex.runtime.codegen import Boxed, attribute_of, generate
-from graphex.runtime.core_limits import set_core_limits
-from graphex.runtime.entries import Given, output_leaves
-from graphex.runtime.outside import with_outside
+from graphex.runtime.captured_graph import Given, output_leaves
+from graphex.runtime.codegen import Boxed, attribute_of, generate, set_core_limits
+from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
 from graphex.runtime.pools import pool_for
 from graphex.runtime.session import undone_in_session
-from graphex.runtime.shuffle import shuffled
-from graphex.runtime.versions import counted
-from graphex.torch_private.kernels import BelowAutograd
-from graphex.torch_private.tracing import batches_gradients, dual_level, profiler_enabled, transform
+from graphex.runtime.streams import with_outside
+from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
+from graphex.torch_private.schemas import BelowAutograd
 
 
 def build_executable(
@@ -251,7 +249,7 @@ def eager_program(
     memory: Memory | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
-    from graphex.evidence.output_code import write_output_code
+    from graphex.debug.graph_dump import write_output_code
 
     try:
         code = generate(gm, lanes, memory)

@@ -13,13 +13,12 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd
+from graphex.runtime.above import AboveAutograd, counted
 from graphex.runtime.capture import Capturing
+from graphex.runtime.captured_graph import output_leaves
 from graphex.runtime.codegen import Boxed, attribute_of
-from graphex.runtime.entries import output_leaves
 from graphex.runtime.pieces import Piece
 from graphex.runtime.pools import Pool
-from graphex.runtime.versions import counted
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures

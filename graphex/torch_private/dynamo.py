@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,8 +22,10 @@ from graphex.torch_private.lookup import private
 
 __all__ = [
     "TensorifyScalarRestartAnalysis",
+    "TorchDispatchMode",
     "allow_registering_again",
     "backend_of",
+    "batches_gradients",
     "cached_backends_equal_to",
     "called_by",
     "code_of",
@@ -31,13 +36,103 @@ __all__ = [
     "compiling_code",
     "debug_directory",
     "disable",
+    "dispatch_modes",
+    "dual_level",
+    "external_object",
     "flatten_graph_inputs",
+    "has_tangent",
     "input_sources",
+    "is_current_stream",
+    "is_object_lookup",
+    "is_seen_by_a_mode",
+    "is_traced",
+    "is_transformed",
     "is_whole",
+    "modes_enabled",
+    "profiler_enabled",
     "register_backend",
     "room_to_recompile",
     "surfaced",
+    "trace_artifact",
+    "transform",
+    "without_modes",
 ]
+
+
+# -- tracing -----------------------------------------------------------------------------------------------------------
+# Logs, traces, profiles and modes: structured-trace artifacts, and whether somebody is looking at calls of torch.
+
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
+else:
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+_NO_ARTIFACTS = "TORCH_TRACE shows nothing of graphex"
+_OPS_ARE_HIDDEN = "a TorchDispatchMode does not see the ops of a replay"
+
+profiler_enabled = private(
+    "torch._C._autograd._profiler_enabled", lambda: True, lost="every call is named for a profiler"
+)
+
+modes_enabled = private("torch._C._is_torch_function_mode_enabled", lambda: True)
+"""Whether a TorchFunctionMode sees calls of torch; a default device is one too."""
+
+without_modes = private("torch._C.DisableTorchFunction", nullcontext, lost="modes see the copies around a replay")
+
+dispatch_modes = private("torch._C._len_torch_dispatch_stack", int, lost=_OPS_ARE_HIDDEN)
+"""How many TorchDispatchModes see the ops that run."""
+
+transform: Callable[[], int | None] = private("torch._C._functorch.maybe_current_level")
+"""The level of the innermost functorch transform (vmap, grad ...) at work; None outside of all."""
+
+batches_gradients: Callable[[], bool] = partial(
+    private("torch._C._dispatch_tls_is_dispatch_key_included"),
+    private("torch._C._parse_dispatch_key", lambda name: name)("VmapMode") or "VmapMode",
+)
+"""Whether the older vmap is at work, with which autograd takes many gradients at once (`is_grads_batched`)."""
+
+dual_level: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", 0)
+"""The level of forward-mode AD that the process is in; -1 outside of all. No frame of Python runs to say so.
+
+Where torch keeps it elsewhere, inputs are asked for tangents in every call.
+"""
+
+_dispatch_mode_stack = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
+_trace_log: Any = private("torch._logging._internal.trace_log", None, lost=_NO_ARTIFACTS)
+_trace_structured = private("torch._logging._internal.trace_structured", None, lost=_NO_ARTIFACTS)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor carries one, at a level of forward-mode AD that has been entered."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_transformed() -> bool:
+    """Whether a functorch transform (vmap, grad ...) is at work: what a tensor says of itself is not all there is."""
+    return transform() is not None or batches_gradients()
+
+
+def is_seen_by_a_mode() -> bool:
+    """Whether a TorchDispatchMode sees the ops that run: a user's, or a fake one. AOTAutograd's own are not meant."""
+    if not dispatch_modes():
+        return False
+    return any(not type(mode).__module__.startswith("torch._functorch.") for mode in _dispatch_mode_stack())
+
+
+def is_traced() -> bool:
+    """Whether somebody collects structured-trace artifacts (TORCH_TRACE)."""
+    return _trace_structured is not None and bool(getattr(_trace_log, "handlers", ()))
+
+
+def trace_artifact(name: str, encoding: str, text: str) -> None:
+    if _trace_structured is not None:
+        _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
+
+
+# -- dynamo ------------------------------------------------------------------------------------------------------------
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -263,3 +358,67 @@ def _context_in_closure(compiled: object) -> object | None:
             context: object = cell.cell_contents
             return context
     return None
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+# Streams and events of model code: torch's ops for them, and the objects behind the numbers in these ops.
+
+
+_NO_STREAMS = "streams and events made in model code are not known"
+
+private("torch._dynamo.variables.streams", None, lost=_NO_STREAMS)  # defines torch.ops.streams
+_CURRENT: int | None = private("torch._dynamo.graph_bytecode_inputs.CURRENT_STREAM_INDEX", None)  # torch 2.12 and newer
+_fetch = private("torch._dynamo.graph_bytecode_inputs.get_external_object_by_index", None, lost=_NO_STREAMS)
+
+
+def external_object(index: int) -> Any:
+    """The stream or event that Dynamo knows by this number; None if there is none."""
+    # A new dictionary or, in torch 2.15, a new list takes its place now and then: it is asked for anew.
+    known = private("torch._dynamo.graph_bytecode_inputs.index_to_external_object_weakref", {}, lost=_NO_STREAMS)
+    if isinstance(known, list):
+        known = dict(enumerate(known))
+    found = known.get(index)
+    return None if found is None else found()
+
+
+def is_current_stream(index: int) -> bool:
+    """Whether the number stands for the stream the compiled function is called on."""
+    if not torch.accelerator.is_available():
+        return False
+    if _CURRENT is not None:
+        return index == _CURRENT
+    stream = external_object(index)
+    return isinstance(stream, torch.Stream) and bool(stream == torch.accelerator.current_stream())
+
+
+def is_object_lookup(target: object) -> bool:
+    """Whether a call in Dynamo's graph fetches such an object."""
+    return _fetch is not None and target is _fetch
+
+
+# -- distributed -------------------------------------------------------------------------------------------------------
+# DistributedDataParallel: calls whose gradients are not accumulated.
+
+
+_UNTOUCHED = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
+
+
+@contextmanager
+def without_reducing(module: object) -> Iterator[None]:
+    """Calls of a DistributedDataParallel that nobody calls `backward` on: they are none of its iterations.
+
+    `no_sync` alone would do for most. But the call after it does not broadcast buffers, and with `static_graph=True`
+    the first call of all is the one in which gradients are reduced late.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        yield
+        return
+    state = vars(module)
+    kept = {name: state[name] for name in _UNTOUCHED if name in state}
+    state["require_backward_grad_sync"] = False
+    if module.static_graph:
+        state["_static_graph_delay_allreduce_enqueued"] = True
+    try:
+        yield
+    finally:
+        state.update(kept)

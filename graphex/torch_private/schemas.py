@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = ["holds_tensors", "is_composite", "overload_of"]
+__all__ = ["holds_tensors", "is_composite", "overload_of", "require", "require_implemented"]
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
 
 
 _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
@@ -33,3 +39,36 @@ def overload_of(given: Any) -> torch._ops.OpOverload | None:
         names = given.overloads()
         given = getattr(given, names[0]) if len(names) == 1 else None
     return given if isinstance(given, torch._ops.OpOverload) else None
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+# Conditions on the arguments of an op, which torch can also hold against symbolic sizes.
+
+
+Check = Callable[..., None]
+
+
+def _raising(kind: type[Exception]) -> Check:
+    def check(condition: bool, message: Callable[[], str]) -> None:
+        if not condition:
+            raise kind(message())
+
+    return check
+
+
+require: Check = private("torch._check", _raising(RuntimeError))
+require_implemented: Check = private("torch._check_not_implemented", _raising(NotImplementedError))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+# The ways into a kernel that cost less than calling its OpOverload.
+
+
+_BY_OVERLOAD = "generated code calls OpOverloads, which costs the host more"
+
+VARIABLE_FUNCTIONS: Any = private("torch._C._VariableFunctions", SimpleNamespace(), lost=_BY_OVERLOAD)
+TENSOR_METHODS: Any = private("torch._C.TensorBase", SimpleNamespace(), lost=_BY_OVERLOAD)
+NN_FUNCTIONS: Any = private("torch._C._nn", SimpleNamespace(), lost=_BY_OVERLOAD)
+BelowAutograd: Any = private(
+    "torch._C._AutoDispatchBelowAutograd", nullcontext, lost="calls pass through autograd, which costs the host more"
+)

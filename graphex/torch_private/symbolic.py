@@ -13,6 +13,37 @@ import torch
 
 from graphex.torch_private.lookup import private
 
+__all__ = [
+    "FAKED_BY",
+    "NEEDS_A_VALUE",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NewGuardError",
+    "ShapeEnv",
+    "broken_condition",
+    "detect_fake_mode",
+    "evaluated",
+    "expression_of",
+    "fake_like",
+    "free_symbols",
+    "free_unbacked_symbols",
+    "guard_or_false",
+    "hint_of",
+    "is_traceable_wrapper_subclass",
+    "kind_of",
+    "multiple_of",
+    "no_new_guards",
+    "pytree",
+    "statically_known_true",
+    "substituted",
+    "symbol_of",
+    "unset_fake_temporarily",
+]
+
+
+# -- symbolic ----------------------------------------------------------------------------------------------------------
+
+
 if TYPE_CHECKING:
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,30 +64,6 @@ else:
     guard_or_false = private("torch.fx.experimental.symbolic_shapes.guard_or_false")
     statically_known_true = private("torch.fx.experimental.symbolic_shapes.statically_known_true")
 
-__all__ = [
-    "FAKED_BY",
-    "NEEDS_A_VALUE",
-    "FakeTensor",
-    "FakeTensorMode",
-    "NewGuardError",
-    "ShapeEnv",
-    "broken_condition",
-    "detect_fake_mode",
-    "evaluated",
-    "expression_of",
-    "fake_like",
-    "free_symbols",
-    "free_unbacked_symbols",
-    "guard_or_false",
-    "hint_of",
-    "kind_of",
-    "multiple_of",
-    "no_new_guards",
-    "statically_known_true",
-    "substituted",
-    "symbol_of",
-    "unset_fake_temporarily",
-]
 
 _unset_fake = private("torch._subclasses.fake_tensor.unset_fake_temporarily")
 
@@ -170,3 +177,15 @@ def multiple_of(size: Any, symbol: Any) -> int | None:
         return None
     ratio = (size.node.expr / symbol).expand()
     return int(ratio) if ratio.is_Integer and ratio > 0 else None
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+# Nested containers, and tensors that are made of others, taken apart the way torch does it.
+
+
+if TYPE_CHECKING:
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+else:
+    pytree = private("torch.utils._pytree")
+    is_traceable_wrapper_subclass = private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.variables.streams
-from graphex.analysis.happens_before import Order
 from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis.happens_before import Order
 
 aten = torch.ops.aten
 streams = torch.ops.streams

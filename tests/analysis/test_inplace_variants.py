@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.analysis.inplace_variants import SAME_BITS, in_place_twin
 from torch import Tensor
+
+from graphex.analysis.inplace_variants import SAME_BITS, in_place_twin
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 SHAPES = ((8, 8), (37,), (16, 33), ())

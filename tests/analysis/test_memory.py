@@ -6,7 +6,6 @@ import cProfile
 from typing import Any
 
 import torch
-from graphex.analysis.happens_before import Order
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, Node, symbolic_trace
@@ -14,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.analysis import Aliases, last_uses
 from graphex.analysis.effects import is_work
+from graphex.analysis.happens_before import Order
 from graphex.analysis.memory import frees, unordered
 
 

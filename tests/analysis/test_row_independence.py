@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from graphex.analysis.row_independence import MixedRowsError, Rows
 
+from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.torch_private.symbolic import free_symbols
 
 ours = torch.ops.graphex

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from graphex.debug import verify
 
 import graphex
+from graphex.debug import verify
 from tests.harness.processes import python
 
 NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.device.streams import CudaLanes
 
 from graphex.device.base import StreamPlan
+from graphex.device.streams import CudaLanes
 
 
 @dataclass(eq=False)

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch
 import torch._dynamo
-from graphex.debug.tensors import sharing
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphex
+from graphex.debug.tensors import sharing
 from graphex.errors import GraphexWarning
 from tests.fuzz.programs import SIZES, Program, load
 

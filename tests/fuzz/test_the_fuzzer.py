@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
-from graphex.passes.pipeline import LAST, OURS
 
 from graphex.analysis import Aliases
 from graphex.passes import noop
+from graphex.passes.pipeline import LAST, OURS
 from tests.fuzz.check import Verdict, session
 from tests.fuzz.programs import Program, Step, is_valid, load, shrunk
 from tests.fuzz.run import main, program_number
@@ -57,7 +57,7 @@ FOUND_AT_ONCE: dict[str, Bug] = {
     "nobody reads anything later": answer("readers_after", []),
     "a copy may always be dropped": answer("why_not_same", None),
     "inputs are ours to overwrite": answer("is_owned_elsewhere", False),
-    "writes are no effects": condition("passes.dce.is_effectful", False),
+    "writes are no effects": condition("passes.cse.is_effectful", False),
 }
 FOUND_LATER: dict[str, Bug] = {
     "nothing aliases": answer("may_alias", False),
@@ -68,7 +68,7 @@ FOUND_LATER: dict[str, Bug] = {
     "every arrangement turns back": condition("passes.updates._turns_back", True),
     "a declared twin may always be called": condition("passes.inplace_twins._why_not_dead", None),
     "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
-    "every layout is the same to a reused buffer": condition("analysis.reuse.same_layout", True),
+    "every layout is the same to a reused buffer": condition("analysis.memory.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
     "every cat joins rows": condition("passes.cat._dim", 0),
     "all scalars are equal": condition("passes.cse._frozen", 0),

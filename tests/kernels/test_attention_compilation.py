@@ -11,10 +11,9 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from graphex.kernels.launch import launch
-
 from graphex.kernels import attention
 from graphex.kernels.attention import Job, New, Tile, tiles
+from graphex.kernels.launch import launch
 from tests.harness.kernels.attention import decode_job
 from tests.harness.kernels.hopper import MOST_SHARED, Compiler
 from tests.harness.kernels.rotary_attention import step

@@ -13,10 +13,9 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from graphex.kernels.launch import launch
-
 from graphex.kernels import attention, linears
 from graphex.kernels.attention import Tile
+from graphex.kernels.launch import launch
 from graphex.kernels.linears import GATED_GEMVS, GEMVS, Skinny
 from tests.harness.kernels.attention import decode_job
 from tests.harness.kernels.hopper import Compiler, cases, compiled

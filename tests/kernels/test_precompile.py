@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.frontend.compiler import compile_kernels
-from graphex.rewrite.compilation import Compilation
 from torch.fx import Graph
 
 from graphex.config import CompilerConfig
 from graphex.errors import GraphexWarning
 from graphex.evidence.tables import KernelRow, kernel_rows
+from graphex.frontend.compiler import compile_kernels
 from graphex.records import Journal
+from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv
 
 triton = pytest.importorskip("triton", reason="needs triton (Linux)")
@@ -28,9 +28,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
-from graphex.kernels.precompile import compile_ahead, distinct_calls  # noqa: E402
-
 from graphex.kernels import attention, tuning  # noqa: E402
+from graphex.kernels.precompile import compile_ahead, distinct_calls  # noqa: E402
 
 OPS = torch.ops.graphex
 INDICES = count(1)

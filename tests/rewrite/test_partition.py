@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.rewrite.metadata import stamp_origins
-from graphex.rewrite.partition import Partitioner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +16,8 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
 from graphex.analysis.source import origins
+from graphex.rewrite.metadata import stamp_origins
+from graphex.rewrite.partition import Partitioner
 from tests.harness.compiling import trace
 
 aten = torch.ops.aten

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graphex.runtime.fast_replay import Addresses, Questions, what_fits
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphex
 from graphex.runtime import capture, native
+from graphex.runtime.fast_replay import Addresses, Questions, what_fits
 from graphex.runtime.keys import Key, KeyReader
 from graphex.torch_private.numerics import states, switches_for
 from tests.harness.capture import agree, compile_it, count, in_threads, same, statuses

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from graphex.env import LARGEST, cache_directory, open_folder, sealed, unsealed
 
 from graphex import env
+from graphex.env import LARGEST, cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
 from graphex.kernels.tuning import Candidate, Tuner
 from graphex.kernels.tuning_store import Store

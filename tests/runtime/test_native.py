@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.runtime.fast_replay import Addresses
 from torch import nn
 
 from graphex.runtime import native
+from graphex.runtime.fast_replay import Addresses
 from tests.harness.capture import check_with_weights_replaced, compile_it, replays, statuses
 
 NOWHERE: native.Places = (b"", b"", b"", b"", bytearray())

@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 import torch
-from graphex.debug.tensors import sharing
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
+from graphex.debug.tensors import sharing
 from tests.harness.capture import compile_it
 from tests.harness.host_ops import doubles, doubles_outside, looks, looks_and_keeps
 from tests.harness.tape import TapeDevice, run_on

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphex.debug.tensors import sharing
 from torch import Tensor
 
+from graphex.debug.tensors import sharing
 from tests.fuzz.programs import SIZES, load
 from tests.fuzz.run import program_number
 from tests.harness.capture import compile_it, replays

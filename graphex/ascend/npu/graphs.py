@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.torch_private.trees import pytree
+from graphex.torch_private.symbolic import pytree
 
 PoolHandle = tuple[int, int]
 

@@ -9,6 +9,7 @@ because a storage keeps its label as long as it lives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,63 @@ import torch
 from torch import Tensor
 
 from graphex.ascend.npu.graphs import recorder
+from graphex.errors import NotOfferedError
 from graphex.torch_private.dynamo import disable
 from graphex.torch_private.memory import marked, marks_of
 from graphex.torch_private.privateuse1 import (
+    allocate_on_host,
     as_host,
     as_npu,
     set_metadata,
     storage_as_npu,
     without_kernels_of_its_own,
 )
+
+# -- storages ----------------------------------------------------------------------------------------------------------
+# Storages of the simulated npu: copies, `torch.save` and `torch.load`.
+
+
+BEFORE_TORCH = 15  # torch's own entry for PrivateUse1, which needs an allocator in C++, has 22
+
+
+def install_storages() -> None:
+    allocate_on_host()
+    torch.serialization.register_package(BEFORE_TORCH, _location, _restored)
+
+
+def _location(storage: Any) -> str | None:
+    return "npu:0" if storage.device.type == "npu" else None
+
+
+def _restored(storage: Any, location: str) -> Any:
+    if not location.startswith("npu"):
+        return None
+    return storage_as_npu(getattr(storage, "_untyped_storage", storage))
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+# `torch.autocast("npu")`: that of the device which "npu" stands for; the simulated device has none, and says so.
+
+
+def install_autocast(target: torch.device | None) -> None:
+    """Without a target, switching it off (as models do around float32 parts) is all there is."""
+    begin = torch.autocast.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == "npu" and target is not None:
+            device_type = target.type
+        elif device_type == "npu" and enabled:
+            raise NotOfferedError(
+                "torch.autocast('npu') is not offered on the simulated npu: convert the model, or use --device cuda."
+            )
+        begin(self, device_type, dtype, enabled, cache_enabled)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
 
 KEY = "PrivateUse1"
 NOT_TRACED = "a kernel is below what Dynamo traces"

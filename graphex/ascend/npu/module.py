@@ -2,10 +2,145 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+# `torch.npu.Stream` and `torch.npu.Event` without hardware: work runs at once and in order, whatever stream it is on.
+#
+# They are torch's own generic classes, so `torch.compile` traces them, with identities of their own.
+
+
+CORES = {"cube_core_num": 24, "vector_core_num": 48}  # what one Ascend processor has
+
+_DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
+_numbers = itertools.count(1)
+_limits: dict[int, dict[str, int]] = {}
+
+
+class Stream(torch.Stream):
+    """A stream that can be told from others. `with stream:` makes it the current one."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        number = kwargs.get("stream_id")
+        if number is None:
+            number = next(_numbers)
+        made: Stream = super().__new__(cls, stream_id=number, device_index=0, device_type=_DEVICE_TYPE)
+        return made
+
+    @property
+    def npu_stream(self) -> int:
+        """The number of the stream, where torch_npu has an address."""
+        return int(self.stream_id)
+
+    def __enter__(self) -> Stream:
+        _current.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.stack.pop()
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Everything before has run."""
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Everything before has run."""
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Everything has run."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Event(torch.Event):
+    """A moment. With `enable_timing` the milliseconds between two of them can be asked for."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
+    ) -> Event:
+        made: Event = super().__new__(cls, device=torch.device("npu"), enable_timing=enable_timing)
+        made.moment = None
+        return made
+
+    moment: float | None
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self.moment = time.perf_counter()
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Everything before has run."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Everything has run."""
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        end = getattr(end_event, "moment", None)
+        if self.moment is None or end is None:
+            raise RuntimeError("both events must be recorded before the time between them is asked for.")
+        return float(end - self.moment) * 1000
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Stream] = [DEFAULT]
+
+
+DEFAULT = Stream(stream_id=0)
+_current = _Current()
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    if torch.compiler.is_compiling():
+        return torch.accelerator.current_stream()  # Dynamo knows it for the stream of whoever calls
+    return _current.stack[-1]
+
+
+def default_stream(device: Any = None) -> Stream:
+    return DEFAULT
+
+
+def set_stream(stream: Stream) -> None:
+    if torch.compiler.is_compiling():
+        torch.accelerator.set_stream(stream)  # Dynamo knows it; graphex places what follows
+    else:
+        _current.stack[-1] = stream
+
+
+def stream(stream: Stream | None) -> Any:
+    """`with torch.npu.stream(s):` is `with s:`."""
+    return DEFAULT if stream is None else stream
+
+
+def set_stream_limit(stream: Stream, cube_num: int = -1, vector_num: int = -1) -> None:
+    """How many cores a stream may use; there are none here, so it is remembered and no more."""
+    given = {"cube_core_num": cube_num, "vector_core_num": vector_num}
+    _limits[stream.stream_id] = {name: CORES[name] if count == -1 else count for name, count in given.items()}
+
+
+def get_stream_limit(stream: Stream) -> dict[str, int]:
+    return dict(_limits.get(stream.stream_id, CORES))
+
+
+def reset_stream_limit(stream: Stream) -> None:
+    _limits.pop(stream.stream_id, None)
+
+
+# -- module ------------------------------------------------------------------------------------------------------------
+
 
 NAME = "simulated npu (host memory)"
 

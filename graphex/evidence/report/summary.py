@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
-from graphex.fusion.catalogue import FUSIONS
+from graphex.fusion.rules import FUSIONS
 
 _TITLES = {
     "lift_rms_norm": "RMSNorm",

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from graphex.folders import write_text
+from graphex.env import write_text
 from graphex.kernels.tuned import HERE
 from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, parsed
 

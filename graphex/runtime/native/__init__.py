@@ -28,11 +28,9 @@ from typing import Any
 
 import torch
 
-from graphex.cache_files import open_folder, sealed, unsealed
+from graphex.env import cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
-from graphex.folders import cache_directory
-from graphex.torch_private.layout import tensor_layout
-from graphex.torch_private.memory import tensor_begin
+from graphex.torch_private.memory import tensor_begin, tensor_layout
 
 Question = Callable[[], object]
 Places = tuple[bytes, bytes, bytes, bytes, bytearray]

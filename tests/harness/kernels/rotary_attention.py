@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from graphex.kernels.launch import launch
 from torch import Tensor
 
 from graphex.kernels.attention import Job, Tile
+from graphex.kernels.launch import launch
 from graphex.kernels.rotary_attention import Step
 from graphex.ops.definition import SPECS
 from tests.harness.kernels.attention import assert_right, mask_of, tensor

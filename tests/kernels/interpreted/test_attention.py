@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphex.kernels.launch import NO_ROOM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import attention
 from graphex.kernels.attention import Tile, allowing, copied, description, ways
+from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, check, job
 from tests.harness.kernels.compare import launcher

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphex.kernels.launch import NO_ROOM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import linears
+from graphex.kernels.launch import NO_ROOM
 from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.compare import launcher

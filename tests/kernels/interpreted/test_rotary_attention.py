@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphex.kernels.launch import NO_ROOM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import rotary_attention
 from graphex.kernels.attention import Library, Tile
+from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import Declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS
 from tests.harness.kernels.compare import launcher

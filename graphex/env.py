@@ -1,0 +1,362 @@
+"""Switches of the environment, for a program that is not to be changed: what they say, and a word if that is nothing.
+
+`folders.py` has the one that is a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from graphex.errors import GraphexWarning
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+DISABLE, TUNING = "GRAPHEX_DISABLE", "GRAPHEX_TUNING"
+_NO = ("", "0", "false", "no", "off")
+_TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "again"}
+
+
+def why_off() -> str:
+    """Why nothing is to be compiled; empty if it is. Whoever sets the switch to anything but a no has meant it."""
+    given = os.environ.get(DISABLE, "")
+    return "" if given.lower() in _NO else f"{DISABLE}={given} is set"
+
+
+def tuning() -> str:
+    """Whether kernels may be measured: `on`, `off`, or `again`."""
+    return _tuning(os.environ.get(TUNING, ""))
+
+
+@cache
+def _tuning(given: str) -> str:
+    found = _TUNING.get(given.lower())
+    if found is None:
+        text = f"graphex: {TUNING}={given} is none of on, off and again; on is what it does without it"
+        warnings.warn(text, GraphexWarning, stacklevel=2)
+    return found or "on"
+
+
+# -- collector ---------------------------------------------------------------------------------------------------------
+# Stretches in which Python's garbage collector waits.
+
+
+_lock = threading.RLock()  # a finalizer may come in between, and pause it too
+_pauses = 0  # of all threads
+_is_ours_to_enable = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Leave garbage for later; what was switched off before stays off. Threads that pause it at a time end it once."""
+    global _pauses, _is_ours_to_enable
+    with _lock:
+        if not _pauses:
+            _is_ours_to_enable = gc.isenabled()
+        _pauses += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _is_ours_to_enable:
+                gc.enable()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+# Files: where graphex keeps what the next process can use, names of ranks, and writing a file as a whole.
+
+
+DIRECTORY = "GRAPHEX_CACHE_DIR"
+
+# What launchers tell a process before torch.distributed is initialised (if it ever is): torchrun, Open MPI, MPICH,
+# MVAPICH, Slurm.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
+
+
+def cache_directory() -> Path:
+    """$GRAPHEX_CACHE_DIR, or graphex in $XDG_CACHE_HOME or ~/.cache, or one for this user where temporary files are.
+
+    Raises OSError where there is none of these.
+    """
+    if chosen := os.environ.get(DIRECTORY):
+        return Path(chosen).absolute()
+    above = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    if above.is_absolute():  # the specification has others ignored
+        return above / "graphex"
+    try:
+        return Path.home().absolute() / ".cache" / "graphex"
+    except (RuntimeError, KeyError):  # this user has no home
+        user = os.geteuid() if hasattr(os, "geteuid") else "user"
+        return Path(tempfile.gettempdir()) / f"graphex-{user}"
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and how many there are: (0, 1) alone. Never initialises torch.distributed."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for rank_name, size_name in _LAUNCHERS:
+        with suppress(ValueError):  # of a variable that is not there, or no number
+            rank = int(os.environ.get(rank_name, ""))
+            size = int(os.environ.get(size_name) or rank + 1)
+            if 0 <= rank < size:
+                return rank, size
+    return 0, 1
+
+
+def path_of_rank(path: Path) -> Path:
+    """``report_rank_3.html`` for ``report.html`` where several ranks would write to it; else the path as it is.
+
+    A name that ends in the number of the rank was made for it and stays.
+    """
+    rank, size = rank_and_size()
+    numbers = re.findall(r"\d+", path.stem)
+    is_named = bool(numbers) and int(numbers[-1]) == rank
+    return path if size == 1 or is_named else path.with_name(f"{path.stem}_rank_{rank}{path.suffix}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it sees what it was or what it is now, never a part."""
+    with written_whole(path) as file:
+        file.write(text.encode(errors="backslashreplace"))  # a lone surrogate is no UTF-8
+
+
+def write_named(path: Path, text: str) -> None:
+    """`write_text` to a path that the user gave: a link stays one, and the file behind it is written.
+
+    A terminal or a pipe is written to as it is, and so is a file in a folder that takes no new ones.
+    """
+    target = path.resolve() if path.is_file() else path
+    if path.exists() and not (path.is_file() and os.access(target.parent, os.W_OK)):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_text(target, text)
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place once it is written."""
+    beside = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("xb") as file:
+            yield file
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+# -- cache_files -------------------------------------------------------------------------------------------------------
+# Files that one process leaves for the next, in folders that nobody else can write to.
+#
+#     with open_folder(cache_directory(), "native") as folder:
+#         folder.read("fits.so")          its bytes, if it is a plain file that only this user, or root, can have
+#         written
+#         folder.replace("fits.so", ...)  as a whole: a reader sees what was there or what is there now
+#         with folder.lock("fits.lock"):  one process at a time
+#
+# A folder is opened once, its owner and mode are asked of what was opened, and files are opened relative to it,
+# without
+# following links: nothing can be swapped in between. A folder or file of another user, or that others may write to, is
+# refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash proves
+# nothing about the writer; owner and mode do.
+
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system: what two processes write at once may be lost
+    fcntl = None  # type: ignore[assignment]
+
+LARGEST = 64 * 2**20  # bytes of a file that is read
+PATIENCE = 10.0  # seconds for a lock that another process holds
+_PAUSE = 0.01
+_ROOT = 0  # can write anything anyway, and may have prepared a cache for everybody
+
+
+class UntrustedError(OSError):
+    """A file or folder is not as this process, or another one of its user, left it."""
+
+
+class Folder:
+    """A folder that is open. Names are those of files right in it."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def read(self, name: str) -> bytes:
+        """The content of a file; FileNotFoundError without one, UntrustedError if someone else may have written it."""
+        with self._opened(name, os.O_RDONLY) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > LARGEST:
+                raise UntrustedError(f"{self.path / name} has {size} bytes, more than graphex ever writes")
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return file.read(LARGEST)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file as a whole, whatever stands in its place."""
+        temporary = f".{name}.{secrets.token_hex(8)}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o600, dir_fd=self._descriptor)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(temporary, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=self._descriptor)
+            raise
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold a lock. What stands in the place of its file and is no such file is taken away."""
+        if fcntl is None:
+            yield
+            return
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            opened = self._open(name, flags)
+        except UntrustedError as error:
+            warnings.warn(f"graphex: a lock was taken away and made anew: {error}", GraphexWarning, stacklevel=2)
+            os.unlink(name, dir_fd=self._descriptor)
+            opened = self._open(name, flags | os.O_EXCL)
+        try:
+            _wait_for(opened, self.path / name)
+            yield
+        finally:
+            os.close(opened)  # which gives the lock back
+
+    @contextmanager
+    def _opened(self, name: str, flags: int) -> Iterator[int]:
+        descriptor = self._open(name, flags)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _open(self, name: str, flags: int) -> int:
+        """O_NONBLOCK: a pipe that stands there must not hang the process before it is seen to be one."""
+        path = self.path / name
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EMLINK):
+                raise UntrustedError(f"{path} is a link") from error
+            if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP):
+                raise UntrustedError(f"{path} is no plain file") from error
+            raise
+        return _checked(descriptor, path, stat.S_ISREG, "no plain file")
+
+
+@contextmanager
+def open_folder(root: Path, *names: str) -> Iterator[Folder]:
+    """The folder `root/names`, made if it is not there, for this user alone. Raises OSError, saying why not.
+
+    `root` may be reached through links, which are a matter of whoever named it; what is below is not.
+    """
+    if not hasattr(os, "geteuid"):
+        raise UntrustedError("this system does not say who a file belongs to")
+    try:
+        descriptor = _descended(root, names)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(f"{os.fspath(root)!r} cannot be the name of a folder: {error}") from error
+    try:
+        yield Folder(descriptor, root.joinpath(*names))
+    finally:
+        os.close(descriptor)
+
+
+def _descended(root: Path, names: tuple[str, ...]) -> int:
+    if not root.exists():
+        os.makedirs(root.parent, mode=0o700, exist_ok=True)
+    path, descriptor = root, _entered(os.fspath(root), root, follow=True)
+    for name in names:
+        path, above = path / name, descriptor
+        try:
+            descriptor = _entered(name, path, above)
+        finally:
+            os.close(above)
+    return descriptor
+
+
+def _entered(name: str, path: Path, above: int | None = None, *, follow: bool = False) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        try:
+            descriptor = os.open(name, flags, dir_fd=above)
+        except FileNotFoundError:
+            with suppress(FileExistsError):  # another process was faster
+                os.mkdir(name, 0o700, dir_fd=above)
+            descriptor = os.open(name, flags, dir_fd=above)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise UntrustedError(f"{path} is no folder") from error
+        raise
+    return _checked(descriptor, path, stat.S_ISDIR, "no folder")
+
+
+def _checked(descriptor: int, path: Path, is_right: Callable[[int], bool], otherwise: str) -> int:
+    """The descriptor, if others cannot have written what it is open on. It is closed if they can."""
+    found = os.fstat(descriptor)
+    reason = ""
+    if not is_right(found.st_mode):
+        reason = f"{path} is {otherwise}"
+    elif found.st_uid not in (os.geteuid(), _ROOT):
+        reason = f"{path} belongs to another user (number {found.st_uid})"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"others may write to {path} (chmod go-w would change that)"
+    if reason:
+        os.close(descriptor)
+        raise UntrustedError(reason)
+    return descriptor
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"another process holds {path} for more than {PATIENCE:.0f} seconds") from error
+            time.sleep(_PAUSE)
+
+
+# -- content ----------------------------------------------------------------------------------------------------------
+
+
+def sealed(content: bytes) -> bytes:
+    """The content behind its hash."""
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def unsealed(data: bytes) -> bytes:
+    """The content of what was sealed. Raises ValueError if it is not what it was."""
+    seal, _, content = data.partition(b"\n")
+    if seal != hashlib.sha256(content).hexdigest().encode():
+        raise ValueError("its content is not what was written")
+    return content

@@ -1,0 +1,129 @@
+"""One ATen graph, from AOTAutograd's hands to an executable: stamp, optimise, build, and check if asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from graphex.analysis.memory import predicted_peak
+from graphex.debug.graph_dump import dump_graph
+from graphex.ops.definition import has_triton
+from graphex.passes.pipeline import optimise, optimise_joint, stages
+from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
+from graphex.rewrite.compilation import Compilation
+from graphex.rewrite.metadata import correct_layouts, stamp_origins
+from graphex.rewrite.runner import Runner
+from graphex.runtime.above import AboveAutograd
+from graphex.runtime.codegen import Boxed
+from graphex.runtime.executable import build_executable, devices_of
+from graphex.runtime.readiness import wait_for_triton
+from graphex.runtime.stream_trial import with_two_streams
+from graphex.torch_private.dynamo import compile_stage
+from graphex.torch_private.graphs import copy_graph, copy_module
+from graphex.torch_private.mutable_ops import correct_slices
+from graphex.torch_private.symbolic import pytree, unset_fake_temporarily
+
+
+class Executables(NamedTuple):
+    """What a graph is compiled to: the program, and what runs the calls that autograd or functorch has to see."""
+
+    program: Boxed
+    above: AboveAutograd
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
+) -> Boxed:
+    """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
+    return compile_executables(gm, example_inputs, compilation, phase, static_inputs).program
+
+
+@unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
+def compile_executables(
+    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
+) -> Executables:
+    """`compile_graph`, for those who know of calls which its program cannot know of."""
+    from graphex.debug.data_dump import dumping_executable
+    from graphex.debug.verify import verifying_executable
+
+    name = _begin(gm, compilation, phase)
+    config = compilation.config
+    original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
+    dump_graph(compilation, gm, name, "original")
+    runner = Runner(compilation, name, gm, example_inputs, phase)
+    peak_as_given = predicted_peak(gm.graph, runner.aliases)
+    with compile_stage("graphex_passes"):
+        functional = optimise(runner)
+    above = AboveAutograd(compilation, name, runner.gm, functional)
+    dump_graph(compilation, runner.gm, name, "optimized")
+    compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
+    if config.dump_tensor_data:
+        dumped = original if config.data_dump_stage == "original" else runner.gm
+        executable = dumping_executable(dumped, config, compilation.journal.counter(name))
+    else:
+        with compile_stage("graphex_program"):
+            executable = build_executable(compilation, name, phase, runner.gm, static_inputs, above)
+        with compile_stage("graphex_kernels"):
+            compile_kernels(compilation, name, runner.gm.graph)
+        if config.auto_streams:
+            second = GraphModule(runner.gm, copy_graph(functional))
+            executable = with_two_streams(runner, second, executable, static_inputs, above)
+        if config.verify:
+            executable = verifying_executable(original, runner, executable, phase, static_inputs, above)
+    compilation.files.journal(compilation.journal, compilation.compile_id)
+    return Executables(executable, above)
+
+
+def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
+    """All of a graph's at once; those that could not be compiled here are when they first run."""
+    if not (torch.cuda.is_available() and has_triton()) or torch.cuda.is_current_stream_capturing():
+        return
+    from graphex.kernels.precompile import compile_ahead
+
+    wait_for_triton()
+    ahead = compile_ahead(graph)
+    for each in ahead.planned:
+        family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
+        kernels = tuple(dict.fromkeys(each.seen.kernels))
+        compilation.journal.add(
+            KernelsPlanned(name, each.call.op, each.call.on, each.times, kernels, each.declined, family, shape)
+        )
+    for error in ahead.errors:
+        compilation.fall_back(name, "kernels are compiled one by one, in the first call", error)
+    for error in ahead.tried_again:
+        compilation.fall_back(name, "kernels are compiled again, one by one", error)
+
+
+@unset_fake_temporarily()
+def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation) -> GraphModule:
+    """Take the joint graph of a training step through the passes that ask for it."""
+    if not any(stages(compilation.config, joint=True)):
+        return gm
+    name = _begin(gm, compilation, "joint")
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    runner = Runner(compilation, name, gm, values, "joint")
+    optimise_joint(runner)
+    if runner.steps:
+        reason = "passes on the joint graph run before there is anything to run it on"
+        compilation.journal.add(Verified(name, "refused", reason))
+    return runner.gm
+
+
+def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
+    name = compilation.name_graph(phase)
+    stamp_origins(gm.graph)
+    correct_layouts(gm)
+    correct_slices(gm.graph)
+    devices = tuple(sorted(str(device) for device in devices_of(gm)))
+    inputs, outputs = _sizes(gm.graph)
+    nodes = len(gm.graph.nodes)
+    compilation.journal.add(GraphCompiled(name, compilation.compile_id, phase, nodes, inputs, outputs, devices))
+    return name
+
+
+def _sizes(graph: Graph) -> tuple[int, int]:
+    inputs = sum(node.op == "placeholder" for node in graph.nodes)
+    return inputs, sum(len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output")

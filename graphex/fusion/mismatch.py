@@ -1,0 +1,102 @@
+"""Ops and nodes as a user would say them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphex.analysis.source import dtype_text
+from graphex.fusion.calls import CAST, PERMUTE, RESHAPE, SOFT, op_of
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def op_title(op: Any) -> str:
+    """``npu.npu_rms_norm``, ``add``: an op as a user would say it."""
+    if isinstance(op, torch._ops.OpOverload):
+        name = op._schema.name.split("::")
+        return name[1] if name[0] == "aten" else ".".join(name)
+    return str(getattr(op, "__name__", op))
+
+
+def describe(node: Any) -> str:
+    if isinstance(node, Node):
+        return f"'{node.name}' ({op_title(op_of(node))})" if node.op == "call_function" else f"the input '{node.name}'"
+    return f"the constant {show(node)}"
+
+
+_LEFT_OUT: dict[Any, str] = {
+    **{op: f"do not {op} the value here" for op in (*SOFT, PERMUTE)},
+    torch.ops.aten.clone.default: "do not clone the value here, with clone() or contiguous()",
+}
+_PUT_IN: dict[Any, tuple[str, str]] = {
+    CAST: ("dtype", "cast the value to {} here"),
+    RESHAPE: ("shape", "reshape the value to {} here"),
+}
+
+
+def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
+    """What would put an op with these arguments where something else was found; empty where nothing is known."""
+    name, words = _PUT_IN.get(expected, ("", ""))
+    if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
+        return words.format(dtype_text(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
+    return _LEFT_OUT.get(op_of(found), "") if isinstance(found, Node) else ""
+
+
+def show(value: Any) -> str:
+    return f"'{value.name}'" if isinstance(value, Node) else repr(value)
+
+
+# -- stops -------------------------------------------------------------------------------------------------------------
+# Where and why matches end.
+
+
+Words = Callable[[], str]
+"""A sentence that is put together when somebody asks for it: most failed matches are never told."""
+
+
+@dataclass(slots=True)
+class Stop:
+    """Where a match ended: after how many ops, at which node, why, and what edit of model or rule would help.
+
+    There are as many as places times rules, and few are ever told: words are found when they are asked for.
+    """
+
+    matched: int
+    node: Node | None
+    said: str | Words
+    advice: str | Words = ""
+    advice_to_author: str = ""
+    fits: bool = False  # all ops are there: it ended at an argument
+
+    @property
+    def reason(self) -> str:
+        return self.said if isinstance(self.said, str) else self.said()
+
+    def edit(self, *, own_rule: bool) -> str:
+        """What would help. Changing the rule is only for those who wrote it."""
+        of_model = self.advice if isinstance(self.advice, str) else self.advice()
+        return ", or ".join(filter(None, (of_model, self.advice_to_author if own_rule else "")))
+
+
+@dataclass(slots=True)
+class OtherOp(Stop):
+    """Something else (`found`: a node, or a number) stands where the pattern has an op, with these arguments."""
+
+    expected: Any = None
+    found: Any = None
+    arguments: Any = None
+
+    @property
+    def reason(self) -> str:
+        return f"{describe(self.found)} stands where the rule has {op_title(self.expected)}"
+
+    def edit(self, *, own_rule: bool) -> str:
+        """Of a rule of ours another variant may be meant: a value from outside says nothing about the op expected."""
+        if own_rule and isinstance(self.found, Node) and self.found.op == "placeholder" and not self.arguments:
+            return f"compute the {op_title(self.expected)} inside of what is compiled, and not outside"
+        return edit_for(self.found, self.expected, self.arguments or {})

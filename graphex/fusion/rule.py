@@ -1,0 +1,276 @@
+"""A rule: what to look for, what to put in its place, and when.
+
+    Rule("add_rms_norm", search, replace, examples)
+
+`search` and `replace` are functions of the same arguments, traced to graphs; `examples` are arguments to trace them
+with first. A number among them is a variable: it matches any number in its place and reaches `replace`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graphex.analysis.source import raised_in
+from graphex.errors import RuleError, one_line
+from graphex.fusion.pattern_builder import TraceFn, converted, pattern_of, trace_forward, trace_joint
+from graphex.fusion.patterns import Check, Pattern
+from graphex.torch_private.patterns import PatternExpr, fwd_only, joint_fwd_bwd
+from graphex.torch_private.symbolic import NEEDS_A_VALUE, FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+# -- registry ----------------------------------------------------------------------------------------------------------
+# Which rules there are: a user's, for the whole process or for one configuration, and ours.
+
+
+class AnyRule(ABC):
+    """What a registry knows of a rule."""
+
+    name: str
+    origin: str
+
+    @property
+    @abstractmethod
+    def joint(self) -> bool:
+        """Whether the rule is about the joint graph of training."""
+
+
+class Registry:
+    """Rules in the order they were registered."""
+
+    def __init__(self) -> None:
+        self._rules: list[AnyRule] = []
+
+    def add(self, rule: AnyRule) -> Handle:
+        self._rules.append(rule)
+        return Handle(self, rule)
+
+    def discard(self, rule: AnyRule) -> None:
+        self._rules = [other for other in self._rules if other is not rule]
+
+    def __iter__(self) -> Iterator[AnyRule]:
+        return iter(tuple(self._rules))
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+
+class Handle:
+    """A registration. `remove()` takes it back; as a context manager it does so at the end of the block.
+
+    A handle of a duplicate that was skipped is false, and removing it does nothing.
+    """
+
+    def __init__(self, registry: Registry, rule: AnyRule, *, skipped: bool = False) -> None:
+        self._registry = registry
+        self._skipped = skipped
+        self.rule = rule
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def remove(self) -> None:
+        """Take the registration back. Models that are compiled already keep what was done to them."""
+        if not self._skipped:
+            self._registry.discard(self.rule)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __bool__(self) -> bool:
+        return not self._skipped
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name!r}{', skipped' if self._skipped else ''})"
+
+
+process_rules = Registry()
+"""The rules that `register_replacement` adds to."""
+
+
+def users_rules(config: Any) -> list[AnyRule]:
+    """The rules of one configuration, then those of the process."""
+    return [*config.fusion_rules, *process_rules]
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+_FLOAT_MARK, _INT_MARK = 0.113377, 7919
+
+
+def examples_of(make: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
+    """Examples that are made, under a fake mode of their own, when the rule is first tried."""
+
+    def examples() -> Sequence[Any]:
+        with unset_fake_temporarily(), FakeTensorMode():
+            return make()
+
+    return examples
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """What is said of a place that a rule finds and does not replace: the reason, and the edit that would help."""
+
+    reason: str
+    edit: str
+
+
+@dataclass(eq=False)
+class Rule(AnyRule):
+    """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
+
+    A rule with `why_not` replaces nothing: it is there to say why.
+    """
+
+    name: str
+    search: Callable[..., Any]
+    replace: Callable[..., Any]
+    examples: Sequence[Any] | Callable[[], Sequence[Any]]
+    check: Check | None = None
+    trace_fn: TraceFn | None = None
+    given: PatternExpr | None = None
+    scalar_workaround: Mapping[str, float] = field(default_factory=dict)
+    origin: str = "user"
+    requires: frozenset[str] = frozenset()
+    why_not: WhyNot | None = None
+
+    @property
+    def joint(self) -> bool:
+        """Whether the rule is about training: it looks at the joint graph."""
+        return self.trace_fn is joint_fwd_bwd
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        return list(inspect.signature(self.search).parameters)
+
+    @cached_property
+    def example_values(self) -> list[Any]:
+        """One value for each parameter. Tensors are fake; numbers are the marks that stand for them in a trace."""
+        given = list(self.examples() if callable(self.examples) else self.examples)
+        defaults = inspect.signature(self.search).parameters
+        values: list[Any] = []
+        for index, name in enumerate(self.parameters):
+            if name in self.scalar_workaround:
+                values.append(self.scalar_workaround[name])
+            elif not given and isinstance(default := defaults[name].default, (int, float)):
+                values.append(self._marked(index, name, default))
+            elif not given:
+                raise RuleError(f"rule '{self.name}': there is no example input for the argument '{name}'.")
+            else:
+                values.append(self._marked(index, name, given.pop(0)))
+        if given:
+            raise RuleError(
+                f"rule '{self.name}' has {len(given)} more example inputs than its search function has arguments "
+                f"({', '.join(self.parameters)})."
+            )
+        return values
+
+    @cached_property
+    def scalars(self) -> dict[str, float]:
+        """The values that stand for the scalar arguments in a trace."""
+        pairs = zip(self.parameters, self.example_values, strict=True)
+        return {name: value for name, value in pairs if isinstance(value, (int, float))}
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        found = [value.fake_mode for value in self.example_values if isinstance(value, FakeTensor)]
+        return found[0] if found else FakeTensorMode()
+
+    @cached_property
+    def search_graph(self) -> GraphModule:
+        """The search function, traced on the examples."""
+        try:
+            gm = self.trace(self.search, self.example_values, self.mode)
+        except Exception as problem:
+            if self.origin != "user" or isinstance(problem, RuleError):
+                raise
+            raise self.untraceable("search", problem) from problem
+        self._check_scalars(gm)
+        return gm
+
+    @cached_property
+    def pattern(self) -> Pattern:
+        """What to look for, constants left out."""
+        if self.given is not None:
+            return converted(self.given)
+        return pattern_of(self.search_graph, self.parameters, self.scalars, exact=False)
+
+    def trace(
+        self, fn: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: Any = None
+    ) -> GraphModule:
+        """A function of this rule as a graph, traced the way the rule asks for."""
+        with unset_fake_temporarily(), mode:
+            if self.joint:
+                return trace_joint(fn, args, table)
+            if self.trace_fn is None or self.trace_fn is fwd_only:
+                return trace_forward(fn, args, table)
+            return self.trace_fn(fn, list(args))
+
+    def untraceable(self, what: str, problem: Exception) -> RuleError:
+        """The error that says which function of the rule fails, where, and with which marks."""
+        frame = raised_in(problem)
+        if isinstance(problem, NEEDS_A_VALUE) and frame is not None:
+            name = getattr(self.search if what == "search" else self.replace, "__name__", frame.function)
+            return RuleError(
+                f"rule '{self.name}': the {what} function '{name}' needs the value of a tensor ({frame}), and "
+                "a rule is about graphs, which have none. Write it with ops alone, or a rule for each case."
+            )
+        numbers = ", ".join(f"{value} for '{name}'" for name, value in self.scalars.items())
+        hint = f" (numbers are variables: it was given {numbers})" if numbers else ""
+        where = f" ({frame})" if frame is not None else ""
+        return RuleError(
+            f"rule '{self.name}': the {what} function cannot be traced with the example inputs{hint}: "
+            f"{one_line(problem).rstrip('.')}{where}."
+        )
+
+    def _marked(self, index: int, name: str, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is {value}. A flag cannot be a variable of a pattern; "
+                "write it into the function, once for each value."
+            )
+        if isinstance(value, (list, tuple, dict)):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is a {type(value).__name__}. Give every tensor of it an "
+                "argument of its own."
+            )
+        if isinstance(value, (str, torch.dtype, torch.device)):
+            raise RuleError(
+                f"rule '{self.name}': the example for '{name}' is {value!r}. Only tensors and numbers can be variables "
+                "of a pattern; write it into the function, once for each value."
+            )
+        if isinstance(value, float):
+            return _FLOAT_MARK + 1e-5 * index
+        if isinstance(value, int):
+            return _INT_MARK + index
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            return self._fake_mode_for_real_examples.from_tensor(value, static_shapes=True)
+        return value
+
+    @cached_property
+    def _fake_mode_for_real_examples(self) -> FakeTensorMode:
+        return FakeTensorMode()
+
+    def _check_scalars(self, gm: GraphModule) -> None:
+        """A scalar that is no argument of any op would be burnt in without a word."""
+        found: set[Any] = set()
+        for node in gm.graph.nodes:
+            torch.fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: found.add(leaf) or leaf)  # type: ignore
+        for name, mark in self.scalars.items():
+            if mark not in {leaf for leaf in found if isinstance(leaf, (int, float))}:
+                raise RuleError(
+                    f"rule '{self.name}': the scalar argument '{name}' does not reach an op of the search function as "
+                    "it is, so it cannot be recognised in a graph. Pass it to an op unchanged, or drop it."
+                )

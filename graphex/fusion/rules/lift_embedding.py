@@ -1,0 +1,58 @@
+"""Rows of a table that are looked up by their numbers become `graphex::embedding`, which is faster for a few of them.
+
+    weight, indices -> embedding          weight, indices -> graphex.embedding
+
+`padding_idx`, `scale_grad_by_freq` and `sparse` say how the table learns: they are in the backward graph already, and
+what is looked up does not depend on them. Where it is not known how many indices there will be, the op decides when it
+runs; where it is known that they are many, the lookup stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphex.analysis import known_equal, known_true
+from graphex.analysis.source import dtype_text
+from graphex.fusion.rules.lifting import Answer, all_of, calling, names_of, rule, taking, tensor
+from graphex.ops.embedding import COPIED, MOST_INDICES
+from graphex.rewrite.base import Refusal
+from graphex.torch_private.patterns import Match
+
+looked_up = torch.ops.aten.embedding.default
+
+
+def _replace(weight: Tensor, indices: Tensor, padding_idx: int, scale_grad_by_freq: bool, sparse: bool) -> Tensor:
+    lifted: Tensor = torch.ops.graphex.embedding(weight, indices)
+    return lifted
+
+
+def _is_copied(match: Match) -> Answer:
+    found = tensor(match, "weight").dtype
+    return None if found in COPIED else Refusal(f"the table is {dtype_text(found)}", match.kwargs["weight"])
+
+
+def _adjacent(match: Match) -> Answer:
+    if known_equal(tensor(match, "weight").stride(1), 1):
+        return None
+    return Refusal("the elements of a row are not adjacent", match.kwargs["weight"], "make the table contiguous")
+
+
+def _few(match: Match) -> Answer:
+    count = tensor(match, "indices").numel()
+    if not known_true(count > MOST_INDICES):
+        return None
+    reason = f"{count} indices are more than {MOST_INDICES}: PyTorch's own kernel is as good"
+    return Refusal(reason, match.nodes[0], nothing_lost=True)
+
+
+RULES = (
+    rule(
+        "lift_embedding",
+        taking(names_of(looked_up), looked_up),
+        _replace,
+        list,
+        all_of(_few, _is_copied, _adjacent),
+        given=calling(looked_up),
+    ),
+)

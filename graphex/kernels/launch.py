@@ -1,0 +1,255 @@
+"""How a kernel is started: on the device, or only as far as it takes to be started there later.
+
+    launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
+    compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
+
+`only_compiling()` also keeps what would have been launched, and which choice that hangs on.
+
+Inside of `beside_each_other()` what is only compiled is compiled in threads, and the end waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import getclosurevars, isfunction
+from itertools import cycle
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import MockTensor
+
+from graphex.env import collector_paused
+from graphex.kernels.arithmetic import CONTRACTED, PTX
+from graphex.kernels.layout import on_device_of, remember
+from graphex.kernels.tuning import Candidate
+from graphex.ops.definition import SPECS, Declined, launcher_of
+from graphex.torch_private.symbolic import FakeTensor
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+
+Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+
+MOST_THREADS = 16
+OLDEST_THAT_CHAINS = (9, 0)
+_CHAINED = {"CHAINED": True, "launch_pdl": True}
+_ALONE = {"CHAINED": False}
+
+
+@dataclass
+class Seen:
+    """What a call would launch: the names of kernels, and the kind and signature of the choices that it asks for."""
+
+    kernels: list[str] = field(default_factory=list)
+    choices: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    seen: Seen | None = None  # while kernels are only compiled
+
+
+_thread = _Thread()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    if _thread.seen is None:
+        kernel[grid](*arguments, **_options(kernel, constants))
+    else:
+        _thread.seen.kernels.append(kernel.__name__)
+        compile_only(kernel, grid, arguments, constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel.warmup(*map(_typed, arguments), grid=grid, **_options(kernel, constants))
+
+
+def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """What a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
+    contracted with sums unless the constants say otherwise.
+    """
+    if "CHAINED" not in kernel.arg_names:
+        return CONTRACTED | constants
+    chains = _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    return CONTRACTED | constants | (_CHAINED if chains else _ALONE)
+
+
+@cache
+def _chains(device: int) -> bool:
+    """Whether a device starts a kernel before the one before it has ended."""
+    return device >= 0 and bool(PTX.value) and torch.cuda.get_device_capability(device) >= OLDEST_THAT_CHAINS
+
+
+def _typed(argument: Any) -> Any:
+    """A fake tensor has no address: its type stands for it, with the alignment that memory mostly has."""
+    if isinstance(argument, tuple):
+        return tuple(map(_typed, argument))
+    return MockTensor(argument.dtype) if isinstance(argument, FakeTensor) else argument
+
+
+@contextmanager
+def only_compiling() -> Iterator[Seen]:
+    """`launch` runs nothing in this thread."""
+    _thread.seen = seen = Seen()
+    try:
+        yield seen
+    finally:
+        _thread.seen = None
+
+
+def seen() -> Seen | None:
+    """What was seen so far, while kernels are only compiled; None otherwise."""
+    return _thread.seen
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x begins where 16 bytes can be read at once."""
+    return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
+
+
+def called(op: str, *args: Any) -> Any:
+    """An op of ours as a part of another: where kernels are only compiled, its own is too."""
+    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
+        return result
+    namespace, _, name = op.partition("::")
+    return getattr(getattr(torch.ops, namespace), name)(*args)
+
+
+@contextmanager
+def beside_each_other(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
+    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs.
+
+    Garbage waits: up to Python 3.11 a collection that begins while one thread reads a kernel's source lets others read
+    theirs, and the depths of their syntax trees are counted as one ("AST constructor recursion depth mismatch").
+    """
+    with collector_paused(), _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
+        with triton.AsyncCompileMode(compilers, ignore_errors=True):
+            yield compilers.failures
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.failures: list[Exception] = []
+        self._launchers: set[str] = set()
+
+    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        device = torch.cuda.current_device()
+
+        def ready() -> Any:
+            torch.cuda.set_device(device)
+            try:
+                with self._launcher_meanwhile(compile):
+                    kernel = compile(*args, **kwargs)
+                with suppress(OutOfResources):  # raised again when it is launched
+                    kernel.run  # noqa: B018  (made when it is first asked for)
+            except Exception as error:
+                self.failures.append(error)
+                raise
+            return kernel
+
+        return super().submit(ready)
+
+    @contextmanager
+    def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
+        """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
+        source = getclosurevars(compile).nonlocals.get("src") if isfunction(compile) else None
+        signature = str(getattr(source, "signature", None))
+        if source is None or signature in self._launchers:
+            yield
+            return
+        self._launchers.add(signature)
+        thread = threading.Thread(target=_make_launcher, args=(source,), name="graphex: compiling a launcher")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+
+def _make_launcher(source: Any) -> None:
+    """Leave it in Triton's cache. What fails here fails again, or is done without."""
+    with suppress(Exception):
+        triton.runtime.driver.active.launcher_cls(source, _NotCompiled())
+
+
+class _NotCompiled:
+    """What a launcher asks of its kernel's metadata, before there are any: none of it is in the C code."""
+
+    tensordesc_meta = None
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------
+# What the kernels with several ways share: how a way is started, and what it is started on to be measured.
+
+
+Job = TypeVar("Job")
+
+LIBRARY = "library"  # the way that has no kernels of ours to compile
+NO_ROOM = "the device has no room for the tile that is taken unmeasured"
+
+
+class AnyWay(Protocol):
+    """A way to do a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, job: Any) -> Callable[..., Any]: ...
+
+
+def done(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
+    """The results of a job, in the way that is `known` for its key or that `prepare` finds; or why there are none.
+
+    `prepare` also says whether what it found is the last word.
+    """
+    with on_device_of(on):
+        way = known.get(key)
+        if way is None:
+            way, is_final = prepare(job)
+            if is_final and seen() is None:
+                remember(known, key, way)
+        if isinstance(way, Declined):
+            return way
+        try:
+            return way(job)
+        except OutOfResources:
+            return remember(known, key, Declined(NO_ROOM))
+
+
+class Scratch(ABC, Generic[Job]):
+    """A job to measure ways on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._jobs: Iterator[Job] | None = None
+
+    @abstractmethod
+    def jobs(self, job: Job) -> list[Job]:
+        """The jobs to go round."""
+
+    def candidate(self, way: AnyWay) -> Candidate:
+        prepared = way.prepare(self._job)
+        is_ours = way.name != LIBRARY
+        return Candidate(
+            way.name, lambda: prepared(self._next()), (lambda: prepared(self._job, compile_only)) if is_ours else None
+        )
+
+    def _next(self) -> Job:
+        if self._jobs is None:
+            self._jobs = cycle(self.jobs(self._job))
+        return next(self._jobs)

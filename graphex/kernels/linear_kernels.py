@@ -1,0 +1,339 @@
+"""Several weights in one launch: blocks of rows are numbered through all of them, and a program finds its own.
+
+A gated pair of weights is different: a program has the same rows of both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import follow, let_next, row_start, silu
+
+# -- weights_kernel ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def weight_of_block(block, weights, sizes, strides, BN: tl.constexpr):
+    """Which weight a block of BN rows is in: its number, the weight, its rows, their stride, the block's number in it.
+
+    `weights`, `sizes` and `strides` are tuples of one length.
+    """
+    which = block * 0
+    weight, size, stride, first = weights[0], sizes[0], strides[0], block * 0
+    end = tl.cdiv(sizes[0], BN)
+    for i in tl.static_range(1, len(weights)):
+        if block >= end:
+            which, weight, size, stride, first = which + 1, weights[i], sizes[i], strides[i], end
+        end += tl.cdiv(sizes[i], BN)
+    return which, weight, size, stride, block - first
+
+
+@triton.jit
+def own_weight(block, weights, sizes, strides, BN: tl.constexpr, GATED: tl.constexpr):
+    """`weight_of_block`; of a gated pair it is the gate."""
+    if GATED:
+        return block * 0, weights[0], sizes[0], strides[0], block
+    else:
+        return weight_of_block(block, weights, sizes, strides, BN)
+
+
+@triton.jit
+def read_weight(pointers, ok, EVEN_K: tl.constexpr):
+    """A tile that nobody reads again."""
+    if EVEN_K:
+        return tl.load(pointers, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def gated(gate, up, biases, n, ok):
+    """silu(gate) * up of two sums of products, with their biases."""
+    if biases[0] is not None:
+        gate += tl.load(biases[0] + n, mask=ok, other=0.0).to(tl.float32)
+    if biases[1] is not None:
+        up += tl.load(biases[1] + n, mask=ok, other=0.0).to(tl.float32)
+    return silu(gate, False) * up
+
+
+# -- gemv_kernel -------------------------------------------------------------------------------------------------------
+# Linear layers of one row: each program multiplies some rows of a weight with x and sums along them.
+#
+# The weights are read once and kept nowhere. The norm or activation before the layer is made from x while it is read,
+# and never rounded: an RMSNorm scales the sums at the end, by what the squares that were summed beside them say. GATED
+# multiplies with the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
+
+
+@triton.jit
+def _input(x, up, gain, offset, k, K, PROLOGUE: tl.constexpr, EVEN_K: tl.constexpr):
+    """A part of the row that is multiplied, and of the row it is made from, in float32."""
+    if EVEN_K:
+        source = tl.load(x + k, eviction_policy="evict_last").to(tl.float32)
+    else:
+        source = tl.load(x + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    value = source
+    if PROLOGUE == "silu_mul":
+        if EVEN_K:
+            factor = tl.load(up + k, eviction_policy="evict_last").to(tl.float32)
+        else:
+            factor = tl.load(up + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = silu(source, False) * factor
+    if PROLOGUE == "rms_norm" and gain is not None:
+        if EVEN_K:
+            factor = tl.load(gain + k, eviction_policy="evict_last").to(tl.float32)
+        else:
+            factor = tl.load(gain + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = source * (factor + offset)
+    return value, source
+
+
+@triton.jit
+def gemv_kernel(
+    x,  # the gate, where the input is silu(gate) * up
+    up,
+    gain,
+    residual,
+    weights,
+    biases,
+    outs,
+    sizes,
+    strides,
+    K,
+    eps,
+    offset,
+    PROLOGUE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    follow(CHAINED)
+    which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
+    n = block * BN + tl.arange(0, BN)
+    # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
+    row = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * stride
+    let_through = row
+    if GATED:
+        let_through = weights[1] + tl.minimum(n, size - 1).to(tl.int64)[:, None] * strides[1]
+    k0 = tl.arange(0, BK)
+    products = tl.zeros((BN, BK), tl.float32)
+    more_products = tl.zeros((BN, BK), tl.float32)
+    squares = tl.zeros((BK,), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        k = tile * BK + k0
+        w = read_weight(row + k[None, :], (k < K)[None, :], EVEN_K)
+        value, source = _input(x, up, gain, offset, k, K, PROLOGUE, EVEN_K)
+        if PROLOGUE == "rms_norm":
+            squares += source * source
+        products += w.to(tl.float32) * value[None, :]  # summed after the loop, in which no thread waits for another
+        if GATED:
+            w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
+            more_products += w.to(tl.float32) * value[None, :]
+    let_next(CHAINED)
+    total = tl.sum(products, 1)
+    up_total = tl.sum(more_products, 1)
+    if PROLOGUE == "rms_norm":
+        rstd = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        total *= rstd
+        up_total *= rstd
+    if GATED:
+        total = gated(total, up_total, biases, n, n < size)
+    for i in tl.static_range(len(outs)):
+        if which == i:
+            ok = n < size
+            result = total
+            if not GATED and biases[i] is not None:
+                result += tl.load(biases[i] + n, mask=ok, other=0.0).to(tl.float32)
+            if residual is not None:
+                result += tl.load(residual + n, mask=ok, other=0.0).to(tl.float32)
+            tl.store(outs[i] + n, result.to(outs[i].dtype.element_ty), mask=ok)
+
+
+# -- skinny_kernel -----------------------------------------------------------------------------------------------------
+# Linear layers of 2 to 64 rows: matrix products that read the weights once, through the tensor cores.
+#
+# All rows are one tile, padded to BM, and each program multiplies them with BN rows of a weight. Where that would not
+# fill the device, K is split: the partial sums of each part go to memory and `combine_kernel` adds them, in order.
+# GATED
+# multiplies with the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
+#
+# A norm or activation before the layers is a kernel of its own: made here, it would be made again by every program.
+
+
+@triton.jit
+def _product(w, a, total, WEIGHT_FIRST: tl.constexpr):
+    if WEIGHT_FIRST:
+        return tl.dot(w, tl.trans(a), total)
+    else:
+        return tl.dot(a, tl.trans(w), total)
+
+
+@triton.jit
+def _store_results(
+    result,  # [rows, columns], float32
+    which,
+    row,
+    row_ok,
+    n,
+    n_ok,
+    biases,
+    outs,
+    sizes,
+    residual,
+    r_inner,
+    r_outer_stride,
+    r_inner_stride,
+    GATED: tl.constexpr,  # then the biases are in the result
+):
+    """Bias and residual are added and the sum is rounded, once. `row` is a column, `n` a row."""
+    ok = row_ok & n_ok
+    for i in tl.static_range(len(outs)):
+        if which == i:
+            total = result
+            if not GATED and biases[i] is not None:
+                total += tl.load(biases[i] + n, mask=n_ok, other=0.0).to(tl.float32)
+            if residual is not None:
+                at = row_start(row, r_inner, r_outer_stride, r_inner_stride) + n
+                total += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+            tl.store(outs[i] + row.to(tl.int64) * sizes[i] + n, total.to(outs[i].dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows", "inner", "r_inner"])
+def skinny_kernel(
+    x,
+    residual,
+    weights,
+    biases,
+    outs,
+    sizes,
+    strides,
+    partial,  # [parts, rows, all columns], where K is split
+    rows,
+    K,
+    inner,
+    outer_stride,
+    inner_stride,
+    r_inner,
+    r_outer_stride,
+    r_inner_stride,
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILES: tl.constexpr,  # of K, for each part of it
+    STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    follow(CHAINED)
+    # The tensor cores take 64 rows at a time from one side: of the weights where x has fewer.
+    WEIGHT_FIRST: tl.constexpr = BM < 64
+    block = tl.program_id(0)
+    which, weight, size, stride, block_here = own_weight(block, weights, sizes, strides, BN, GATED)
+    n = block_here * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    k0 = tl.arange(0, BK)
+    # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
+    n_read = tl.minimum(n, size - 1).to(tl.int64)[:, None]
+    weight_row = weight + n_read * stride
+    let_through = weight_row
+    if GATED:
+        let_through = weights[1] + n_read * strides[1]
+    x_row = x + row_start(tl.minimum(m, rows - 1)[:, None], inner, outer_stride, inner_stride)
+    if WEIGHT_FIRST:
+        total = tl.zeros((BN, BM), tl.float32)
+    else:
+        total = tl.zeros((BM, BN), tl.float32)
+    up_total = total
+    first = tl.program_id(1) * (TILES * BK)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        k = (first + tile * BK + k0)[None, :]
+        w = read_weight(weight_row + k, k < K, EVEN_K)
+        if EVEN_K:
+            a = tl.load(x_row + k, eviction_policy="evict_last")
+        else:
+            a = tl.load(x_row + k, mask=k < K, other=0.0, eviction_policy="evict_last")
+        total = _product(w, a, total, WEIGHT_FIRST)
+        if GATED:
+            up_total = _product(read_weight(let_through + k, k < K, EVEN_K), a, up_total, WEIGHT_FIRST)
+    let_next(CHAINED)
+    if WEIGHT_FIRST:
+        total = tl.trans(total)
+        up_total = tl.trans(up_total)
+    row = m[:, None]
+    row_ok = row < rows
+    n_ok = (n < size)[None, :]
+    if GATED:
+        total = gated(total, up_total, biases, n[None, :], n_ok)
+    if partial is None:
+        _store_results(
+            total,
+            which,
+            row,
+            row_ok,
+            n[None, :],
+            n_ok,
+            biases,
+            outs,
+            sizes,
+            residual,
+            r_inner,
+            r_outer_stride,
+            r_inner_stride,
+            GATED,
+        )
+    else:
+        columns = tl.num_programs(0) * BN
+        at = (tl.program_id(1) * rows + row).to(tl.int64) * columns + block * BN + tl.arange(0, BN)[None, :]
+        tl.store(partial + at, total, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "r_inner"])
+def combine_kernel(
+    residual,
+    biases,
+    outs,
+    sizes,
+    partial,
+    rows,
+    r_inner,
+    r_outer_stride,
+    r_inner_stride,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The sum of the parts of some rows and one block of columns."""
+    follow(CHAINED)
+    block = tl.program_id(0)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    ok = row < rows
+    which, _, size, _, block_here = weight_of_block(block, outs, sizes, sizes, BN)
+    column = tl.arange(0, BN)[None, :]
+    columns = tl.num_programs(0).to(tl.int64) * BN
+    at = row * columns + block * BN + column
+    total = tl.zeros((ROWS, BN), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(partial + at + part * columns * rows, mask=ok, other=0.0)
+    n = block_here * BN + column
+    _store_results(
+        total,
+        which,
+        row,
+        ok,
+        n,
+        n < size,
+        biases,
+        outs,
+        sizes,
+        residual,
+        r_inner,
+        r_outer_stride,
+        r_inner_stride,
+        False,
+    )

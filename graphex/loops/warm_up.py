@@ -1,0 +1,77 @@
+"""Capture ahead of the calls that matter.
+
+with torch.no_grad():
+    graphex.warm_up(compiled, [(tokens[:n],) for n in (1, 2, 4, 8)])
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.backend import journal
+from graphex.env import why_off
+from graphex.errors import InputError
+from graphex.records import Captured
+from graphex.runtime.session import warming_up
+from graphex.torch_private.symbolic import pytree
+
+
+def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: bool | None = None) -> list[Captured]:
+    """Capture the device graphs of some example calls, and return the records of these captures.
+
+    A call is a tuple of arguments or a dictionary of keyword arguments. Make it in the mode of the calls to come (under
+    `torch.no_grad()`, for example) and with the caches that will be used. What a call writes to its inputs is undone
+    (from a copy, for which there has to be room), and the random generators are left as they were. The largest call
+    goes first: smaller ones then fit into its memory. The bar is shown on a terminal; `progress` decides otherwise.
+    Where graphex is switched off (`GRAPHEX_DISABLE`), nothing is called.
+    """
+    arguments = [_arguments(call) for call in _checked(calls)]
+    arguments.sort(key=_size, reverse=True)
+    found = journal(compiled)
+    if why_off():  # no graph of ours would undo what it writes
+        return []
+    before = len(found.records)
+    with torch.random.fork_rng(devices=_devices(), enabled=True):
+        for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):
+            with warming_up():
+                compiled(*args, **kwargs)
+    return [record for record in found.records[before:] if isinstance(record, Captured)]
+
+
+def _checked(calls: object) -> Sequence[Any]:
+    if isinstance(calls, (str, Tensor)) or not isinstance(calls, Sequence):
+        raise InputError(f"warm_up takes a list of example calls, such as [(x,), (y,)]; got {type(calls).__name__}.")
+    return calls
+
+
+def _arguments(call: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(call, Mapping):
+        return (), dict(call)
+    if isinstance(call, (tuple, list)):
+        return tuple(call), {}
+    kind = type(call).__name__
+    raise InputError(
+        f"an example call is a tuple of arguments or a dictionary of keyword arguments, got {kind}; write (x,)."
+    )
+
+
+def _size(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
+
+
+def _devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+
+
+def _shown(calls: list[Any], progress: bool) -> Any:
+    if not progress:
+        return calls
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(calls, description="capturing", console=Console(stderr=True))

@@ -1,0 +1,368 @@
+"""torch_npu's quantisation ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graphex.ops.definition import Gradient, op
+from graphex.ops.quant import ranged
+from graphex.ops.rotary import rotate_half
+from graphex.torch_private.schemas import require, require_implemented
+
+# -- npu_quant ---------------------------------------------------------------------------------------------------------
+
+
+# Codes of torch.dtype as torch_npu's schemas carry them -> (the type of the result, its range).
+QUANTISED = {
+    1: (torch.int8, -128.0, 127.0),
+    12: (torch.int8, -128.0, 127.0),  # torch.qint8
+    0: (torch.uint8, 0.0, 255.0),
+    13: (torch.uint8, 0.0, 255.0),  # torch.quint8
+    3: (torch.int32, -2147483648.0, 2147483520.0),  # the largest float32 that an int32 can hold
+    14: (torch.int32, -2147483648.0, 2147483520.0),  # torch.qint32
+}
+FLOAT8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def quantised(dtype: int) -> tuple[torch.dtype, float, float]:
+    require_implemented(
+        dtype in QUANTISED,
+        lambda: f"npu_quantize has no reference for the type code {dtype}: use int8 (1), uint8 (0) or int32 (3)",
+    )
+    return QUANTISED[dtype]
+
+
+def dynamic_range(dst_type: torch.dtype | None) -> tuple[torch.dtype, float, float, float]:
+    """(type, divisor, smallest, largest) of npu_dynamic_quant's result."""
+    if dst_type in (None, torch.int8, torch.qint8):
+        return torch.int8, 127.0, -128.0, 127.0
+    require_implemented(
+        dst_type in FLOAT8,
+        lambda: f"npu_dynamic_quant has no reference for dst_type {dst_type}: use int8, float8_e4m3fn or float8_e5m2",
+    )
+    assert dst_type is not None
+    return dst_type, FLOAT8[dst_type], -FLOAT8[dst_type], FLOAT8[dst_type]
+
+
+def _fake_npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input, dtype=dynamic_range(dst_type)[0]), input.sum(-1, dtype=torch.float32)
+
+
+def _smoothed(input: Tensor, smooth_scales: Tensor | None, group_index: Tensor | None) -> Tensor:
+    z = input.to(torch.float32)
+    if smooth_scales is None:
+        return z
+    if group_index is None:
+        return z * smooth_scales.to(torch.float32)
+    rows = torch.arange(z.numel() // max(z.shape[-1], 1), device=z.device, dtype=group_index.dtype)
+    group = torch.searchsorted(group_index, rows, right=True).clamp(max=smooth_scales.shape[0] - 1)
+    return z * smooth_scales.to(torch.float32)[group].view(z.shape)
+
+
+@op(
+    "npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None,"
+    " ScalarType? dst_type=None) -> (Tensor, Tensor)",
+    fake=_fake_npu_dynamic_quant,
+    kernel="quant.npu_dynamic_quant",
+)
+def npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Symmetric quantisation with one scale for each row: (q, scale), the scale without the last dimension.
+
+        z     = input.to(float32) [* smooth_scales.to(float32)]
+        scale = z.abs().amax(-1) / 127                        float8_e4m3fn: / 448, float8_e5m2: / 57344
+        q     = round(z / scale), clamped to the type         a row of zeros is quantised to zeros
+
+    With `group_index`, group g of the rows ends before row group_index[g] and is multiplied by smooth_scales[g].
+    """
+    dtype, divisor, smallest, largest = dynamic_range(dst_type)
+    z = _smoothed(input, smooth_scales, group_index)
+    scale = z.abs().amax(-1, keepdim=True) / divisor
+    q = ranged(z / torch.where(scale == 0, 1.0, scale), smallest, largest, dtype)
+    return q, scale.squeeze(-1)
+
+
+def _fake_npu_quantize(
+    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
+) -> Tensor:
+    return torch.empty_like(self, dtype=quantised(dtype)[0])
+
+
+def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
+    """One number, or one for each index along an axis, in float32 and ready to broadcast against x."""
+    values = values.to(torch.float32)
+    if values.numel() == 1:
+        return values.reshape(())
+    require(
+        values.dim() == 1 and values.shape[0] == x.shape[axis],
+        lambda: (
+            f"scales and zero_points must be one number or have the shape [{x.shape[axis]}] of dimension {axis}; "
+            f"found {list(values.shape)}"
+        ),
+    )
+    return values.reshape([-1] + [1] * (x.dim() - 1 - axis % x.dim()))
+
+
+@op(
+    "npu::npu_quantize(Tensor self, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True)"
+    " -> Tensor",
+    fake=_fake_npu_quantize,
+    kernel="quant.npu_quantize",
+)
+def npu_quantize(
+    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
+) -> Tensor:
+    """Quantisation with known scales, one number or one for each index along `axis`.
+
+        div_mode:      round(self.to(float32) / scales + zero_points)
+        not div_mode:  round(self.to(float32) * scales + zero_points)       both clamped to the type
+
+    `dtype` is torch.qint8 or int8, quint8 or uint8, qint32 or int32, or its code (1, 12, ...); 4-bit is not supported.
+    """
+    result, smallest, largest = quantised(dtype)
+    z, scale = self.to(torch.float32), _along(scales, self, axis)
+    v = z / scale if div_mode else z * scale
+    if zero_points is not None:
+        v = v + _along(zero_points, self, axis)
+    return ranged(v, smallest, largest, result)
+
+
+# -- npu_other ---------------------------------------------------------------------------------------------------------
+# torch_npu's matmul with transposes, its activation, its rotary embedding, its cast and its scatter.
+
+
+def _permuted_sizes(
+    input: Tensor, weight: Tensor, perms: Sequence[Sequence[int] | None]
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    require(
+        input.dim() == 3 and weight.dim() == 3,
+        lambda: f"npu_transpose_batchmatmul wants 3-D tensors; found {input.dim()}-D and {weight.dim()}-D",
+    )
+    perm_x1, perm_x2, perm_y = perms
+    a, b = input.permute(tuple(perm_x1 or (0, 1, 2))), weight.permute(tuple(perm_x2 or (0, 1, 2)))
+    return a, b, tuple(perm_y or (1, 0, 2))
+
+
+def _fake_npu_transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None,
+    perm_x2: Sequence[int] | None = None,
+    perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:
+    a, b, order = _permuted_sizes(input, weight, (perm_x1, perm_x2, perm_y))
+    require(
+        a.shape[0] == b.shape[0] and a.shape[2] == b.shape[1],
+        lambda: f"cannot multiply batches of {list(a.shape)} by {list(b.shape)}",
+    )
+    sizes = a.shape[0], a.shape[1], b.shape[2]
+    out = a.new_empty([sizes[d] for d in order])
+    if batch_split_factor in (None, 1):
+        return out
+    first, rows, columns = out.shape[1], out.shape[0], out.shape[2]
+    return out.new_empty([batch_split_factor, rows, first * columns // batch_split_factor])
+
+
+@op(
+    "npu::npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None,"
+    " int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor",
+    fake=_fake_npu_transpose_batchmatmul,
+)
+def npu_transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None,
+    perm_x2: Sequence[int] | None = None,
+    perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:
+    """A batched matmul whose result is laid out transposed, with no copy: the BLAS reads and writes through strides.
+
+        y = bmm(input.permute(perm_x1), weight.permute(perm_x2)).permute(perm_y)        contiguous
+        perm_x1 and perm_x2 are [0, 1, 2] and perm_y is [1, 0, 2] where they are not given
+
+    With a batch_split_factor F > 1, y of shape [M, B, N] becomes [F, M, B * N / F]: the batch is split into F parts.
+    bias and scale are reserved by torch_npu and refused here.
+    """
+    require_implemented(
+        bias is None and scale is None,
+        lambda: "npu_transpose_batchmatmul does not support bias and scale here: add or multiply the result instead",
+    )
+    a, b, order = _permuted_sizes(input, weight, (perm_x1, perm_x2, perm_y))
+    sizes = a.shape[0], a.shape[1], b.shape[2]
+    out = a.new_empty([sizes[d] for d in order])
+    back = [order.index(d) for d in range(3)]
+    torch.bmm(a, b, out=out.permute(back))
+    if batch_split_factor in (None, 1):
+        return out
+    rows, batch, columns = out.shape
+    require(
+        batch % batch_split_factor == 0,
+        lambda: f"batch_split_factor {batch_split_factor} must divide the batch of {batch}",
+    )
+    parts = out.view(rows, batch_split_factor, batch // batch_split_factor * columns)
+    return parts.transpose(0, 1).contiguous()
+
+
+def _fake_npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+    size = self.shape[dim]
+    require(size % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {size}")
+    return torch.empty_like(self.narrow(dim, 0, size // 2))
+
+
+def _save_npu_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim = inputs
+    ctx.save_for_backward(x)
+
+
+def _npu_swiglu_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+    if grad is None:
+        return None, None
+    gate, up = _wide_halves(ctx.saved_tensors[0], ctx.dim)
+    wide = grad.to(gate.dtype)
+    grad_gate = torch.ops.aten.silu_backward(wide * up, gate)
+    return torch.cat((grad_gate, wide * functional.silu(gate)), ctx.dim).to(grad.dtype), None
+
+
+def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, dim)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return gate.to(wide), up.to(wide)
+
+
+@op(
+    "npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor",
+    fake=_fake_npu_swiglu,
+    gradient=Gradient(_save_npu_swiglu, _npu_swiglu_backward),
+    kernel="gated.npu_swiglu",
+)
+def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+    """The halves a, b of `self` along `dim`: (silu(a) * b) in float32, rounded once to the type of `self`."""
+    require(
+        self.shape[dim] % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {self.shape[dim]}"
+    )
+    gate, up = _wide_halves(self, dim)
+    return (functional.silu(gate) * up).to(self.dtype)
+
+
+def _rotated(x: Tensor, rotary_mode: str) -> Tensor:
+    if rotary_mode == "half":
+        return rotate_half(x)
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def _check_rotary_mode(rotary_mode: str) -> None:
+    require(
+        rotary_mode in ("half", "interleave"),
+        lambda: f"rotary_mode must be 'half' or 'interleave'; it is '{rotary_mode}'",
+    )
+
+
+def _fake_npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    _check_rotary_mode(rotary_mode)
+    return self * r1
+
+
+def _save_npu_rotary_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, r1, r2, ctx.rotary_mode = inputs
+    ctx.save_for_backward(x if r1.requires_grad or r2.requires_grad else None, r1, r2)
+    ctx.x_dtype = x.dtype
+
+
+def _npu_rotary_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    if grad is None:
+        return None, None, None, None
+    x, r1, r2 = ctx.saved_tensors
+    grad_r1 = grad_r2 = None
+    if x is not None:
+        grad_r1 = (grad * x).sum_to_size(r1.shape).to(r1.dtype)
+        grad_r2 = (grad * _rotated(x, ctx.rotary_mode)).sum_to_size(r2.shape).to(r2.dtype)
+    # The rotation is antisymmetric: its transpose is its negative.
+    grad_x = grad * r1 - _rotated(grad * r2, ctx.rotary_mode)
+    return grad_x.to(ctx.x_dtype), grad_r1, grad_r2, None
+
+
+@op(
+    'npu::npu_rotary_mul(Tensor self, Tensor r1, Tensor r2, str rotary_mode="half") -> Tensor',
+    fake=_fake_npu_rotary_mul,
+    gradient=Gradient(_save_npu_rotary_mul, _npu_rotary_mul_backward),
+    kernel="rotary.npu_rotary_mul",
+)
+def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    """Rotary position embedding: self * r1 + rotated * r2.
+
+    half:        rotated = cat(-self[..., D/2:], self[..., :D/2])
+    interleave:  rotated = -self[..., 1::2] and self[..., 0::2], interleaved
+    """
+    _check_rotary_mode(rotary_mode)
+    return (self * r1) + (_rotated(self, rotary_mode) * r2)
+
+
+def _fake_npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(self, dtype=dtype)
+
+
+def _save_npu_dtype_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.x_dtype = inputs[0].dtype
+
+
+def _npu_dtype_cast_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+    return None if grad is None else grad.to(ctx.x_dtype), None
+
+
+@op(
+    "npu::_npu_dtype_cast(Tensor self, ScalarType dtype) -> Tensor",
+    fake=_fake_npu_dtype_cast,
+    gradient=Gradient(_save_npu_dtype_cast, _npu_dtype_cast_backward),
+)
+def npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
+    """`self.to(dtype)`, always a new tensor."""
+    return self.to(dtype, copy=True)
+
+
+def _fake_npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return torch.empty_like(self)
+
+
+@op(
+    "npu::npu_scatter_nd_update(Tensor self, Tensor indices, Tensor updates) -> Tensor",
+    fake=_fake_npu_scatter_nd_update,
+)
+def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """A copy of `self` in which `out[tuple(indices[i])] = updates[i]` for every i.
+
+    The last dimension of `indices` indexes the first dimensions of `self`; indices are distinct.
+    """
+    return self.index_put(tuple(indices.unbind(-1)), updates)
+
+
+@op(
+    "npu::npu_scatter_nd_update_(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
+    fake=None,
+)
+def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """`npu_scatter_nd_update` in place. torch traces through it: a graph shows its `index_put`."""
+    return self.index_put_(tuple(indices.unbind(-1)), updates)

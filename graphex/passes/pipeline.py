@@ -1,0 +1,144 @@
+"""The stages a graph goes through, in order, in one place.
+
+    pre    the user's passes, before ours
+    place  scopes, records and waits become metadata and events (again after post)
+    clean  no-ops, redundant casts, dead code
+    lift   idioms of plain PyTorch become named ops
+    unify  common subexpressions (after lift: it would give the inside of an idiom further users)
+    fuse   named ops become fused ops, a user's rules first
+    post   the user's passes, after ours
+    memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
+           the graph is not functional from here on. Rules that need a write in place run between the two
+    tidy   dead code that the stages before have left
+    streams
+           events are added where one stream uses what another makes; races are refused
+
+The joint graph of a training step goes through the passes that ask for it (`stage = "joint"`) before it is
+partitioned into the forward and backward graphs, which then take the path above, each for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import Graph
+
+from graphex.config import CompilerConfig, CustomPass
+from graphex.errors import OptionError, did_you_mean
+from graphex.fusion.rule import users_rules
+from graphex.passes import (
+    CheckDeadlocks,
+    FoldGates,
+    FoldProjections,
+    FuseJointPatterns,
+    FusePatterns,
+    GraphPass,
+    JoinRotaryAndAttention,
+    LiftAttention,
+    LiftIdioms,
+    MergeCommonSubexpressions,
+    PlaceBranches,
+    PlaceNodes,
+    RemoveDeadCode,
+    RemoveNoops,
+    RemoveRedundantCopies,
+    RestoreInputWrites,
+    ReuseDeadMemory,
+    ScheduleStreams,
+    WritePartsOfCat,
+    WriteRotaryToCache,
+)
+from graphex.rewrite.adapter import as_graph_pass
+from graphex.rewrite.runner import Runner
+
+OURS: tuple[tuple[str, GraphPass], ...] = (
+    ("joint", FuseJointPatterns()),
+    ("place", PlaceNodes()),
+    ("clean", RemoveNoops()),
+    ("clean", RemoveRedundantCopies()),
+    ("clean", RemoveDeadCode()),
+    ("lift", LiftAttention()),
+    ("lift", LiftIdioms()),
+    ("unify", MergeCommonSubexpressions()),
+    ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
+    ("fuse", FoldGates()),
+    ("fuse", FusePatterns()),
+)
+LAST: tuple[tuple[str, GraphPass], ...] = (
+    ("place", PlaceNodes()),
+    ("memory", WritePartsOfCat()),
+    ("memory", RestoreInputWrites()),
+    ("memory", WriteRotaryToCache()),
+    ("memory", JoinRotaryAndAttention()),
+    ("memory", ReuseDeadMemory()),
+    ("tidy", RemoveDeadCode()),
+    ("streams", ScheduleStreams()),
+    ("streams", CheckDeadlocks()),
+)
+AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
+
+
+def optimise(runner: Runner) -> Graph:
+    """Take a forward, backward or inference graph through every stage.
+
+    Returns the graph as it stood before the memory stage, which is functional.
+    """
+    config = runner.compilation.config
+    for stage, graph_pass in stages(config, last=False):
+        runner.run(stage, graph_pass)
+    functional = runner.snapshot()
+    for stage, graph_pass in stages(config, first=False):
+        runner.run(stage, graph_pass)
+    return functional
+
+
+def optimise_joint(runner: Runner) -> None:
+    """Take a joint graph through the passes that ask for it."""
+    for stage, graph_pass in stages(runner.compilation.config, joint=True):
+        runner.run(stage, graph_pass)
+
+
+def put_on_two_streams(runner: Runner) -> None:
+    """Take a graph, as it stands before the memory stage, through the rest with its branches placed."""
+    for stage, graph_pass in (*AUTOMATIC, *stages(runner.compilation.config, first=False)):
+        runner.run(stage, graph_pass)
+
+
+def stages(
+    config: CompilerConfig, *, joint: bool = False, first: bool = True, last: bool = True
+) -> Iterator[tuple[str, GraphPass]]:
+    """(stage, pass) pairs in the order they run: those before the memory stage, those from there on, or all."""
+    pre, post = config.post_grad_custom_pre_pass, config.post_grad_custom_post_pass
+    everything = [*_users("pre", pre), *OURS, *_users("post", post)] if first else []
+    for stage, graph_pass in (*everything, *(LAST if last else ())):
+        if graph_pass.enabled(config) and (graph_pass.stage == "joint") == joint:
+            yield ("joint" if joint else stage), graph_pass  # a user's own may ask for it too
+
+
+def check_names(config: CompilerConfig) -> None:
+    """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
+    known = {
+        "disable_passes": {graph_pass.name for graph_pass in _passes(config)},
+        "disable_rules": rule_names(config),
+    }
+    for option, names in known.items():
+        for name in getattr(config, option):
+            if name not in names:
+                hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
+                raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+
+
+def rule_names(config: CompilerConfig) -> set[str]:
+    """The rules that there are with this configuration: ours and the user's."""
+    return {rule for graph_pass in _passes(config) for rule in graph_pass.rules()} | {
+        rule.name for rule in users_rules(config)
+    }
+
+
+def _passes(config: CompilerConfig) -> list[GraphPass]:
+    users = [as_graph_pass(p) for p in (*config.post_grad_custom_pre_pass, *config.post_grad_custom_post_pass)]
+    return [graph_pass for _, graph_pass in (*OURS, *LAST, *AUTOMATIC)] + users
+
+
+def _users(stage: str, passes: tuple[CustomPass, ...]) -> list[tuple[str, GraphPass]]:
+    return [(stage, as_graph_pass(custom)) for custom in passes]

@@ -1,0 +1,186 @@
+"""What a pass is, and the object it works on.
+
+A pass author writes `apply`; `runner` does the timing, linting, dumping, recording and rolling back around it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.happens_before import Order
+from graphex.analysis.program import Raising, raising_in
+from graphex.analysis.source import ORIGINS, origins
+from graphex.config import CompilerConfig
+from graphex.records import Certificate, Record, Refused, Rewrote
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
+
+    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
+    """
+
+    reason: str
+    node: Node | None = None
+    edit: str = ""
+    nothing_lost: bool = False
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Work:
+    """One graph while one pass works on it: the graph, the facts about it, and the pen for the journal."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence[Any],
+        config: CompilerConfig,
+        *,
+        graph_name: str,
+        pass_name: str,
+        write: Callable[[Record], None],
+        aliases: Aliases | None = None,
+        phase: str = "inference",
+        table: Mapping[Any, Any] | None = None,
+    ) -> None:
+        self.gm = gm
+        self.example_inputs = example_inputs
+        self.config = config
+        self.changes = 0
+        self.remark = ""  # what there is to say about the run as a whole
+        self.phase = phase  # inference, forward, backward or joint
+        self.table = table  # the decompositions the graph was traced with, beyond ours
+        self._graph_name = graph_name
+        self._pass_name = pass_name
+        self._write = write
+        self._aliases = aliases
+        self._order: Order | None = None
+        self._raising: Raising | None = None
+
+    @property
+    def graph(self) -> Graph:
+        return self.gm.graph
+
+    @property
+    def aliases(self) -> Aliases:
+        """Alias facts, computed when first asked for and kept up to date by `replace`."""
+        if self._aliases is None:
+            self._aliases = Aliases(self.graph)
+        return self._aliases
+
+    @property
+    def order(self) -> Order:
+        """What runs before what, as the graph stood when this was first asked for; data dependencies do not count,
+        because the passes that ask take them away.
+        """
+        if self._order is None:
+            self._order = Order(self.graph, data=False)
+        return self._order
+
+    @property
+    def raising(self) -> Raising:
+        """What can raise, at the places that `aliases` know."""
+        if self._raising is None:
+            self._raising = raising_in(self.graph, self.aliases)
+        return self._raising
+
+    def allows(self, rule: str) -> bool:
+        return rule not in self.config.disable_rules
+
+    def replace(self, node: Node, kept: Node, *, rule: str, because: str) -> None:
+        """Let `kept` stand for `node` everywhere, and drop `node`."""
+        if self._aliases is not None:
+            self._aliases.join(node, kept)
+        self._record_rewrite(rule, [node], [kept], because)
+        inherit(kept, node)
+        node.replace_all_uses_with(kept)
+        self.graph.erase_node(node)
+
+    def rewired(self, node: Node, *, rule: str, because: str, certificate: Certificate | None = None) -> None:
+        """Take note that `node` was changed in place: its arguments, or the op it calls."""
+        self._record_rewrite(rule, [node], [node], because, certificate)
+
+    def fused(self, names: list[str], into: list[Node], *, rule: str, because: str, line: str) -> None:
+        """Take note that the nodes of these names, which are gone, were replaced by `into`."""
+        self.changes += 1
+        new = tuple(node.name for node in into)
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, tuple(names), new, because, line))
+
+    def note(self, make: Callable[[str, str], Record]) -> None:
+        """Write a record of another kind, made from the names of the graph and the pass."""
+        self._write(make(self._graph_name, self._pass_name))
+
+    def erase(self, node: Node, *, rule: str, because: str) -> None:
+        self._record_rewrite(rule, [node], [], because)
+        self.graph.erase_node(node)
+
+    def refuse(self, node: Node, reason: str | Refusal, *, rule: str, bytes_moved: int = 0) -> None:
+        """Take note that `rule` fits at `node` and was not applied."""
+        said = reason if isinstance(reason, Refusal) else Refusal(reason)
+        place = self._graph_name, self._pass_name, rule, node.name, said.reason, node_line(node)
+        self._write(Refused(*place, bytes_moved, said.edit, said.nothing_lost))
+
+    def certificate(self, written: Node, writer: Node, bytes_saved: int) -> Certificate:
+        """Why `writer` may write to the memory of `written`: nobody reads it after the node named here."""
+        owners = ", ".join(sorted(owner.name for owner, _ in self.aliases.storages(written)))
+        last = self.aliases.last_reader_before(written, writer)
+        return Certificate(owners, "nobody" if last is None else last.name, bytes_saved)
+
+    def _record_rewrite(
+        self, rule: str, nodes: list[Node], into: list[Node], because: str, certificate: Certificate | None = None
+    ) -> None:
+        self.changes += 1
+        line = next(filter(None, map(node_line, nodes)), "")
+        old, new = tuple(node.name for node in nodes), tuple(node.name for node in into)
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, old, new, because, line, certificate))
+
+
+class GraphPass(ABC):
+    """A transformation of one graph.
+
+    `option` names the configuration flag that switches it. `preserves_results = False` declares that the pass changes
+    what the graph computes on purpose; verification then takes the graph after it as the reference.
+    """
+
+    name: str
+    option: ClassVar[str | None] = None
+    rule: ClassVar[str] = ""  # for a pass that has one
+    stage: str = ""
+    preserves_results: bool = True
+    moves_writes: ClassVar[bool] = False  # writes to memory are this pass's subject: they may end up elsewhere
+    foreign: bool = False  # written by a user: errors stop compilation, metadata is repaired afterwards
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        name = getattr(self, "name", type(self).__name__)  # a user's may have none
+        return name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
+
+    def concerns(self, graph: Graph) -> bool:
+        """Whether there is anything for the pass in a graph; if not, it does not run and leaves no record."""
+        return True
+
+    def rules(self) -> tuple[str, ...]:
+        """The names of the rules this pass applies, for `disable_rules`."""
+        return (self.rule,) if self.rule else ()
+
+    @abstractmethod
+    def apply(self, work: Work) -> None: ...
+
+
+def inherit(node: Node, *replaced: Node) -> None:
+    """Let a node carry on the origins of what it replaces, and their source line if it has none."""
+    names = dict.fromkeys([*origins(node), *(name for old in replaced for name in origins(old))])
+    if names:
+        node.meta[ORIGINS] = tuple(names)
+    if node.op != "placeholder" and not node.meta.get("stack_trace"):
+        trace = next((old.meta["stack_trace"] for old in replaced if old.meta.get("stack_trace")), None)
+        if trace:
+            node.meta["stack_trace"] = trace

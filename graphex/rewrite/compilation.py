@@ -1,0 +1,176 @@
+"""What one compilation carries from room to room: the options, the journal, and where debug files go."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from graphex.analysis import placement
+from graphex.analysis.effects import CURRENT, is_work, synchronisation
+from graphex.config import CompilerConfig
+from graphex.env import rank_and_size, write_text
+from graphex.errors import one_line
+from graphex.quoting import file_name, remark
+from graphex.records import FellBack, Journal
+from graphex.torch_private.dynamo import is_traced, trace_artifact
+
+# -- timelines ---------------------------------------------------------------------------------------------------------
+# A graph with several streams as text: what each stream does, in order.
+
+
+def timelines(graph: Graph) -> dict[str, list[str]]:
+    """Per stream, its nodes and the events it records and waits for; empty for a graph with one stream."""
+    lines: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if (sync := synchronisation(node)) is not None:
+            stream, text = sync.stream, f"{sync.kind} {sync.what}"
+        elif is_work(node):
+            stream, text = placement(node), node.name
+        else:
+            continue
+        lines.setdefault(CURRENT if stream is None else str(stream), []).append(text)
+    return lines if len(lines) > 1 else {}
+
+
+def timelines_text(graph: Graph) -> str:
+    """The same as comments under the text of a graph."""
+    lines = [f"#   {remark(stream)}: {', '.join(map(remark, names))}" for stream, names in timelines(graph).items()]
+    return "\n".join(["", "# streams", *lines, ""]) if lines else ""
+
+
+# -- dump --------------------------------------------------------------------------------------------------------------
+# Debug files: what `TORCH_COMPILE_DEBUG=1` writes, and the same graphs as structured-trace artifacts for tlparse.
+#
+#     <torch's debug directory>/graphex[-rank_R]/
+#         debug.log
+#         model__K/dynamo_out_graph.txt
+#         model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
+#         model__K/{forward,backward,inference}/output_code.py
+#         model__K/journal.json
+#         model__K/report.html
+#
+# One `model__K` for each call of the backend.
+
+
+log = logging.getLogger("graphex")
+
+
+class DebugFiles:
+    """Where one compilation writes; writes nothing unless there is a directory or a structured trace."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.directory = None if root is None else _next_model(root)
+        self._numbers: dict[str, itertools.count[int]] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.directory is not None or is_traced()
+
+    def graph(self, folder: str, title: str, text: str) -> None:
+        """The graph after one pass, numbered in the order the passes ran."""
+        number = next(self._numbers.setdefault(folder, itertools.count()))
+        self.text(f"{folder}/{number:03d}_{file_name(title)}.txt", text)
+
+    def text(self, name: str, text: str) -> None:
+        text = text.encode(errors="backslashreplace").decode()  # half a character, which no file can hold
+        if self.directory is not None:
+            path = self.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
+        flat = name.replace("/", "_").rsplit(".", 1)[0]
+        encoding = "json" if name.endswith(".json") else "string"
+        trace_artifact(f"graphex_{flat}", encoding, text)
+
+    def journal(self, journal: Journal, compile_id: str) -> None:
+        """The journal so far, and the report on the graphs of this compilation."""
+        if self.wanted:
+            self.text("journal.json", journal.to_json())
+        if self.directory is not None:
+            from graphex.evidence.report.model import report_data
+            from graphex.evidence.report.page import write_page
+
+            title = f"compilation {compile_id}"
+            write_page(report_data(title, [journal], compile_id=compile_id), self.directory / "report.html")
+
+
+def open_debug_files(debug_directory: Path | None) -> DebugFiles:
+    if debug_directory is None:
+        return DebugFiles()
+    rank, size = rank_and_size()
+    root = debug_directory / (f"graphex-rank_{rank}" if size > 1 or _is_distributed() else "graphex")
+    root.mkdir(parents=True, exist_ok=True)
+    _log_to(root / "debug.log")
+    return DebugFiles(root)
+
+
+def _next_model(root: Path) -> Path:
+    for number in itertools.count():
+        path = root / f"model__{number}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: count() does not end")
+
+
+def _log_to(path: Path) -> None:
+    """Send the graphex logger, with every graph, to the run's debug.log."""
+    if any(
+        isinstance(handler, logging.FileHandler) and handler.baseFilename == str(path.resolve())
+        for handler in log.handlers
+    ):
+        return
+    handler = logging.FileHandler(path.resolve(), delay=True, encoding="utf-8", errors="backslashreplace")
+    handler.setLevel(logging.DEBUG)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+
+
+def _is_distributed() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+# -- compilation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One call of the backend. Several graphs (forward, backward, joint) can come out of it."""
+
+    config: CompilerConfig
+    journal: Journal
+    compile_id: str
+    decompositions: Mapping[Any, Any] = field(default_factory=dict)  # a user's, beyond the table `canonical`
+    files: DebugFiles = field(default_factory=DebugFiles)
+    is_whole: bool = True  # False where Python runs a part of the function, before or after what is compiled here
+
+    def name_graph(self, phase: str) -> str:
+        """A name for a new graph that no other graph of this journal has."""
+        taken = {graph.graph for graph in self.journal.graphs}
+        name, copy = f"{self.compile_id} {phase}", 1
+        while name in taken:
+            copy += 1
+            name = f"{self.compile_id} {phase} #{copy}"
+        return name
+
+    def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
+        self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
+
+
+def readable(gm: GraphModule) -> str:
+    """A graph as text, with types, strides, devices and streams."""
+    try:
+        text: str = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    except Exception as error:  # an argument that a user's pass has put there may fail to print
+        return f"# this graph cannot be written as text: {remark(one_line(error))}\n"
+    return text + timelines_text(gm.graph)

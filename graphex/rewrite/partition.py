@@ -1,0 +1,247 @@
+"""Split a graph into the largest parts that something else (a compiler, a device) supports, in linear time.
+
+    before:  a = relu(x); b = sort(a); c = relu(b); d = relu(a)          relu is supported, sort is not
+    after:   a, d = fused_0(x);  b = sort(a);  c = fused_1(b)
+
+`Partitioner` has the interface of torch's `CapabilityBasedPartitioner`. Every node gets a level: how often, on the way
+to it from the inputs, one leaves supported nodes. Supported nodes of one level are one partition. No path leaves a
+partition and comes back, because leaving raises the level for good; for the same reason partitions cannot wait for each
+other in a circle. And there cannot be fewer: nodes of different levels on one path can never be together.
+
+Reads and writes of one memory, random numbers and nodes with effects keep their order, as if they were data.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.infra.partitioner import Partition
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from graphex.analysis import Aliases
+from graphex.analysis.dependencies import hazards, seen_when_raising
+from graphex.analysis.effects import is_effectful, is_random, written_arguments
+from graphex.rewrite.base import inherit
+from graphex.torch_private.graphs import graph_module, qualified_name, write_code
+
+NEVER_ALONE = frozenset({"torch.ops.aten.view", "_operator.getitem"})  # torch's defaults
+
+Edges = dict[Node, list[Node]]  # for each node, what has to run before it
+
+
+class Partitioner:
+    """Finds and fuses partitions. The arguments are those of torch's `CapabilityBasedPartitioner`.
+
+    operator_support                   what is supported: `is_node_supported(submodules, node)`
+    allows_single_node_partition       keep partitions with one computing node
+    non_compute_ops                    names of ops that do not count as computing, beside views and getitem
+    allowed_single_node_partition_ops  names of ops that may be alone all the same
+    skip_horizontal_fusion             what is not connected stays apart
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        operator_support: OperatorSupportBase,
+        allows_single_node_partition: bool = False,
+        non_compute_ops: Sequence[str] | None = None,
+        allowed_single_node_partition_ops: Sequence[str] | None = None,
+        skip_horizontal_fusion: bool = False,
+    ) -> None:
+        self.graph_module = graph_module
+        self.operator_support = operator_support
+        self.allows_single_node_partition = allows_single_node_partition
+        self.non_compute_ops = list(non_compute_ops or ())
+        self.allowed_single_node_partition_ops = list(allowed_single_node_partition_ops or ())
+        self.skip_horizontal_fusion = skip_horizontal_fusion
+
+    def propose_partitions(self) -> list[Partition]:
+        """The partitions, in an order in which they can run."""
+        before = order_of(self.graph_module)
+        supported = self._supported()
+        levels: dict[Node, int] = {}
+        for node, earlier in before.items():
+            leaves = node not in supported
+            levels[node] = max((levels[e] + (leaves and e in supported) for e in earlier), default=0)
+        groups: dict[tuple[int, Node | None], list[Node]] = {}
+        roots = _connected(before, supported, levels) if self.skip_horizontal_fusion else {}
+        for node in before:
+            if node in supported:
+                groups.setdefault((levels[node], roots.get(node)), []).append(node)
+        kept = [nodes for nodes in groups.values() if self._is_large_enough(nodes)]
+        kept.sort(key=lambda nodes: levels[nodes[0]])
+        return [Partition(number, nodes) for number, nodes in enumerate(kept)]
+
+    def fuse_partitions(self, partitions: list[Partition], prefix: str = "fused_") -> GraphModule:
+        """Put each partition into a submodule, in place. The nodes that call them carry values, lines and origins."""
+        gm = self.graph_module
+        _sort(gm, [list(partition.nodes) for partition in partitions])
+        for number, partition in enumerate(partitions):
+            _fuse(gm, sorted(partition.nodes), f"{prefix}{number}")
+        gm.graph.lint()
+        write_code(gm)
+        return gm
+
+    def partition_and_fuse(self, prefix: str = "fused_") -> GraphModule:
+        return self.fuse_partitions(self.propose_partitions(), prefix)
+
+    def remove_bookend_non_compute_ops(self, partitions: list[Partition]) -> None:
+        """Take ops that compute nothing (`non_compute_ops`) off the beginnings and ends of partitions."""
+        for partition in partitions:
+            for ordered, neighbours in ((sorted, _inputs), (lambda nodes: sorted(nodes, reverse=True), _users)):
+                for node in ordered(partition.nodes):
+                    inside = any(other in partition.nodes for other in neighbours(node))
+                    if not inside and _name(node) in self.non_compute_ops:
+                        del partition.nodes[node]
+
+    def _supported(self) -> set[Node]:
+        """What the user supports; a part of a tuple goes with the tuple."""
+        modules = dict(self.graph_module.named_modules())
+        found: set[Node] = set()
+        for node in self.graph_module.graph.nodes:
+            if node.target is operator.getitem and isinstance(node.args[0], Node):
+                supports = node.args[0] in found
+            else:
+                supports = node.op.startswith("call") and self.operator_support.is_node_supported(modules, node)
+            if supports:
+                found.add(node)
+        return found
+
+    def _is_large_enough(self, nodes: list[Node]) -> bool:
+        if self.allows_single_node_partition:
+            return True
+        names = [_name(node) for node in nodes]
+        ignored = NEVER_ALONE.union(self.non_compute_ops)
+        may_be_alone = any(name in self.allowed_single_node_partition_ops for name in names)
+        return sum(name not in ignored for name in names) + may_be_alone > 1
+
+
+def order_of(gm: GraphModule) -> Edges:
+    """What has to run before each node: its inputs, and what memory, randomness and effects ask for."""
+    before: Edges = {node: list(node.all_input_nodes) for node in gm.graph.nodes}
+    last: dict[str, Node] = {}
+    for node in before:
+        for kind, has_it in (("random", is_random(node)), ("effect", _has_effect(node))):
+            if has_it:
+                if kind in last:
+                    before[node].append(last[kind])
+                last[kind] = node
+    aliases = Aliases(gm.graph)
+    for earlier, later in (*hazards(gm.graph, aliases), *seen_when_raising(gm.graph, aliases)):
+        before[later].append(earlier)
+    return before
+
+
+def _has_effect(node: Node) -> bool:
+    return node.op.startswith("call") and is_effectful(node) and not is_random(node) and not written_arguments(node)
+
+
+def _connected(before: Edges, supported: set[Node], levels: dict[Node, int]) -> dict[Node, Node]:
+    """For each supported node the same node for all that it is connected with on its level."""
+    parent = {node: node for node in supported}
+
+    def root(node: Node) -> Node:
+        while parent[node] is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in supported:
+        for earlier in before[node]:
+            if earlier in supported and levels[earlier] == levels[node]:
+                parent[root(earlier)] = root(node)
+    return {node: root(node) for node in supported}
+
+
+def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
+    """Bring the nodes of each unit together, at the place of its last one, moving as little as possible."""
+    before = order_of(gm)
+    position = {node: place for place, node in enumerate(before)}
+    unit_of: dict[Node, int] = {node: number for number, unit in enumerate(units) for node in unit}
+    members: dict[int, list[Node]] = {}
+    for node in before:
+        members.setdefault(unit_of.setdefault(node, len(units) + position[node]), []).append(node)
+    waits: dict[int, set[int]] = {number: set() for number in members}
+    for node, earlier in before.items():
+        waits[unit_of[node]].update(unit_of[e] for e in earlier)
+    followers: dict[int, list[int]] = {number: [] for number in members}
+    missing: dict[int, int] = {}
+    for number, needed in waits.items():
+        needed.discard(number)
+        missing[number] = len(needed)
+        for other in needed:
+            followers[other].append(number)
+    ready = [(position[nodes[-1]], number) for number, nodes in members.items() if not missing[number]]
+    heapq.heapify(ready)
+    done: list[Node] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        done.extend(members[number])
+        for follower in followers[number]:
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (position[members[follower][-1]], follower))
+    if len(done) != len(before):
+        raise ValueError("the partitions wait for each other in a circle: one of them is not convex")
+    for node, after in itertools.pairwise(done):
+        if node.next is not after:
+            node.append(after)
+
+
+def _fuse(gm: GraphModule, nodes: list[Node], name: str) -> None:
+    inner, inputs, outputs = _extracted(gm, nodes, name)
+    gm.add_submodule(name, inner)
+    with gm.graph.inserting_after(nodes[-1]):
+        call = gm.graph.call_module(name, tuple(inputs))
+    values = tuple(output.meta.get("val") for output in outputs)
+    call.meta["val"] = values[0] if len(outputs) == 1 else values
+    inherit(call, *nodes)
+    place = call
+    for index, output in enumerate(outputs):
+        replacement = call
+        if len(outputs) > 1:
+            with gm.graph.inserting_after(place):
+                replacement = place = gm.graph.call_function(operator.getitem, (call, index))
+            replacement.meta["val"] = values[index]
+            inherit(replacement, output)
+        output.replace_all_uses_with(replacement)
+    for node in reversed(nodes):
+        gm.graph.erase_node(node)
+
+
+def _extracted(gm: GraphModule, nodes: list[Node], name: str) -> tuple[GraphModule, list[Node], list[Node]]:
+    """A module of copies of some nodes, the nodes it takes its inputs from, and those it returns."""
+    graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
+    members = set(nodes)
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+            inputs.append(node)
+        return copies[node]
+
+    for value in (value for node in nodes for value in node.all_input_nodes if value not in members):
+        copy_of(value)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    outputs = [node for node in nodes if any(user not in members for user in node.users)]
+    returned = [copies[node] for node in outputs]
+    graph.output(returned[0] if len(returned) == 1 else tuple(returned))
+    return graph_module(gm, graph, class_name=name), inputs, outputs
+
+
+def _inputs(node: Node) -> Iterable[Node]:
+    return node.all_input_nodes
+
+
+def _users(node: Node) -> Iterable[Node]:
+    return node.users
+
+
+def _name(node: Node) -> str:
+    return qualified_name(node.target) if callable(node.target) else str(node.target)

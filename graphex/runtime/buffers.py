@@ -1,0 +1,396 @@
+"""Many tensors copied in one launch.
+
+Tensors of one type go through one kernel as they are. Tensors of several types do too, looked at as the widest integers
+that divide them all:
+
+    int64[1], bfloat16[8], bool[16]   ->   int64[1], int64[2], int64[2]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.errors import CaptureError
+from graphex.runtime.fast_replay import picker
+from graphex.torch_private.memory import (
+    UNMARKED,
+    Marks,
+    borrowed,
+    copier,
+    flipped,
+    has_memory,
+    is_dense,
+    marked,
+    marks_of,
+    on_storage_of,
+    overlaps_itself,
+    storage_owners,
+    whole_storage,
+)
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+_UNITS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_WIDEST = _UNITS[0][0]
+_MOST_REINTERPRETED = 16  # looking at a tensor as integers costs the host about as much as half a launch
+
+
+class Copies:
+    """Copies between a fixed list of tensors and lists that are laid out alike."""
+
+    def __init__(self, fixed: Sequence[Tensor]) -> None:
+        self._fixed = list(fixed)
+        self._copy = copier(tensor.dtype for tensor in fixed)
+        self._unit = _common_unit(fixed)
+        if self._unit is not None:
+            self._integers = _as_integers(self._fixed, self._unit)
+            self._copy_integers = copier([self._unit])
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Copy into the fixed tensors."""
+        if self._unit is None or not _is_plain_bits(sources):
+            self._copy(self._fixed, sources)
+        else:
+            self._copy_integers(self._integers, _as_integers(sources, self._unit))
+
+    def drain(self, targets: Sequence[Tensor]) -> None:
+        """Copy out of the fixed tensors, into fresh ones."""
+        if self._unit is None:
+            self._copy(targets, self._fixed)
+        else:
+            self._copy_integers(_as_integers(targets, self._unit), self._integers)
+
+
+def _common_unit(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    if len({tensor.dtype for tensor in tensors}) < 2 or len(tensors) > _MOST_REINTERPRETED:
+        return None
+    if not all(is_dense(tensor) and not tensor.is_complex() for tensor in tensors) or not _is_plain_bits(tensors):
+        return None
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return next(dtype for width, dtype in _UNITS if all(size % width == 0 for size in sizes))
+
+
+def _is_plain_bits(tensors: Sequence[Tensor]) -> bool:
+    """Whether bits are all there is to these tensors, and they begin where an integer may begin."""
+    return all(
+        has_memory(tensor)
+        and not tensor.is_neg()
+        and tensor.data_ptr() % _WIDEST == 0
+        and tensor.storage_offset() * tensor.element_size() % _WIDEST == 0
+        for tensor in tensors
+    )
+
+
+def _as_integers(tensors: Sequence[Tensor], unit: torch.dtype) -> list[Tensor]:
+    return [tensor.as_strided((tensor.numel(),), (1,)).view(unit) for tensor in tensors]
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+# Private buffers for the inputs of a captured graph, laid out as the inputs are.
+
+
+_ALIGNMENT = 512  # what a device's allocator gives; kernels are chosen by it
+
+
+class InputBuffer:
+    """`view` is what the graph reads; `target` is what a call's tensor, through `source`, is copied into.
+
+    The strides of the input are kept, gaps included, because the graph was compiled for them. An expanded dimension
+    (stride 0) holds one element that is copied once. For an input that is read as the conjugate of its memory, the
+    buffer's memory holds the conjugate too: what is traced depends on that.
+    """
+
+    def __init__(self, like: Tensor, memory: Tensor | None) -> None:
+        """`memory` is bytes to lay it out in; None takes over the tensor itself as the buffer."""
+        self._marks = marks_of(like)
+        self._compact = None if is_dense(like) else _without_expansion(like)
+        if memory is None:
+            self.view = like.detach()  # the memory, whatever becomes of the caller's tensor
+            self.target = self.source(self.view)
+        else:
+            flat = memory.view(like.dtype)
+            self.view = marked(flat.as_strided(like.shape, like.stride(), flat.storage_offset()), self._marks)
+            self.target = flat.as_strided(self._compact or like.shape, like.stride(), flat.storage_offset())
+        if self._compact is not None and overlaps_itself(self.target):
+            raise CaptureError(f"an input of shape {tuple(like.shape)} and strides {like.stride()} overlaps itself")
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether a call's tensor is copied as it is."""
+        return self._compact is None and self._marks == UNMARKED
+
+    def source(self, tensor: Tensor) -> Tensor:
+        if self._compact is not None:
+            tensor = tensor.as_strided(self._compact, tensor.stride(), tensor.storage_offset())
+        return tensor if self._marks == UNMARKED else flipped(tensor, self._marks)
+
+
+class Arena:
+    """Memory for the buffers of all keys of a graph: every key lays its own out from the start.
+
+    A key's buffers are filled right before it is replayed, so what another key left there does not matter.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def buffers(self, inputs: Sequence[Tensor], *, shared: bool = True) -> list[InputBuffer]:
+        sizes = [_aligned(bytes_of(tensor)) for tensor in inputs]
+        memory = self._room(sum(sizes), inputs[0].device, shared) if inputs else None
+        buffers, start = [], 0
+        for tensor, size in zip(inputs, sizes, strict=True):
+            assert memory is not None
+            buffers.append(InputBuffer(tensor, memory[start : start + bytes_of(tensor)]))
+            start += size
+        return buffers
+
+    def _room(self, size: int, device: torch.device, shared: bool) -> Tensor:
+        if not shared:
+            with torch.inference_mode(False):
+                return torch.zeros(size, dtype=torch.uint8, device=device)
+        if self._memory is None or self._memory.numel() < size:
+            with torch.inference_mode(False):  # calls in and outside of that mode write to it
+                self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes from a tensor's first element to its last, gaps included, expanded dimensions counted once."""
+    if not tensor.numel():
+        return 0
+    steps = zip(_without_expansion(tensor), tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _without_expansion(tensor: Tensor) -> torch.Size:
+    return torch.Size(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+# How what a captured graph computed gets out of its memory.
+#
+#     "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
+#     "separate"   the same, but no two results share memory
+#     "handed on"  copied to a place that is the same in every call, for another piece of the same call
+#     "in place"   the results are the graph's own memory, which any replay of its pool may write to again
+#     "lent"       the same, for somebody who copies them before that
+#
+# A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way. Where
+# the
+# graph has written to a copy of an input, what it wrote is put back first.
+
+
+_COPIED = ("copied", "handed on")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Not a tensor, or one without memory: the same in every call."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class PartOfInput:
+    """A result that lives in an input. `offset` counts elements from where the input begins."""
+
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    marks: Marks
+
+    def of(self, given: Tensor) -> Tensor:
+        start = given.storage_offset()
+        if given.dtype == self.dtype:
+            return marked(given.as_strided(self.size, self.stride, start + self.offset), self.marks)
+        start = start * given.element_size() // self.dtype.itemsize
+        return marked(on_storage_of(given, self.dtype, self.size, self.stride, start + self.offset), self.marks)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The copy of `source`, as it is."""
+
+    source: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of the copy of a whole storage."""
+
+    source: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    marks: Marks
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """The graph's own tensor. `owners` is how many hold its memory when the user holds none of it."""
+
+    value: Tensor
+    lent: bool
+    owners: int = 0
+
+
+class OutputPlan:
+    """Made once, when the graph is captured; `take` runs after every replay.
+
+    `ways` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
+    """
+
+    def __init__(self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor]) -> None:
+        self._sources: list[Tensor] = []
+        self._empties: list[Callable[[], Tensor]] = []
+        storages: dict[int, int] = {}
+        copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
+        sharing = Counter(_memory(value) for value in copied if value.numel())
+        owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
+        self._plan: list[Any] = []
+        for value, way in zip(outputs, ways, strict=True):
+            if not _lives(value):
+                self._plan.append(Constant(value))
+            elif part := _part_of_input(value, owners):
+                self._plan.append(part)
+            elif way in ("in place", "lent"):
+                self._plan.append(InPlace(value, way == "lent"))
+            elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
+                self._plan.append(Copied(self._source(value, way)))
+            else:
+                whole = None if way == "separate" else storages.get(_memory(value))
+                if whole is None:
+                    whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype), way)
+                place = int(value.storage_offset())
+                marks = marks_of(value)
+                self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
+        self._copies = Copies(self._sources)
+        self._parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
+        self.needed = picker(self._parts)
+        self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
+        is_alone = self._as_copied and len(self._plan) == 1 and ways[0] != "handed on"
+        self._clone = _plain_clone(self._sources[0]) if is_alone else None
+
+    def settle(self) -> None:
+        """Called when nobody but this plan and the graph holds the outputs any more."""
+        self._plan = [
+            InPlace(step.value, step.lent, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            for step in self._plan
+        ]
+        self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
+
+    def in_place(self) -> list[Tensor]:
+        """The outputs whose memory the user gets to hold."""
+        return [step.value for step in self._plan if isinstance(step, InPlace) and not step.lent]
+
+    def still_held(self) -> list[int]:
+        """The outputs in place that somebody still holds from the call before."""
+        return [
+            place
+            for place, step in enumerate(self._plan)
+            if isinstance(step, InPlace) and not step.lent and storage_owners(step.value) > step.owners
+        ]
+
+    def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The results; `inputs` are those that are `needed` of this call's."""
+        if self._clone is not None:
+            return (self._clone(),)
+        copies = [empty() for empty in self._empties]
+        if copies:
+            self._copies.drain(copies)
+        if self._as_copied:
+            return tuple(copies)
+        given = iter(inputs)
+        return tuple(_result(step, copies, given) for step in self._plan)
+
+    def _source(self, tensor: Tensor, way: str) -> int:
+        self._sources.append(borrowed(tensor))
+        empty = empty_for(tensor, tensor.size(), tensor.stride())
+        self._empties.append(empty if way != "handed on" else empty().detach)
+        return len(self._sources) - 1
+
+
+class PuttingBack(OutputPlan):
+    """The same for a graph that has written to copies of the inputs `put_back`: the call's own get what was written."""
+
+    def __init__(
+        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], put_back: Sequence[int]
+    ) -> None:
+        super().__init__(outputs, ways, inputs)
+        self._written = [inputs[index] for index in put_back]
+        self.needed = picker([*put_back, *self._parts])
+
+    def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        for given, written in zip(inputs, self._written, strict=False):
+            given.copy_(written)
+        return super().take(inputs[len(self._written) :])
+
+
+def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
+    """A copy by one call of torch, which is half the work for the host, if that copies all there is to a tensor."""
+    return source.clone if not source.storage_offset() and not any(marks_of(source)) else None
+
+
+def empty_for(source: Tensor, size: Sequence[int], stride: Sequence[int]) -> Callable[[], Tensor]:
+    """What makes room for a copy of `source`, or of a part of it with this size.
+
+    The copy begins as far into its memory as the source does: AOTAutograd looks there to find out which part of an
+    input a result stands for.
+    """
+    offset, dtype, device = int(source.storage_offset()), source.dtype, source.device
+    if not offset:
+        return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+    room = offset + max(0, 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
+    return lambda: torch.empty(room, dtype=dtype, device=device).as_strided(size, stride, offset)
+
+
+def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
+    if isinstance(step, Copied):
+        return copies[step.source]
+    if isinstance(step, Window):
+        flat = copies[step.source]
+        if flat.dtype != step.dtype:  # outputs of two types in one storage look at the same bytes
+            flat = flat.view(step.dtype)
+        return marked(flat.as_strided(step.size, step.stride, step.offset), step.marks)
+    if isinstance(step, PartOfInput):
+        return step.of(next(given))
+    if isinstance(step, InPlace):
+        return step.value.detach()
+    return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
+
+
+def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) -> PartOfInput | None:
+    """Buffers of several inputs may be in one storage, so it is the address that tells whose part it is."""
+    if not value.numel():
+        return None
+    address, memory = value.data_ptr(), _memory(value)
+    candidates = [each for each in owners if _memory(each[1]) == memory]
+    within = [each for each in candidates if each[2] <= address < each[2] + each[3]]
+    for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
+        offset, rest = divmod(address - start, value.element_size())
+        if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
+            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value))
+    return None
+
+
+def _lives(value: Any) -> bool:
+    return isinstance(value, Tensor) and has_memory(value)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()

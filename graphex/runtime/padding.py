@@ -1,0 +1,216 @@
+"""Calls padded to a few sizes, so that a few captures serve all of them.
+
+    capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are copies of row 0;
+                                                     the results of these rows are thrown away
+
+Any other rows would be some that this call does not have: a model may look up a table at `tokens - base`, and be out of
+its range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import Aliases
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.row_independence import MixedRowsError, Rows
+from graphex.analysis.shapes import known_equal
+from graphex.runtime import session
+from graphex.runtime.above import AboveAutograd
+from graphex.runtime.buffers import empty_for
+from graphex.runtime.captured_graph import output_leaves, returns_one
+from graphex.runtime.codegen import Boxed
+from graphex.runtime.keys import host_outputs
+from graphex.runtime.pools import Pool
+from graphex.torch_private.dynamo import is_seen_by_a_mode
+from graphex.torch_private.memory import copier
+from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
+
+
+class Layout:
+    """Where the rows of a graph are: in which dimension of which inputs and outputs. Raises MixedRowsError."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._values = [node.meta.get("val") for node in nodes]
+        tensors = [node for node, value in zip(nodes, self._values, strict=True) if isinstance(value, Tensor)]
+        self._symbol = _only_symbol(tensors, nodes)
+        rows = Rows(gm, self._symbol)
+        aliases = Aliases(gm.graph)
+        places = {index: place for index, node in enumerate(nodes) if (place := rows.dims.get(node)) is not None}
+        self.inputs = {index: place.dim for index, place in places.items()}
+        self._expanded = {index: _expanded_dims(self._values[index]) for index in places}
+        self.numbers = [index for index, value in enumerate(self._values) if symbol_of(value) == self._symbol]
+        for index, place in places.items():
+            if place.block != 1:
+                raise MixedRowsError("an input has several elements for each row", nodes[index])
+            if aliases.is_written(nodes[index]) or aliases.reaches_output(nodes[index]):
+                raise MixedRowsError("an input with rows is written or returned, and cannot be padded", nodes[index])
+            self._check_strides(nodes[index])
+        for node, value in zip(nodes, self._values, strict=True):
+            if not isinstance(value, Tensor) and symbol_of(value) is None and self._symbol in free_symbols(value):
+                raise MixedRowsError("a number is computed from the size before the graph begins", node)
+        self.leaves = output_leaves(gm)
+        _check_that_results_are_alone([leaf for leaf in self.leaves if isinstance(leaf, Node)], aliases)
+        self.outputs = {
+            number: place
+            for number, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Node) and (place := rows.dims.get(leaf)) is not None
+        }
+        for number in self.outputs:
+            self._check_strides(self.leaves[number])
+        self.shape = lru_cache(maxsize=1024)(self._shape)
+
+    def size(self, args: Sequence[Any]) -> int:
+        place, dim = next(iter(self.inputs.items()))
+        return int(args[place].size(dim))
+
+    def buffers(self, size: int, args: Sequence[Any]) -> dict[int, Tensor]:
+        """Inputs of another number of rows, laid out as the graph was compiled for it."""
+        found = {}
+        for place in self.inputs:
+            value = self._values[place]
+            shape, stride = (evaluated(each, self._symbol, size) for each in (value.shape, value.stride()))
+            room = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+            flat = torch.zeros(room, dtype=value.dtype, device=args[place].device)
+            found[place] = flat.as_strided(shape, stride)
+        return found
+
+    def _check_strides(self, node: Node) -> None:
+        """Refuse what has no layout for a number of rows alone."""
+        if free_symbols(node.meta["val"].stride()) - {self._symbol}:
+            raise MixedRowsError("its strides do not follow from the number of rows", node)
+
+    def once(self, place: int, tensor: Tensor) -> Tensor:
+        """An input without the repetitions of an expanded dimension, which share one place in memory."""
+        return _once(tensor, self._expanded[place])
+
+    def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Size and strides that an output has for so many rows."""
+        value = self.leaves[place].meta["val"]
+        return evaluated(value.shape, self._symbol, size), evaluated(value.stride(), self._symbol, size)
+
+
+def _only_symbol(tensors: list[Node], nodes: list[Node]) -> Any:
+    found = {symbol for node in tensors for symbol in free_symbols(tuple(node.meta["val"].shape))}
+    if len(found) != 1:
+        names = ", ".join(sorted(map(str, found)))
+        reason = f"several sizes vary ({names}); mark the others as static" if found else "no size varies"
+        raise MixedRowsError(reason, tensors[0] if tensors else nodes[0])
+    return found.pop()
+
+
+def _expanded_dims(value: Tensor) -> list[int]:
+    return [dim for dim, stride in enumerate(value.stride()) if known_equal(stride, 0)]
+
+
+def _once(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
+    for dim in expanded:
+        tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+    return tensor
+
+
+def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
+    """What is cut is copied, and a copy shares memory with nobody."""
+    taken: set[Storage] = set()
+    for leaf in leaves:
+        storages = aliases.storages(leaf)
+        if aliases.lives_in_input(leaf) or not storages.isdisjoint(taken):
+            raise MixedRowsError("a result shares memory with another or with an input", leaf)
+        taken |= storages
+
+
+class Padding:
+    """A boxed callable that pads a call to the next of `sizes`, runs it, and cuts its results."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        gm: GraphModule,
+        sizes: Sequence[int],
+        run: Boxed,
+        pool: Pool,
+        counter: Counter[str],
+        above: AboveAutograd,
+    ) -> None:
+        """`run` may hand out memory of its own: results are copied out of it here."""
+        self._boxed_call = True
+        self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
+        self._above = above
+        self._numbers = host_outputs(gm)
+        self._buffers: dict[int, dict[int, Tensor]] = {}
+        self._returns_one = returns_one(gm)
+        self.written: list[int] = getattr(run, "written", [])
+
+    def __call__(self, args: list[Any]) -> Any:
+        return session.run_in_session(self, args) if session.active else self.call(args)
+
+    def rehearse(self, args: list[Any]) -> None:
+        """What is padded does that for itself."""
+
+    def call(self, args: list[Any]) -> Any:
+        if is_seen_by_a_mode():  # it is to see the user's ops and no copies
+            return self._run(args)
+        if reason := self._above.why(args):
+            return self._above(args, reason)
+        size = self._layout.size(args)
+        place = bisect_left(self._sizes, size)
+        wanted = self._sizes[place] if place < len(self._sizes) and size else None
+        self._counter["padded"] += wanted not in (None, size)
+        with self._pool.lock:
+            self._pool.take_turn()
+            numbers = self._numbers and self._numbers[1](list(args))
+            results = self._run(args if wanted is None else self._padded(args, size, wanted))
+            return self._cut((results,) if self._returns_one else results, size, numbers)
+
+    def _padded(self, args: list[Any], size: int, wanted: int) -> list[Any]:
+        buffers = self._buffers.get(wanted)
+        if buffers is None:
+            with torch.inference_mode(False):
+                buffers = self._buffers[wanted] = self._layout.buffers(wanted, args)
+        places = self._layout.inputs.items()
+        targets = [self._layout.once(place, buffers[place].narrow(dim, 0, size)) for place, dim in places]
+        sources = [self._layout.once(place, args[place]) for place, _ in places]
+        copier(target.dtype for target in targets)(targets, sources)
+        if size < wanted:
+            for place, dim in places:
+                rest = self._layout.once(place, buffers[place].narrow(dim, size, wanted - size))
+                rest.copy_(self._layout.once(place, args[place].narrow(dim, 0, 1)))
+        padded = list(args)
+        args.clear()
+        for place, buffer in buffers.items():
+            padded[place] = buffer
+        for place in self._layout.numbers:
+            padded[place] = wanted
+        return padded
+
+    def _cut(self, results: Sequence[Any], size: int, numbers: Any) -> Any:
+        """This call's rows, in memory of their own."""
+        cut, targets, sources = list(results), [], []
+        for place, value in enumerate(results):
+            if not isinstance(value, Tensor):
+                continue
+            rows = self._layout.outputs.get(place)
+            if rows is None:
+                target, source = empty_for(value, value.size(), value.stride())(), value
+            else:
+                source = value.narrow(rows.dim, 0, size * rows.block)
+                target = empty_for(source, *self._layout.shape(place, size))()
+            cut[place] = target
+            expanded = _expanded_dims(target)
+            targets.append(_once(target, expanded))
+            sources.append(_once(source, expanded))
+        if targets:
+            copier(target.dtype for target in targets)(targets, sources)
+        if self._numbers is not None:
+            for place, number in zip(self._numbers[0], numbers, strict=True):
+                cut[place] = number
+        return cut[0] if self._returns_one else tuple(cut)

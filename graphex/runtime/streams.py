@@ -1,0 +1,155 @@
+"""Streams and events of the user's that a graph takes part in.
+
+Inside, their work runs on streams of the graph's own, captured or not. So a call starts behind what these streams have
+been given before, and they go on behind the call: to everybody outside it looks as if the work had been done on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.analysis import Aliases, placement
+from graphex.analysis.aliasing import Storage
+from graphex.analysis.dependencies import keep_turns
+from graphex.analysis.effects import does_nothing, is_work, operator_of, placed_events
+from graphex.device import Device
+from graphex.device.base import Outside, StreamPlan, stream_plan
+from graphex.passes.streams import AddingEvents
+from graphex.passes.torch_streams import STREAM
+from graphex.runtime.codegen import PART, Boxed
+
+# -- outside -----------------------------------------------------------------------------------------------------------
+
+
+def with_outside(run: Boxed, plan: StreamPlan, device: Device, *, events: bool) -> Boxed:
+    """`run`, ordered with the user's own streams and events; `run` itself if there are none."""
+    from graphex.torch_private.dynamo import external_object
+
+    numbers = [int(label.removeprefix(STREAM)) for label in plan.priorities if label.startswith(STREAM)]
+    outside = plan.outside if events else Outside()
+    if not (numbers or outside.recorded or outside.awaited):
+        return run
+
+    def ordered(args: list[Any]) -> Any:
+        if device.is_capturing():
+            return run(args)
+        objects = {number: external_object(number) for number in (*numbers, *outside.recorded, *outside.awaited)}
+        streams = [objects[number] for number in numbers if isinstance(objects[number], torch.Stream)]
+        current = device.current_stream()
+        for stream in streams:
+            current.wait_stream(stream)
+        for number in outside.awaited:
+            if isinstance(objects[number], torch.Event):
+                current.wait_event(objects[number])
+        results = run(args)
+        for stream in streams:
+            stream.wait_stream(current)
+        for number in outside.recorded:
+            if isinstance(objects[number], torch.Event):
+                objects[number].record(current)
+        return results
+
+    ordered._boxed_call = True  # type: ignore[attr-defined]
+    return ordered
+
+
+# -- meeting -----------------------------------------------------------------------------------------------------------
+# Streams of a graph that is cut: they meet at every cut, and part again behind it.
+#
+#     graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
+#
+#     pieces:   1   record("begin", current); wait("begin", side); a = sin(x)  side; record("a", side); wait("a",
+#     current)
+#               2   n = item(count)
+#               3   record("begin", current); wait("begin", side); b = cos(a)  side; record("b", side); wait("b",
+#               current)
+#                   c = add(b, n)
+#
+# An event of the user's whose record and wait are in one piece stays. What any other asks for, the cut between the two
+# gives. The rest is added as for a whole graph, from what the piece reads and writes.
+
+
+_HOST_WAITS = torch.ops.graphex.host_wait.default
+
+
+class MemoryOfPiece:
+    """What the values of a piece live in, as the whole graph knows it: two inputs of a piece may share their memory,
+    and belong to the stream of a node that is in another piece.
+    """
+
+    def __init__(self, aliases: Aliases, copies: Mapping[Node, Node]) -> None:
+        """`copies` are the nodes of the piece, by those of the whole graph."""
+        self._aliases, self._copies = aliases, copies
+        self._originals = {copy: node for node, copy in copies.items()}
+
+    def storages(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.storages, node)
+
+    def read_by(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.read_by, node)
+
+    def written_by(self, node: Node) -> frozenset[Storage]:
+        return self._asked(self._aliases.written_by, node)
+
+    def _asked(self, question: Callable[[Node], frozenset[Storage]], node: Node) -> frozenset[Storage]:
+        if node not in self._originals:  # an event that was added
+            return frozenset()
+        return frozenset((self._copies.get(owner, owner), index) for owner, index in question(self._originals[node]))
+
+
+def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
+    """Add to `before` what the user's events order, and that nothing crosses a wait of the host."""
+    nodes = list(graph.nodes)
+    if stream_plan(graph) is not None:
+        keep_turns(nodes, before)
+    barrier: Node | None = None
+    since: list[Node] = []
+    for node in nodes:
+        if barrier is not None:
+            before[node].add(barrier)
+        if node.target is _HOST_WAITS:
+            before[node].update(since)
+            barrier, since = node, []
+        since.append(node)
+
+
+def with_events(members: dict[int, list[Node]], levels: dict[Node, int]) -> dict[int, list[Node]]:
+    """The nodes of each piece with those that order its streams: both ends of an event are in one piece, or neither."""
+    kept = {node for node in levels if does_nothing(node)}
+    recorded: dict[Hashable, Node] = {}
+    together: set[Node] = set()
+    for node, sync in placed_events(list(levels)):
+        kept.discard(node)
+        if not sync.turn:
+            continue  # added again where it is needed
+        if sync.kind == "record":
+            recorded[sync.what] = node
+        elif (record := recorded.get(sync.what)) is not None and levels[record] == levels[node]:
+            together |= {record, node}
+    found: dict[int, list[Node]] = {level: [] for level in members}
+    inside = {node for nodes in members.values() for node in nodes} | kept | together
+    for node, level in levels.items():
+        if node in inside and level in found:
+            found[level].append(node)
+    return found
+
+
+def is_on_streams(graph: Graph) -> bool:
+    """Whether some work of a piece is on another stream than the current one, or limited to some cores."""
+    return any(PART in node.meta or placement(node) is not None for node in graph.nodes if is_work(node))
+
+
+def add_missing_events(gm: GraphModule, memory: MemoryOfPiece) -> None:
+    """Let the streams of a piece begin behind the current one, meet where they have to, and join it in the end."""
+    AddingEvents(gm.graph, memory).run()
+    gm.recompile()
+
+
+def is_not_understood(node: Node) -> bool:
+    """Whether a node is about streams in a way that nobody has read: where it may stand is not known."""
+    op = operator_of(node)
+    return op is not None and op.namespace == "streams"
