@@ -14,7 +14,7 @@ import torch
 from torch._functorch.aot_autograd import aot_function
 
 import graphex
-from graphex.ascend.tables import BETTER, NOT_OFFERED
+from graphex.ascend.catalogue import BETTER, NOT_OFFERED
 from tests.ascend.support import Compiled, on_npu
 
 ROOT = Path(__file__).resolve().parents[2]
