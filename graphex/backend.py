@@ -14,10 +14,9 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig, config_from
-from graphex.debug.history import Film
+from graphex.debug.history import Film, note_compilation, readable_path
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
-from graphex.evidence.watch import note_compilation
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
@@ -162,7 +161,6 @@ def _compile(
     journal: Journal,
     custom_decompositions: Decompositions | None,
 ) -> Any:
-    from graphex.debug.history import readable_path
     from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
 
     if _is_off(journal):

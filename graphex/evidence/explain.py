@@ -307,7 +307,7 @@ def _is_worse(found: Comparison, known: Comparison) -> bool:
 
 def _kept_by_custom_ops(film: Film) -> tuple[NotCompared, ...]:
     """The ops of the graphs that neither torch nor graphex defines: what one keeps for itself, nobody can look at."""
-    calls = {facts for reel in film.reels.values() for facts in reel.nodes if facts.op == "call_function"}
+    calls = {facts for snapshots in film.graphs.values() for facts in snapshots.nodes if facts.op == "call_function"}
     named = [_OP.match(facts.args if _WRAPPER in facts.target else facts.target) for facts in calls]
     custom = sorted({found[0] for found in named if found and found[1] not in _KNOWN})
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphex.debug.history import is_part_of
 from graphex.kernels.tuning import choice_of
 from graphex.records import Journal, KernelsPlanned, NearMiss, Refused
 
@@ -270,8 +271,9 @@ def _running(journal: Journal) -> Any:
     for graph in journal.graphs:
         if graph.phase == "joint":
             continue
-        pieces = {name: counts for name, counts in journal.counts.items() if name.startswith(f"{graph.graph} piece ")}
-        for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
+        parts = {name: counts for name, counts in journal.counts.items() if is_part_of(name, graph.graph)}
+        pieces = {name: counts for name, counts in parts.items() if name != graph.graph}
+        for name, counts in (pieces or {graph.graph: parts.get(graph.graph, Counter())}).items():
             captured = counts["captured"] + counts["recaptured"]
             calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing
             plain = "by itself" if pieces else "straight-line code; no device graph"

@@ -249,7 +249,7 @@ def eager_program(
     memory: Memory | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
-    from graphex.debug.graph_dump import write_output_code
+    from graphex.runtime.output_code import write_output_code
 
     try:
         code = generate(gm, lanes, memory)
