@@ -28,7 +28,7 @@ from graphex.env import path_of_rank, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
-from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
+from graphex.evidence.visible import Comparison, NotCompared, Observation, SavedState, compare
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
@@ -233,7 +233,7 @@ class _Subject:
         self._model = model
         self._flat, self._spec = pytree.tree_flatten(inputs)
         objects = [leaf for leaf in self._flat if not isinstance(leaf, torch.Tensor)]
-        self._before = Snapshot({"model": model, "args": objects})
+        self._before = SavedState({"model": model, "args": objects})
         self._random = RandomState(self._before.generators)
 
     def call(self, model: Callable[..., Any]) -> tuple[Observation, Any]:
