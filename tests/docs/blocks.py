@@ -108,7 +108,7 @@ def run_block(block: Block, folder: Path, *, ascend: bool = False, device: str =
     """The exit code of a block run as a script in `folder`, and what it printed."""
     script = folder / "block.py"
     script.write_text(program(block))
-    runner = ["-m", "graphex.cli.run", "--device", device] if ascend else []
+    runner = ["-m", "graphex", "run", "--device", device] if ascend else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, *runner, str(script)], cwd=folder, env=environment, capture_output=True, text=True, check=False
