@@ -82,7 +82,7 @@ def explain(
     graphex explain model.py
     graphex explain --set lift_idioms=always --set verify=true -o norms.html model.py
     """
-    from graphex.debug.history import watching
+    from graphex.backend import watching
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed

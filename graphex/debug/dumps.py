@@ -43,13 +43,13 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import node_line
 from graphex.config import CompilerConfig
+from graphex.debug.scripts import write_output_code
 from graphex.debug.tensors import numbers, parts_of
 from graphex.env import rank_and_size, write_text, written_whole
 from graphex.errors import GraphexError
 from graphex.quoting import file_name
 from graphex.rewrite.compilation import Compilation, readable
 from graphex.runtime.codegen import Boxed, generate
-from graphex.runtime.output_code import write_output_code
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 

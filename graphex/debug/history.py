@@ -6,15 +6,11 @@
 inputs) is read there and nowhere else. A journal keeps the history only where a report was asked for (`explain`, debug
 files, `graphex explain`). A node that several snapshots hold without change is stored once, so the history of 20 passes
 is hardly longer than that of one.
-
-`watching` collects the journals, with their histories, of everything a program compiles while it runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +21,6 @@ from graphex.analysis import Aliases, placement, written_arguments
 from graphex.analysis.effects import is_size_arithmetic
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
-from graphex.config import CompilerConfig, config_from
-from graphex.records import Journal
 
 MOST_TEXT = 400  # characters of the arguments of a node; a list may have 5,000 numbers
 
@@ -191,54 +185,7 @@ class Film:
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
 
-    def take(self, graph_name: str, compile_id: str, graph: Graph, aliases: Aliases) -> None:
+    def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Aliases) -> None:
         """Add a snapshot of the graph as it stands."""
         names = self._input_names.get(compile_id, [])
         self.graphs.setdefault(graph_name, Snapshots()).add([facts_of(node, aliases, names) for node in graph.nodes])
-
-
-def is_part_of(name: str, graph: str) -> bool:
-    """Whether records under `name` are about `graph` or about one of its pieces."""
-    return name == graph or name.startswith(f"{graph} piece ")
-
-
-# -- watching a program ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Watch:
-    """The journals of what was compiled, and the options laid over the program's own."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    on_compile: Callable[[Journal], None] = lambda _: None
-    journals: list[Journal] = field(default_factory=list)
-
-
-_watches: list[Watch] = []  # no context variable: a program may compile in another thread
-
-
-@contextmanager
-def watching(
-    options: Mapping[str, Any] | None = None, on_compile: Callable[[Journal], None] = lambda _: None
-) -> Iterator[Watch]:
-    """Collect a journal, with its history, for each thing that is compiled while the block runs."""
-    watch = Watch(config_from(options).given(), on_compile)
-    _watches.append(watch)
-    try:
-        yield watch
-    finally:
-        _watches.remove(watch)
-
-
-def note_compilation(config: CompilerConfig, journal: Journal) -> CompilerConfig:
-    """Tell every watch of a compilation; returns the configuration with their options laid over it."""
-    for watch in tuple(_watches):
-        if not any(known is journal for known in watch.journals):
-            watch.journals.append(journal)
-        if journal.film is None:
-            journal.film = Film()
-        if watch.options:
-            config = config_from(config)
-            config.update(watch.options)
-        watch.on_compile(journal)
-    return config

@@ -1,9 +1,9 @@
 """verify=True: on a graph's first call, run it as AOTAutograd gave it and as it is now, and compare.
 
 Both are measured against a float64 run where the ops allow it. On a mismatch the passes are replayed one by one to
-find the first that broke the graph; the graph before it runs from then on, and `repro` writes a script that shows the
-difference. A pass with `preserves_results = False` becomes part of the reference: the graphs before and after it are
-verified separately.
+find the first that broke the graph. The graph before that pass runs from then on, and a script that shows the
+difference is written. A pass with `preserves_results = False` becomes part of the reference: the graphs before and
+after it are verified separately.
 
 In this order: verification, the float64 reference, the state of the random number generators.
 """
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Interpreter
 from graphex.analysis import Aliases, is_collective, is_random
 from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.debug.repro import write_repro
+from graphex.debug.scripts import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
 from graphex.errors import one_line
 from graphex.records import Verified

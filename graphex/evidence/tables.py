@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from graphex.debug.history import is_part_of
 from graphex.kernels.tuning import choice_of
 from graphex.records import Journal, KernelsPlanned, NearMiss, Refused
 
@@ -183,9 +182,8 @@ def _running(journal: Journal) -> Iterator[Any]:
     for graph in journal.graphs:
         if graph.phase == "joint":
             continue
-        parts = {name: counts for name, counts in journal.counts.items() if is_part_of(name, graph.graph)}
-        pieces = {name: counts for name, counts in parts.items() if name != graph.graph}
-        for name, counts in (pieces or {graph.graph: parts.get(graph.graph, Counter())}).items():
+        pieces = {name: counts for name, counts in journal.counts.items() if journal.pieces.get(name) == graph.graph}
+        for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
             captured = counts["captured"] + counts["recaptured"]
             calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing
             plain = "by itself" if pieces else "straight-line code; no device graph"

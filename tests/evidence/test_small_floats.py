@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphex
-from graphex.debug import repro
+from graphex.debug import scripts
 
 NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
 SMALL = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
@@ -57,10 +57,10 @@ def test_dumps_of_other_types_hold_their_values(tmp_path):
     assert all(array.tolist() in ([1, 2], [True, True]) for array in found)
 
 
-@pytest.mark.parametrize("largest", [repro.LARGEST_INPUTS, 0], ids=["with the inputs", "with random inputs"])
+@pytest.mark.parametrize("largest", [scripts.LARGEST_INPUTS, 0], ids=["with the inputs", "with random inputs"])
 @torch.no_grad()
 def test_a_script_that_shows_a_difference_runs_with_small_floats(largest, monkeypatch):
-    monkeypatch.setattr(repro, "LARGEST_INPUTS", largest)
+    monkeypatch.setattr(scripts, "LARGEST_INPUTS", largest)
 
     def forget(gm):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bitwise_not.default):

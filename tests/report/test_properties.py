@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphex.debug.history import watching
+from graphex.backend import watching
 from graphex.evidence.report.compare import compare, has_losses
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page

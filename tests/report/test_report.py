@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import graphex
-from graphex.debug.history import watching
+from graphex.backend import watching
 from graphex.evidence.report.compare import compare, has_losses
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data

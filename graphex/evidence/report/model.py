@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphex.debug.history import Film, NodeFacts, Snapshots, is_part_of
+from graphex.debug.history import Film, NodeFacts, Snapshots
 from graphex.evidence.report.summary import summarise
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
@@ -72,9 +72,8 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
 def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
     """The graphs that were handed over, each followed by its other versions that have snapshots."""
     found = []
-    names = {graph.graph for graph in journal.graphs}
     for graph in journal.graphs:
-        versions = [name for name in film.graphs if name not in names and name.startswith(f"{graph.graph} ")]
+        versions = [name for name in film.graphs if journal.versions.get(name) == graph.graph]
         found += [graph, *(replace(graph, graph=name) for name in versions)]
     return found
 
@@ -83,7 +82,7 @@ def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: 
     data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
     number = 0
     for record in journal.records:
-        if not is_part_of(record.graph, graph.graph):
+        if journal.pieces.get(record.graph, record.graph) != graph.graph:
             continue
         if isinstance(record, PassRan):
             before = min(number, len(snapshots.taken) - 1)
@@ -99,7 +98,8 @@ def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: 
             data[_LISTS[record.kind]].append(plain)
         elif not isinstance(record, GraphCompiled):
             data["more"].append({"kind": record.kind, **asdict(record)})
-    data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if is_part_of(name, graph.graph)}
+    counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
+    data["counts"] = {name: dict(journal.counts[name]) for name in counted}
     data["runs"] = _running_snapshot(data, len(snapshots.taken) - 1)
     return data | _snapshots(snapshots, files)
 
