@@ -1,4 +1,4 @@
-"""The parts of the documentation that are written from declarations, so that they cannot grow stale.
+"""The parts of the documentation that are generated from declarations, so that they cannot grow stale.
 
 `python -m graphex.cli.docs [folder]` writes `docs/options.md` from `CompilerConfig` and fills the marked parts of the
 other pages: what stands between these two lines is replaced.

@@ -75,8 +75,8 @@ def explain(
 ) -> None:
     """Run SCRIPT and explain what it compiled with graphex.
 
-    Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS;
-    everything in it that is compiled with backend="graphex" is looked at.
+    Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS; the
+    report covers everything in it that is compiled with backend="graphex".
 
     \b
     graphex explain model.py
