@@ -1,15 +1,34 @@
-"""The functions of torchair and npugraph_ex. What graphex has under another name is used as it is."""
+"""The functions and classes of torchair, npugraph_ex and torch_npu.profiler that graphex has under another name.
+
+In this order: backends and compilers, scopes and events, loggers, the profiler. `catalogue.py` says which Ascend name
+each of them serves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TextIO
 
+import torch
 from torch.fx import GraphModule
+from torch.profiler import profile as torch_profile
+from torch.profiler import schedule
 
+from graphex import scope
 from graphex.ascend.config import CompilerConfig, FlatConfig, Group, flat_config, translated
-from graphex.errors import InputError
+from graphex.errors import GraphexWarning, InputError
 from graphex.records import Journal
+
+__all__ = ["schedule"]  # torch's own, served as torch_npu.profiler.schedule
+
+EVENT = 35  # the level of `AscendLogger.event`
+
+# -- backends and compilers --------------------------------------------------------------------------------------------
 
 
 def get_npu_backend(
@@ -25,8 +44,16 @@ def get_npu_backend(
     return backend
 
 
+def get_npugraph_ex_backend(
+    *, compiler_config: Group | None = None, custom_decompositions: Mapping[Any, Any] | None = None
+) -> Any:
+    """`npugraph_ex.get_npu_backend`: the same with a flat configuration."""
+    config = compiler_config if compiler_config is not None else FlatConfig()
+    return get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
+
+
 def get_compiler(compiler_config: Group | None = None) -> Callable[[GraphModule, Sequence[Any]], Any]:
-    """A compiler of ATen graphs, for people who call AOTAutograd themselves."""
+    """A compiler of ATen graphs, for programs that call AOTAutograd themselves."""
     from graphex.backend import compile_aten_graph
 
     journal = Journal()
@@ -50,7 +77,7 @@ def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, opt
 def npugraph_ex_backend(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None
 ) -> Any:
-    """What `torch.compile(model, backend="npugraph_ex", options=...)` calls for every graph it finds."""
+    """The backend that `torch.compile(model, backend="npugraph_ex", options=...)` calls for every graph it finds."""
     from graphex.backend import compile_by_name
 
     return compile_by_name(gm, example_inputs, lambda journal: translated(flat_config(options, mode), journal))
@@ -59,23 +86,8 @@ def npugraph_ex_backend(
 npugraph_ex_backend.is_graphex = True  # type: ignore[attr-defined]
 
 
-def register_replacement(*args: Any, **kwargs: Any) -> Any:
-    """graphex's, which takes what theirs takes and gives a handle back."""
-    from graphex.fusion.register import register_replacement
-
-    return register_replacement(*args, **kwargs)
-
-
 def use_internal_format_weight(model: Any) -> None:
-    """Private memory formats of the NPU are not here: weights stay as they are."""
-
-
-def get_npugraph_ex_backend(
-    *, compiler_config: Group | None = None, custom_decompositions: Mapping[Any, Any] | None = None
-) -> Any:
-    """`npugraph_ex.get_npu_backend`: the same with a flat configuration."""
-    config = compiler_config if compiler_config is not None else FlatConfig()
-    return get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
+    """Nothing: the NPU's private memory formats do not exist here, so weights stay as they are."""
 
 
 def _checked(config: object) -> Group:
@@ -85,3 +97,182 @@ def _checked(config: object) -> Group:
         kind = f"{type(config).__module__}.{type(config).__qualname__}"
         raise InputError(f"compiler_config must be a torchair.CompilerConfig, got {kind}.")
     return config
+
+
+# -- scopes and events -------------------------------------------------------------------------------------------------
+
+
+def npu_stream_switch(stream_tag: str, stream_priority: int = 0) -> Any:
+    """`with torchair.scope.npu_stream_switch("s1"):` places the ops traced inside on a stream of their own."""
+    return scope.stream(stream_tag, stream_priority or None)
+
+
+def limit_core_num(op_aicore_num: int, op_vectorcore_num: int) -> Any:
+    """Limit the cores that the ops traced inside may use."""
+    return scope.limit_core_num(op_aicore_num, op_vectorcore_num)
+
+
+def record() -> Any:
+    """A mark in the current stream, for `wait`."""
+    return torch.ops.air.record()
+
+
+def wait(tensors: Any) -> None:
+    """Let the current stream wait for the ops that these tensors come from."""
+    torch.ops.air.wait(list(tensors))
+
+
+def npu_wait_tensor(tensor: Any, dependency: Any) -> Any:
+    """`tensor`, once `dependency` has been computed."""
+    torch.ops.air.wait([dependency])
+    return tensor
+
+
+# -- loggers -----------------------------------------------------------------------------------------------------------
+
+
+class StdoutHandler(logging.StreamHandler[TextIO]):
+    """A handler that looks up sys.stdout for each message, so that a redirection holds."""
+
+    def __init__(self, name: str) -> None:
+        logging.Handler.__init__(self)
+        text = f"[%(levelname)s] {name.upper()}({os.getpid()},python):%(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+        self.setFormatter(logging.Formatter(text))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+
+class AscendLogger(logging.Logger):
+    """A logger to stdout with the level EVENT and `warning_once`; its default level is ERROR.
+
+    Its level is also the level of graphex's logger: at DEBUG it shows every graph that a pass has changed.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, logging.ERROR)
+        self.propagate = False
+        self._said: set[str] = set()
+        self._graphs = StdoutHandler(name)
+        self.addHandler(StdoutHandler(name))
+
+    def setLevel(self, level: int | str) -> None:  # noqa: N802  (logging's name)
+        super().setLevel(level)
+        if hasattr(self, "_graphs"):  # not yet when Logger.__init__ sets the default level
+            ours = logging.getLogger("graphex")
+            ours.removeHandler(self._graphs)
+            ours.addHandler(self._graphs)
+            ours.setLevel(level)
+
+    def event(self, message: str, *args: Any) -> None:
+        self.log(EVENT, message, *args)
+
+    def warning_once(self, message: str, *args: Any) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self.warning(message, *args)
+
+
+torchair = AscendLogger("torchair")
+npugraph_ex = AscendLogger("npugraph_ex")
+
+
+# -- the profiler ------------------------------------------------------------------------------------------------------
+
+
+class ProfilerActivity(Enum):
+    CPU = "CPU"
+    NPU = "NPU"
+
+
+class ProfilerLevel(Enum):
+    Level_none = "Level_none"
+    Level0 = "Level0"
+    Level1 = "Level1"
+    Level2 = "Level2"
+
+
+class AiCMetrics(Enum):
+    PipeUtilization = "PipeUtilization"
+    ArithmeticUtilization = "ArithmeticUtilization"
+    Memory = "Memory"
+    MemoryL0 = "MemoryL0"
+    MemoryUB = "MemoryUB"
+    ResourceConflictRatio = "ResourceConflictRatio"
+    L2Cache = "L2Cache"
+    MemoryAccess = "MemoryAccess"
+    AiCoreNone = "AiCoreNone"
+
+
+class ExportType(Enum):
+    Text = "text"
+    Db = "db"
+
+
+class _ExperimentalConfig:
+    """Counters of the NPU's cores and caches. They are accepted; there is nothing here to count."""
+
+    def __init__(self, **settings: Any) -> None:
+        known = (
+            "profiler_level aic_metrics l2_cache op_attr data_simplification record_op_args gc_detect_threshold"
+            " msprof_tx mstx export_type host_sys mstx_domain_include mstx_domain_exclude sys_io sys_interconnection"
+        )
+        for name in settings:
+            if name not in known.split():
+                raise TypeError(f"_ExperimentalConfig has no setting '{name}'; it has {', '.join(known.split())}.")
+        self.settings = settings
+
+
+class profile(torch_profile):  # noqa: N801  (torch's name)
+    """torch.profiler.profile that takes torch_npu's arguments. `step()` after the block does nothing."""
+
+    def __init__(
+        self,
+        *,
+        activities: Iterable[ProfilerActivity] | None = None,
+        experimental_config: _ExperimentalConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if experimental_config is not None and experimental_config.settings:
+            names = ", ".join(experimental_config.settings)
+            warnings.warn(
+                f"graphex: the profiler ignores {names}: they count what only an NPU has", GraphexWarning, stacklevel=2
+            )
+        super().__init__(activities=_activities(activities), **kwargs)
+        self._is_running = False
+
+    def start(self) -> None:
+        super().start()
+        self._is_running = True
+
+    def stop(self) -> None:
+        self._is_running = False
+        super().stop()
+
+    def step(self) -> None:
+        if self._is_running:  # torch's profiler must not be told of steps once it has been stopped
+            super().step()
+
+
+def supported_activities() -> set[ProfilerActivity]:
+    return set(ProfilerActivity)
+
+
+def tensorboard_trace_handler(
+    dir_name: str, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
+) -> Callable[[Any], None]:
+    """Write `<worker>.<time>.pt.trace.json` to a folder, for TensorBoard, Perfetto and chrome://tracing."""
+    handler: Callable[[Any], None] = torch.profiler.tensorboard_trace_handler(dir_name, worker_name)
+    return handler
+
+
+def _activities(given: Iterable[ProfilerActivity] | None) -> list[torch.profiler.ProfilerActivity]:
+    """The npu is the GPU where the name is mapped to it, and the CPU where it is simulated."""
+    found = {torch.profiler.ProfilerActivity.CPU}
+    for activity in ProfilerActivity if given is None else given:
+        if not isinstance(activity, ProfilerActivity):
+            raise TypeError(f"activities are of torch_npu.profiler.ProfilerActivity, got {activity!r}.")
+        if activity is ProfilerActivity.NPU and torch.cuda.is_available():
+            found.add(torch.profiler.ProfilerActivity.CUDA)
+    return sorted(found, key=str)

@@ -1,12 +1,16 @@
-"""Every Ascend name: where it is served from, or why it is not. The modules and `docs/ascend.md` are made from this.
+"""The Ascend names and scenarios: what graphex serves and from where, what it does not and why.
 
-A home is `module:attribute`, the module under `graphex.ascend` if it starts with a dot.
+`NAMES` is the table that `install.py` makes modules of; `BETTER` and `NOT_OFFERED` are about the 64 scenarios that
+npugraph_ex is tested with. `tables` turns all of it into the tables of `docs/ascend.md`. A home is `module:attribute`;
+a module that starts with a dot is in `graphex.ascend`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR, AscendOption, negated
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,27 @@ NAMES: tuple[Name, ...] = (
     # -- the device -----------------------------------------------------------------------------------------------
     *served(
         "torch.npu",
-        ".npu.module",
+        ".npu_module",
         "is_available is_initialized init device_count current_device set_device device synchronize get_device_name"
         " get_device_properties manual_seed manual_seed_all seed seed_all get_rng_state set_rng_state"
         " get_amp_supported_dtype is_bf16_supported _is_in_bad_fork _lazy_init",
     ),
     *served(
         "torch.npu",
-        ".npu.module",
+        ".npu_module",
         "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats",
         "the simulated device does not count the host's memory",
     ),
-    *served("torch.npu", ".npu.module", "set_compile_mode config", "switches of CANN", does_nothing=True),
-    *served("torch.npu", ".npu.module", "Stream Event stream current_stream default_stream set_stream"),
+    *served("torch.npu", ".npu_module", "set_compile_mode config", "switches of CANN", does_nothing=True),
+    *served("torch.npu", ".npu_module", "Stream Event stream current_stream default_stream set_stream"),
     *served(
         "torch.npu",
-        ".npu.module",
+        ".npu_module",
         "set_stream_limit get_stream_limit reset_stream_limit",
         "remembered; only an NPU has cores to limit",
         does_nothing=True,
     ),
-    *served("torch.npu", ".npu.graphs", "NPUGraph graph graph_pool_handle is_current_stream_capturing"),
+    *served("torch.npu", ".simulated", "NPUGraph graph graph_pool_handle is_current_stream_capturing"),
     *not_offered("torch.npu", "make_graphed_callables", "torch.compile(backend='npugraph_ex') captures"),
     *not_offered(
         "torch.npu",
@@ -105,26 +109,27 @@ NAMES: tuple[Name, ...] = (
     ),
     *served(
         "torch_npu.profiler",
-        ".profiler",
+        ".api",
         "profile schedule tensorboard_trace_handler ProfilerActivity ProfilerLevel AiCMetrics ExportType"
         " supported_activities",
         "torch.profiler",
     ),
     *served(
         "torch_npu.profiler",
-        ".profiler",
+        ".api",
         "_ExperimentalConfig",
         "counters of the NPU's cores: a warning says that they are ignored",
         does_nothing=True,
     ),
     # -- torchair -------------------------------------------------------------------------------------------------
     *served("torchair", ".config", "CompilerConfig", "the options below"),
-    *served("torchair", ".api", "get_npu_backend get_compiler register_replacement"),
-    *served("torchair", ".logger", "logger=torchair", "at DEBUG, every changed graph on stdout"),
-    *served("torchair.core.utils", ".logger", "logger=torchair"),
+    *served("torchair", ".api", "get_npu_backend get_compiler"),
+    *served("torchair", "graphex", "register_replacement"),
+    *served("torchair", ".api", "logger=torchair", "at DEBUG, every changed graph on stdout"),
+    *served("torchair.core.utils", ".api", "logger=torchair"),
     *served("torchair.configs.compiler_config", ".config", "CompilerConfig"),
-    *served("torchair.scope", ".scopes", "npu_stream_switch limit_core_num npu_wait_tensor", _STREAMS),
-    *served("torchair.ops", ".scopes", "record wait npu_wait_tensor", _STREAMS),
+    *served("torchair.scope", ".api", "npu_stream_switch limit_core_num npu_wait_tensor", _STREAMS),
+    *served("torchair.ops", ".api", "record wait npu_wait_tensor", _STREAMS),
     *served("torchair", ".api", "use_internal_format_weight", "private formats are the NPU's", does_nothing=True),
     *not_offered("torchair.scope", "super_kernel op_never_timeout data_dump", "about binaries and tasks of the NPU"),
     *not_offered(
@@ -140,20 +145,17 @@ NAMES: tuple[Name, ...] = (
     *not_offered("torchair", "patch_for_hcom", _COLLECTIVES),
     # -- npugraph_ex ----------------------------------------------------------------------------------------------
     *served("npugraph_ex", ".config", "CompilerConfig=FlatConfig", "the options below"),
-    *served(
-        "npugraph_ex",
-        ".api",
-        "get_npu_backend=get_npugraph_ex_backend get_compiler compile_fx register_replacement",
-    ),
-    *served("npugraph_ex", ".logger", "logger=npugraph_ex", "at DEBUG, every changed graph on stdout"),
-    *served("npugraph_ex.core.utils", ".logger", "logger=npugraph_ex"),
-    *served("npugraph_ex.scope", ".scopes", "limit_core_num", _STREAMS),
+    *served("npugraph_ex", ".api", "get_npu_backend=get_npugraph_ex_backend get_compiler compile_fx"),
+    *served("npugraph_ex", "graphex", "register_replacement"),
+    *served("npugraph_ex", ".api", "logger=npugraph_ex", "at DEBUG, every changed graph on stdout"),
+    *served("npugraph_ex.core.utils", ".api", "logger=npugraph_ex"),
+    *served("npugraph_ex.scope", ".api", "limit_core_num", _STREAMS),
     *not_offered("npugraph_ex.inference", "cache_compile readable_cache", _CACHE),
 )
 
 
 def modules() -> dict[str, list[Name]]:
-    """Every module there is to serve, with its names. A package whose parts alone have names is one too."""
+    """The modules to serve, each with its names. A package that has names in its submodules alone is listed too."""
     found: dict[str, list[Name]] = {}
     for name in NAMES:
         found.setdefault(name.module, []).append(name)
@@ -162,3 +164,71 @@ def modules() -> dict[str, list[Name]]:
             found.setdefault(parent, [])
             parent = parent.rpartition(".")[0]
     return found
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------------
+
+# tests/ascend/test_conformance_*.py has a test with the number of each scenario that is not listed in NOT_OFFERED.
+BETTER: dict[int, tuple[str, str]] = {
+    3: ("at `capture_limit` all graphs are dropped and the model runs eagerly for ever", "the oldest graph is freed"),
+    6: ("other weights are another key", "the same key is captured again, and the journal says what moved"),
+    8: (
+        "results are the graph's memory, which the next call writes",
+        "kept results stay right, unless asked otherwise",
+    ),
+    21: ("a chain of updates keeps one copy of the whole", "it keeps none"),
+    28: ("parts of a `cat` along dimension 0, of one type", "along any dimension, and types are respected"),
+    30: ("what a pass did is in the text of a log", "it is in the journal, as records"),
+    60: ("18 files with fixed names", "one for each pass that ran, a journal, and programs that run by themselves"),
+    63: ("a list of values and types", "one sentence: the option, what it was given, what it may be"),
+}
+
+NOT_OFFERED: dict[int, str] = {
+    13: "the simulated npu is one device; on GPUs tests/cuda has a second one",
+    17: "tasks of a captured graph are not updated: another length is another key",
+    18: "tasks of a captured graph are not updated: another length is another key",
+    **dict.fromkeys(range(47, 59), _CACHE),
+    59: "static kernels are binaries for the NPU",
+}
+
+
+# -- the tables of docs/ascend.md --------------------------------------------------------------------------------------
+
+
+Row = tuple[str, ...]
+
+
+def tables() -> dict[str, list[Row]]:
+    """The tables by their names, each a head and rows."""
+    return {
+        "names": [("name", "here", "state"), *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES)],
+        "torchair_options": list(_options(TORCHAIR)),
+        "npugraph_ex_options": list(_options(NPUGRAPH_EX)),
+        "scenarios_not_offered": [("scenario", "why"), *((str(number), why) for number, why in NOT_OFFERED.items())],
+        "better_scenarios": [("scenario", "there", "here"), *((str(n), *both) for n, both in BETTER.items())],
+    }
+
+
+def _options(options: Sequence[AscendOption]) -> Iterator[Row]:
+    yield ("option", "default", "here")
+    for option in options:
+        if option.ignored:
+            here = f"ignored: {option.ignored}"
+        else:
+            opposite = "the opposite of " if option.convert is negated else ""
+            here = f"{opposite}[`{option.to}`](options.md#{option.to})"
+            here += f"; {option.note}" if option.note else ""
+        yield f"`{option.path}`", f"`{[] if option.default == () else option.default!r}`", here
+
+
+def _home(name: Name) -> str:
+    if not name.home:
+        return ""
+    module, _, attribute = name.home.partition(":")
+    return f"`{f'graphex.ascend{module}' if module.startswith('.') else module}.{attribute}`"
+
+
+def _state(name: Name) -> str:
+    if name.state == "works":
+        return f"works ({name.note})" if name.note else "works"
+    return f"{name.state}: {name.note}"

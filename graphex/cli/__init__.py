@@ -1,4 +1,8 @@
-"""The command line `graphex`: one module for each command, loaded when it is asked for.
+"""The command line `graphex`. `COMMANDS` names the module of each command, which is loaded when it is asked for.
+
+`scripts` runs and explains a user's script; `report` opens and compares the pages it wrote; `catalogue` lists ops,
+rules, passes and options; `doctor` checks the machine; `bench` runs the benchmarks of the source tree. `output` holds
+how they print. `docs` is no command: `make docs` runs it to write tables of the documentation from declarations.
 
 Exit codes: 0 all is well; 1 what was asked for did not turn out well (the script raised, something is broken, a
 rewrite was lost); 2 the command was used wrongly; 3 there was nothing to explain.
@@ -17,8 +21,8 @@ from graphex.errors import GraphexError
 # Command -> the module that defines it under its own name.
 COMMANDS = {
     "doctor": "graphex.cli.doctor",
-    "run": "graphex.cli.run",
-    "explain": "graphex.cli.explain",
+    "run": "graphex.cli.scripts",
+    "explain": "graphex.cli.scripts",
     "report": "graphex.cli.report",
     "ops": "graphex.cli.catalogue",
     "rules": "graphex.cli.catalogue",

@@ -15,7 +15,7 @@ import click
 from graphex.cli.output import json_option, print_json, print_table, styled, waiting
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-NEEDS = {  # benchmark -> what a machine must have
+NEEDS = {  # benchmark -> the requirement on the machine
     "host_overhead": "",
     "memory": "",
     "fusion_compile": "",
@@ -43,7 +43,7 @@ class Result:
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--list", "only_list", is_flag=True, help="Say which benchmarks there are and which fit, and run none.")
+@click.option("--list", "only_list", is_flag=True, help="List the benchmarks and which of them fit, and run none.")
 @json_option
 def bench(names: tuple[str, ...], only_list: bool, as_json: bool) -> None:
     """Run the benchmarks called NAME, or all that fit this machine. Every number is measured beside its baseline.
@@ -89,7 +89,7 @@ def _print_list(as_json: bool) -> None:
 
 
 def _missing(name: str) -> str:
-    """What this machine has not and the benchmark needs."""
+    """The requirement of a benchmark that this machine does not meet; empty if there is none."""
     import torch
 
     has = {"": True, "CUDA": torch.cuda.is_available(), "chromium": shutil.which("chromium") is not None}

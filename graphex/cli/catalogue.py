@@ -1,4 +1,4 @@
-"""`graphex ops`, `rules`, `passes` and `options`: what there is, in a table; or one of them, with its documentation."""
+"""`graphex ops`, `rules`, `passes` and `options`: a table of all, or one of them with its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the documentation that are written from declarations, so that they cannot grow stale.
+"""The parts of the documentation that are generated from declarations, so that they cannot grow stale.
 
 `python -m graphex.cli.docs [folder]` writes `docs/options.md` from `CompilerConfig` and fills the marked parts of the
 other pages: what stands between these two lines is replaced.
@@ -176,7 +176,7 @@ def ascend_section(name: str) -> Callable[[], str]:
 @cache
 def _ascend_tables() -> dict[str, list[list[str]]]:
     """From a process of its own: importing `graphex.ascend` gives this one a device "npu" for good."""
-    code = "import json; from graphex.ascend import tables; print(json.dumps(tables.everything()))"
+    code = "import json; from graphex.ascend.catalogue import tables; print(json.dumps(tables()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GRAPHEX_NPU": "simulated"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     found: dict[str, list[list[str]]] = json.loads(done.stdout)

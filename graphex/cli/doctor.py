@@ -1,4 +1,4 @@
-"""`graphex doctor`: what this machine can do, what is missing, and how to get it."""
+"""`graphex doctor`: check this machine, and say what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class Finding:
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """Say what this machine can do: torch, devices, Triton, compilers, and a compilation that is really run.
+    """Check this machine: torch, devices, Triton, compilers, and a compilation that is really run.
 
-    The replay check is what every call asks before it is a replay: in C++, or in Python with the reason why.
+    The replay check decides in every call whether a captured graph can be replayed. It runs in C++, or in Python with
+    the reason why.
 
-    Ends with 1 if something is broken; what is merely missing is no failure.
+    Ends with 1 if something is broken; something that is only missing is no failure.
     """
     findings = []
     with waiting("looking around", len(CHECKS)) as say:
@@ -126,7 +127,7 @@ def _compiler() -> Finding:
 
 
 def _replay_check() -> Finding:
-    """What decides in every call on a GPU whether it is a replay is compiled here, as it would be there."""
+    """Compile the check that decides in every call on a GPU whether it is a replay."""
     from graphex.errors import one_line
     from graphex.runtime import native
 

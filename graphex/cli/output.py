@@ -1,14 +1,13 @@
-"""How commands speak: tables and sentences for people, JSON for programs, progress for those who wait."""
+"""The output of commands: tables and sentences for people, JSON for programs, a progress bar on a terminal."""
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -22,10 +21,15 @@ from graphex.records import json_text
 
 MARKS = {"good": ("✓", "green"), "bad": ("!", "yellow"), "plain": ("·", "dim")}
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-output_path = click.Path(dir_okay=False, path_type=Path)
+def output_option(default: str, help: str) -> Callable[[Command], Command]:
+    """The option `--output` of a command that writes a page."""
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("-o", "--output", type=path, default=Path(default), help=help)
 
 
 def check_output(path: Path) -> None:
@@ -44,7 +48,7 @@ def check_output(path: Path) -> None:
 
 
 def why_not_written(write: Callable[[], object]) -> str:
-    """Write something; what stood in the way, or nothing."""
+    """Call `write`; returns the system's reason if it fails, else nothing."""
     try:
         write()
     except OSError as error:
@@ -52,16 +56,8 @@ def why_not_written(write: Callable[[], object]) -> str:
     return ""
 
 
-def print_trace(error: BaseException, script: Path) -> None:
-    """The traceback of a script from its own first line on: how it came to be run is of no interest to anybody."""
-    frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).name != script.name:
-        frames = frames.tb_next
-    click.echo("".join(traceback.format_exception(error.with_traceback(frames))), err=True)
-
-
 def console(*, stderr: bool = False) -> Console:
-    """Where to print: as wide as the terminal, or as a page where there is none."""
+    """The console to print on: as wide as the terminal, or as a page where there is none."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
 
@@ -89,9 +85,9 @@ def print_sentences(sentences: Iterable[dict[str, str]]) -> None:
 
 @contextmanager
 def waiting(text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show that something is going on, for as long as the block takes; silent where nobody watches.
+    """Show progress on the terminal while the block runs; silent where stderr is no terminal.
 
-    The block gets a function that says what it begins now and, with `steps`, moves the bar on by one.
+    The block gets a function that shows what it begins now and, with `steps`, moves the bar on by one.
     """
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -112,7 +108,7 @@ def _move(progress: Progress, task: TaskID, now: str, steps: int | None) -> None
 
 
 def styled(status: str) -> Text:
-    """A word that says how something stands, in its colour."""
+    """A status in its colour."""
     colours: dict[str, Any] = {
         "ok": "green",
         "missing": "yellow",

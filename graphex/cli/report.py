@@ -1,4 +1,4 @@
-"""`graphex report open` and `graphex report diff`: looking at reports that were written before."""
+"""`graphex report open` and `graphex report diff`: look at a report that was written before, compare two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from graphex.cli.output import check_output, json_option, output_path, print_json, print_sentences, why_not_written
+from graphex.cli.output import check_output, json_option, output_option, print_json, print_sentences, why_not_written
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -41,13 +41,7 @@ def open_report(path: Path, as_json: bool) -> None:
 @report.command()
 @click.argument("before", type=existing)
 @click.argument("after", type=existing)
-@click.option(
-    "-o",
-    "--output",
-    type=output_path,
-    default=Path("difference.html"),
-    help="Where to write the page that shows the difference.",
-)
+@output_option("difference.html", "Where to write the page that shows the difference.")
 @json_option
 def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     """Compare two reports of one model: which rewrites were lost, which were won.

@@ -1,8 +1,11 @@
-"""What the report tells about a node, as plain data.
+"""The history of graphs: each graph of a journal as given and after each pass that changed it, as plain data.
 
     add: "aten.add.Tensor" (x, y) -> float32[8, 64], in module layers.0.norm, from model.py:14, memory of 'add'
 
-Everything that depends on how the graph is annotated (streams, events, modules, inputs) is read here and nowhere else.
+`facts_of` turns a node into data: everything that depends on how a graph is annotated (streams, events, modules,
+inputs) is read there and nowhere else. A journal keeps the history only where a report was asked for (`explain`, debug
+files, `graphex explain`). A node that several snapshots hold without change is stored once, so the history of 20 passes
+is hardly longer than that of one.
 """
 
 from __future__ import annotations
@@ -19,10 +22,7 @@ from graphex.analysis.effects import is_size_arithmetic
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
 
-# -- nodes -------------------------------------------------------------------------------------------------------------
-
-
-MOST_TEXT = 400  # of the arguments of a node; a list of 5,000 numbers tells nobody anything
+MOST_TEXT = 400  # characters of the arguments of a node; a list may have 5,000 numbers
 
 _ROOT = re.compile(r"^L\['(\w+)'\]\.?")
 _MEMBER = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]")
@@ -77,7 +77,7 @@ def stream_of(node: Node) -> str:
 
 
 def event_of(node: Node) -> tuple[str, str] | None:
-    """What a node does with an event: ("record" or "wait", its name); None if it is about no event."""
+    """("record" or "wait", the event) for a node that records or waits for an event; None for any other."""
     kind = _EVENT_OPS.get(str(getattr(node.target, "_opname", "")))
     return None if kind is None or not node.args else (kind, str(node.args[0]))
 
@@ -114,7 +114,7 @@ def describe_value(value: Any) -> str:
 
 
 def computes(node: Node, aliases: Aliases) -> bool:
-    """Whether a device has to run something for this node: it fills memory of its own, or writes to somebody's."""
+    """Whether a device has to run something for this node: it fills memory of its own, or writes to an argument's."""
     if node.op not in ("call_function", "call_module", "call_method") or is_size_arithmetic(node):
         return False
     if getattr(getattr(node.target, "_schema", None), "name", "") in _WITHOUT_KERNEL:
@@ -149,48 +149,43 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-# -- film --------------------------------------------------------------------------------------------------------------
-# The film: the graphs of one journal, as given and after each pass that changed one, as plain data.
-#
-# It is taken only where somebody will look at it (`explain`, debug files, `graphex explain`). A node that several
-# graphs
-# hold without change is stored once, so the film of 20 passes is hardly longer than that of one.
+# -- snapshots of graphs -----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Reel:
-    """One graph through all passes: its distinct nodes, and for each picture which of them it holds, in order."""
+class Snapshots:
+    """One graph through all passes: its distinct nodes, and for each snapshot which of them it holds, in order."""
 
     nodes: list[NodeFacts] = field(default_factory=list)
-    pictures: list[list[int]] = field(default_factory=list)
+    taken: list[list[int]] = field(default_factory=list)
     _places: dict[NodeFacts, int] = field(default_factory=dict)
 
     def add(self, facts: list[NodeFacts]) -> None:
-        picture = []
+        snapshot = []
         for each in facts:
             place = self._places.setdefault(each, len(self.nodes))
             if place == len(self.nodes):
                 self.nodes.append(each)
-            picture.append(place)
-        self.pictures.append(picture)
+            snapshot.append(place)
+        self.taken.append(snapshot)
 
 
 class Film:
-    """One reel for each graph of a journal."""
+    """The snapshots of every graph of a journal, by the graph's name."""
 
     def __init__(self) -> None:
-        self.reels: dict[str, Reel] = {}
+        self.graphs: dict[str, Snapshots] = {}
         self._input_names: dict[str, list[str]] = {}
 
     def name_inputs(self, compile_id: str, names: list[str]) -> None:
-        """Take note of what the user calls the inputs of the graphs of one compilation.
+        """Set the user's names for the inputs of the graphs of one compilation.
 
         DDP's buckets are several graphs of one compilation: which inputs a backward's are is not known then.
         """
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
 
-    def take(self, graph_name: str, graph: Graph, aliases: Aliases) -> None:
-        """A picture of the graph as it stands."""
-        names = self._input_names.get(graph_name.split(" ")[0], [])
-        self.reels.setdefault(graph_name, Reel()).add([facts_of(node, aliases, names) for node in graph.nodes])
+    def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Aliases) -> None:
+        """Add a snapshot of the graph as it stands."""
+        names = self._input_names.get(compile_id, [])
+        self.graphs.setdefault(graph_name, Snapshots()).add([facts_of(node, aliases, names) for node in graph.nodes])

@@ -3,9 +3,11 @@
     tried = graphex.random_orders(gm, inputs, orders=50)
     assert not tried.differences, tried.differences[0]
 
-Each stream is a queue. Whichever head is not waiting for an event may run next, whether or not the values it reads
-have been made: what is read too early is garbage, and so is memory that its stream has given back. So a GPU is not
-needed to find a race, and the order in which one happened to run does not hide it.
+Each stream is a queue. Any head that is not waiting for an event may run next, whether or not the values it reads have
+been made: a value that is read too early is garbage, and so is memory that its stream has freed. So a race is found
+without a GPU, and the order in which a GPU happens to run does not hide it.
+
+`stream_safety="shuffle"` does this in every call (`shuffled`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from graphex.errors import InputError, StreamError
 from graphex.runtime.codegen import Boxed, attribute_of, generate
 from graphex.torch_private.symbolic import pytree
 
-# -- orders ------------------------------------------------------------------------------------------------------------
+ORDERS = 8  # tried in each call with stream_safety="shuffle"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Orders:
-    """How many orders were run, how many of them were different from each other, and what came out wrong."""
+    """The orders that were run, how many of them were distinct, and those with wrong results."""
 
     tried: int
     distinct: int
@@ -52,7 +55,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that a stream does: run a node, record or wait for an event, or give memory back."""
+    """One step of a stream: run a node, record or wait for an event, or free memory."""
 
     stream: Stream
     kind: str
@@ -182,11 +185,11 @@ def _steps(gm: GraphModule) -> Iterator[Step]:
 
 
 class _Memory:
-    """The values of one run. What is asked for before it is made is garbage of the right shape, until it is made."""
+    """The values of one run. A value that is read before it is made is garbage of the right shape until then."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], like: dict[Node, Any]) -> None:
         self._gm = gm
-        self._like = like  # what each node has made in the first run
+        self._like = like  # for each node, how to allocate a result like that of the first run
         self._inputs = inputs
         self._given = clone_together(list(inputs))
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -197,7 +200,7 @@ class _Memory:
             if isinstance(value, Tensor):
                 _spoil(value)
 
-    # -- one method for each kind of step -----------------------------------------------------------------------
+    # One method for each kind of step:
 
     def begin(self, _: Node) -> None:
         """The caller has made the inputs."""
@@ -220,7 +223,7 @@ class _Memory:
                     promised.copy_(real)
         else:
             self._values[node] = made
-        self._like.setdefault(node, pytree.tree_map_only(Tensor, _shape, made))
+        self._like.setdefault(node, pytree.tree_map_only(Tensor, _allocator, made))
 
     def record(self, _: Node) -> None:
         """An event moves no data."""
@@ -232,15 +235,13 @@ class _Memory:
             if isinstance(leaf, Tensor):
                 _spoil(leaf)
 
-    # -- values -------------------------------------------------------------------------------------------------
-
     def value(self, node: Node) -> Any:
         if node not in self._values:
             if node.op == "get_attr":
                 held = attribute_of(self._gm, str(node.target))
                 self._values[node] = held.clone() if isinstance(held, Tensor) else held  # the graph may write to it
             elif is_work(node):
-                self._values[node] = pytree.tree_map_only(_Shape, _garbage, self._like[node])
+                self._values[node] = pytree.tree_map_only(partial, _garbage, self._like[node])
                 self._promised.add(node)
             else:
                 self._values[node] = self._called(node)
@@ -256,44 +257,25 @@ class _Memory:
         return node.target(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What a tensor looks like without its values."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+def _allocator(like: Tensor) -> partial[Tensor]:
+    return partial(torch.empty_strided, like.size(), like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _shape(tensor: Tensor) -> _Shape:
-    return _Shape(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _garbage(like: _Shape) -> Tensor:
-    made = torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
+def _garbage(allocate: partial[Tensor]) -> Tensor:
+    made = allocate()
     _spoil(made)
     return made
 
 
 def _spoil(tensor: Tensor) -> None:
-    """Fill a whole memory: not a number where there are such things, 0 elsewhere (it must do as an index)."""
+    """Fill the whole storage: NaN in floating-point types, 0 in others (it may be used as an index)."""
     memory = tensor.untyped_storage()
     bits = 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0
     torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory, 0, (memory.nbytes(),), (1,)).fill_(bits)
 
 
-# -- shuffle -----------------------------------------------------------------------------------------------------------
-# `stream_safety="shuffle"`: every call also runs in random orders that the events allow, and all must agree.
-
-
-ORDERS = 8  # for each call
-
-
 def shuffled(graph_name: str, gm: GraphModule, counter: Counter[str]) -> Boxed:
-    """The graph in the order it is written, after it was tried in others on copies of the inputs."""
-    pass
-
+    """The graph in the order it is written; each call first runs in other orders on copies of the inputs."""
     run = generate(gm).function(f"<graphex {graph_name}>")
 
     def checked(args: list[Any]) -> Any:

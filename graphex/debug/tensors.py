@@ -68,7 +68,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def sharing(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[str]:
-    """For each output, whose memory it lives in: an input's, an earlier output's, or its own."""
+    """For each output, the owner of its memory: an input, an earlier output, or itself."""
     owners: dict[int, str] = {}
     for index, value in enumerate(inputs):
         if isinstance(value, Tensor) and (begin := shared_address(value)):
@@ -104,7 +104,7 @@ class Parts:
 
 
 def parts_of(tensor: Tensor) -> Parts:
-    """What a tensor is made of. The parts share its memory, except those of quantised and MKL-DNN tensors."""
+    """The plain parts of a tensor. They share its memory, except those of quantised and MKL-DNN tensors."""
     plain = tensor.detach()
     try:
         return _taken_apart(plain)
@@ -173,7 +173,7 @@ def _is_hollow(tensor: Tensor) -> bool:
 
 
 def traits(tensor: Tensor) -> dict[str, Any]:
-    """What a caller sees of a tensor beside its values."""
+    """The properties of a tensor that a caller sees beside its values."""
     found: dict[str, Any] = {
         "class": type(tensor).__name__,
         "layout": tensor.layout,
@@ -196,7 +196,7 @@ def mismatch(found: dict[str, Any], original: dict[str, Any]) -> str:
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that lead somewhere: those of dimensions with one element differ with how a value was computed."""
+    """The strides of dimensions with more than one element: others differ with how a value was computed."""
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
@@ -239,10 +239,10 @@ def numbers(tensor: Tensor) -> Tensor:
 
 
 def difference(found: Any, original: Any, exact: Any | None) -> tuple[str, float]:
-    """(what is wrong, error): nothing is wrong if `found` is as near to `exact` as `original` is, within a factor 2.
+    """(problem, error): there is no problem if `found` is as near to `exact` as `original` is, within a factor 2.
 
     Without an exact value the two are compared with the usual tolerances of their type. The error is NaN where the
-    values cannot be read: then what is said is why.
+    values cannot be read; the problem is then the reason.
     """
     if not isinstance(original, Tensor):
         return ("" if same_value(found, original) else f"{found!r} instead of {original!r}"), 0.0

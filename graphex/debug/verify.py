@@ -1,23 +1,19 @@
 """verify=True: on a graph's first call, run it as AOTAutograd gave it and as it is now, and compare.
 
 Both are measured against a float64 run where the ops allow it. On a mismatch the passes are replayed one by one to
-find the first that broke the graph; the graph before it is what runs from then on, and a script that shows the
+find the first that broke the graph. The graph before that pass runs from then on, and a script that shows the
 difference is written. A pass with `preserves_results = False` becomes part of the reference: the graphs before and
 after it are verified separately.
+
+In this order: verification, the float64 reference, the state of the random number generators.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import random
-import secrets
 import sys
-import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +22,10 @@ from torch.fx import GraphModule, Interpreter
 from graphex.analysis import Aliases, is_collective, is_random
 from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.debug.graph_dump import NOT_WRITTEN, bindings_text, not_written
+from graphex.debug.scripts import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
-from graphex.env import write_text
 from graphex.errors import one_line
-from graphex.quoting import file_name, literal, value_text
 from graphex.records import Verified
-from graphex.rewrite.compilation import DebugFiles
 from graphex.rewrite.runner import Runner
 from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed, generate
@@ -40,10 +33,7 @@ from graphex.runtime.executable import build_executable, interpreted, written_co
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import pytree
 
-# -- float64 -----------------------------------------------------------------------------------------------------------
-# Run a graph in float64: the reference that both the original and the optimised graph are measured against.
-
-
+CODE_GENERATION = "code generation"
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -52,212 +42,6 @@ _WIDE = {
     torch.complex64: torch.complex128,
 }
 _BITS = frozenset({torch.ops.aten.view.dtype})  # the bytes of a float64 mean something else
-
-
-class NotInFloat64Error(Exception):
-    """The graph has something that cannot, or must not, be run in float64."""
-
-
-class _Wide(Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in _BITS:
-            raise NotInFloat64Error(f"{target} looks at bits")
-        args, kwargs = pytree.tree_map(
-            lambda value: _WIDE.get(value, value) if _is_dtype(value) else value, (args, kwargs)
-        )
-        return super().call_function(target, args, kwargs)
-
-    def fetch_attr(self, target: str) -> Any:
-        return _widen(super().fetch_attr(target))
-
-
-def run_in_float64(gm: GraphModule, args: list[Any]) -> tuple[list[Any] | None, list[Any], str]:
-    """(outputs, inputs as the graph left them, why not): outputs are None if the graph cannot be run in float64."""
-    if any(is_random(node) for node in gm.graph.nodes):
-        return None, [], "random numbers differ between types"
-    wide = [_widen(value) for value in args]
-    try:
-        with torch.no_grad():
-            result = _Wide(gm).run(*wide)
-    except Exception as error:  # any op may lack a float64 kernel
-        return None, [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return pytree.tree_leaves(result), wide, ""
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
-
-
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
-        return value.detach().to(_WIDE[value.dtype])
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-# -- random_state ------------------------------------------------------------------------------------------------------
-# The state of every random number generator that a call may draw from: two runs that start from it draw the same.
-
-
-class RandomState:
-    """A snapshot of torch's generators (CPU and devices), Python's, NumPy's and those of the user."""
-
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
-        self._restorers: list[Callable[[], Any]] = [_restorer(torch.get_rng_state(), torch.set_rng_state)]
-        for module in _device_modules():
-            self._restorers.append(_restorer(module.get_rng_state_all(), module.set_rng_state_all))
-        for generator in generators:
-            self._restorers.append(_restorer(generator.get_state(), generator.set_state))
-        self._restorers.append(_restorer(random.getstate(), random.setstate))
-        if numpy := sys.modules.get("numpy.random"):
-            self._restorers.append(_restorer(numpy.get_state(), numpy.set_state))
-
-    def restore(self) -> None:
-        for restore in self._restorers:
-            restore()
-
-
-def _restorer(state: Any, put_back: Callable[[Any], Any]) -> Callable[[], Any]:
-    return lambda: put_back(state)
-
-
-def _device_modules() -> list[Any]:
-    """`torch.cuda` and its like, once they are in use: asking them for their generators would start them."""
-    modules = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu"))
-    return [
-        module
-        for module in modules
-        if module is not None and hasattr(module, "get_rng_state_all") and getattr(module, "is_initialized", bool)()
-    ]
-
-
-# -- repro -------------------------------------------------------------------------------------------------------------
-# A script that shows, by itself, that two versions of a graph disagree.
-
-
-LARGEST_INPUTS = 16 * 2**20  # bytes of inputs that are still put into the script
-
-_SCRIPT = '''"""Two versions of a graph, before and after a pass, that disagree. Written by graphex.
-
-The script needs torch and whatever defines the custom ops in it (if any), not graphex.
-"""
-
-import base64
-import importlib
-import io
-import math
-import operator
-import zlib
-
-import torch
-
-PASS = {name}
-PROBLEM = {problem}
-
-
-{not_written}
-
-def before_pass():
-{before}
-    return forward
-
-
-def after_pass():
-{after}
-    return forward
-
-
-{inputs}
-
-
-def values(tensor):
-    is_packed = "float4" in str(tensor.dtype)
-    return (tensor.view(torch.uint8) if is_packed else tensor).to(torch.complex128)
-
-
-if __name__ == "__main__":
-    print("the graphs before and after pass", ascii(PASS), "disagree:", ascii(PROBLEM)[1:-1])
-    with torch.no_grad():
-        given, given_again = example_inputs(), example_inputs()
-        torch.manual_seed(0)
-        wanted = before_pass()(list(given))
-        torch.manual_seed(0)
-        found = after_pass()(list(given_again))
-    for kind, one, other in (("output", wanted, found), ("input", given, given_again)):
-        for index, (a, b) in enumerate(zip(one, other)):
-            if isinstance(a, torch.Tensor) and a.numel() and a.shape == b.shape:
-                gap = (values(a) - values(b)).abs().max().item()
-                print(kind, index, "largest difference:", gap)
-            elif isinstance(a, torch.Tensor):
-                print(kind, index, "shapes:", tuple(a.shape), tuple(b.shape))
-            else:
-                print(kind, index, a, b)
-'''
-
-
-def write_repro(
-    name: str, problem: str, before: GraphModule, after: GraphModule, args: list[Any], files: DebugFiles
-) -> Path:
-    """Write the script beside the debug files, or into a fresh temporary directory, and say where it is."""
-    directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
-    base = f"repro_{file_name(name)}"
-    path = directory / f"{base}.py"
-    while path.exists():  # about another graph, or a pass whose name looks like this one's
-        path = directory / f"{base}_{secrets.token_hex(4)}.py"
-    text = _SCRIPT.format(
-        name=literal(name),
-        problem=literal(problem),
-        not_written=NOT_WRITTEN,
-        before=_function(before),
-        after=_function(after),
-        inputs=_inputs(args),
-    )
-    write_text(path, text)
-    return path
-
-
-def _function(gm: GraphModule) -> str:
-    code = generate(gm)
-    return "\n".join(f"    {line}" for line in f"{bindings_text(code)}\n\n{code.source}".splitlines())
-
-
-def _inputs(args: list[Any]) -> str:
-    """The inputs themselves if they are small enough, random ones of the same layout if not."""
-    tensors = [value.detach().cpu() for value in args if isinstance(value, torch.Tensor)]
-    if sum(tensor.untyped_storage().nbytes() for tensor in tensors) <= LARGEST_INPUTS:
-        stream = io.BytesIO()
-        torch.save(tensors, stream)
-        data = literal(base64.b64encode(zlib.compress(stream.getvalue())).decode())
-        load = f"saved = iter(torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data})))))"
-        return f"def example_inputs():\n    {load}\n    return [{', '.join(map(_saved, args))}]"
-    shapes = ", ".join(_random(value) for value in args)
-    remark = "# random: the real inputs are too large to keep here"
-    return f"def example_inputs():  {remark}\n    torch.manual_seed(0)\n    return [{shapes}]"
-
-
-def _saved(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return value_text(value, not_written)
-    return f"next(saved).to({literal(str(value.device))})"
-
-
-def _random(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return value_text(value, not_written)
-    size, stride = tuple(value.shape), tuple(value.stride())
-    extent = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    place = f"device={literal(str(value.device))}"
-    filled = f"torch.randn({extent}, {place}).to({value.dtype})"
-    if "float4" in str(value.dtype):  # nothing is converted to two numbers in a byte
-        filled = f"torch.randint(256, ({extent},), dtype=torch.uint8, {place}).view({value.dtype})"
-    elif not (value.is_floating_point() or value.is_complex()):
-        filled = f"torch.zeros({extent}, {place}, dtype={value.dtype})"
-    return f"{filled}.as_strided({size}, {stride})"
-
-
-# -- verify ------------------------------------------------------------------------------------------------------------
-
-
-CODE_GENERATION = "code generation"
 
 
 @dataclass(frozen=True)
@@ -320,7 +104,7 @@ class _Verification:
         self.versions = _versions(original, runner)
         self.state = RandomState(value for value in args if isinstance(value, torch.Generator))
         self.constants = written_constants(original)
-        self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # whose memory nobody sees
+        self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # outputs that no caller sees
 
     def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
         """The executable to use from now on. Random numbers go on from where they were before."""
@@ -485,3 +269,77 @@ def _compare(
     if found.sharing != reference.sharing:
         return Verdict(f"outputs share memory as {found.sharing} instead of {reference.sharing}", worst, said)
     return Verdict("", worst, said, tuple(unknown))
+
+
+# -- float64 -----------------------------------------------------------------------------------------------------------
+
+
+class NotInFloat64Error(Exception):
+    """The graph has something that cannot, or must not, be run in float64."""
+
+
+class _Wide(Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in _BITS:
+            raise NotInFloat64Error(f"{target} looks at bits")
+        args, kwargs = pytree.tree_map(
+            lambda value: _WIDE.get(value, value) if _is_dtype(value) else value, (args, kwargs)
+        )
+        return super().call_function(target, args, kwargs)
+
+    def fetch_attr(self, target: str) -> Any:
+        return _widen(super().fetch_attr(target))
+
+
+def run_in_float64(gm: GraphModule, args: list[Any]) -> tuple[list[Any] | None, list[Any], str]:
+    """(outputs, inputs as the graph left them, why not): outputs are None if the graph cannot be run in float64."""
+    if any(is_random(node) for node in gm.graph.nodes):
+        return None, [], "random numbers differ between types"
+    wide = [_widen(value) for value in args]
+    try:
+        with torch.no_grad():
+            result = _Wide(gm).run(*wide)
+    except Exception as error:  # any op may lack a float64 kernel
+        return None, [], f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return pytree.tree_leaves(result), wide, ""
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
+        return value.detach().to(_WIDE[value.dtype])
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+# -- random state ------------------------------------------------------------------------------------------------------
+
+
+class RandomState:
+    """The states of torch's generators (CPU and devices), Python's, NumPy's and the user's."""
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._saved: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+        for module in _device_modules():
+            self._saved.append((module.set_rng_state_all, module.get_rng_state_all()))
+        for generator in generators:
+            self._saved.append((generator.set_state, generator.get_state()))
+        self._saved.append((random.setstate, random.getstate()))
+        if numpy := sys.modules.get("numpy.random"):
+            self._saved.append((numpy.set_state, numpy.get_state()))
+
+    def restore(self) -> None:
+        for put_back, state in self._saved:
+            put_back(state)
+
+
+def _device_modules() -> list[Any]:
+    """`torch.cuda` and its like, once they are in use: asking them for their generators would start them."""
+    modules = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu"))
+    return [
+        module
+        for module in modules
+        if module is not None and hasattr(module, "get_rng_state_all") and getattr(module, "is_initialized", bool)()
+    ]

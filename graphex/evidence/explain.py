@@ -28,7 +28,7 @@ from graphex.env import path_of_rank, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
-from graphex.evidence.visible import Comparison, NotCompared, Observation, Snapshot, compare
+from graphex.evidence.visible import Comparison, NotCompared, Observation, SavedState, compare
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
@@ -43,7 +43,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class RuleSummary:
-    """How one rewrite rule did: where it was applied, and where it was refused or did not match to the end."""
+    """The record of one rewrite rule: where it was applied, and where it was refused or did not match to the end."""
 
     name: str
     rewrites: tuple[Rewrote, ...]
@@ -55,7 +55,7 @@ class RuleSummary:
 
 
 class Report:
-    """What `explain` found. Prints as tables, serialises to JSON, and keeps both results for comparison."""
+    """The result of `explain`. It prints as tables, serialises to JSON, and keeps both results for comparison."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Report:
         self._comparison = comparison
 
     def rule(self, name: str) -> RuleSummary:
-        """The record of one rule; a rule that found nothing has an empty one."""
+        """The record of one rule; it is empty where the rule found nothing."""
         rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(record for record in self.journal.refusals if record.rule == name)
         misses = tuple(record for record in self.journal.near_misses if record.rule == name)
@@ -85,7 +85,7 @@ class Report:
         return RuleSummary(name, rewrites, refusals + misses)
 
     def _check_rule(self, name: str) -> None:
-        """Refuse a name that nothing answers to: a test of "this did not fuse" would hold for ever."""
+        """Refuse the name of a rule that does not exist: a test of "this did not fuse" would always pass."""
         if name in self._rules:
             return
         hint = did_you_mean(name, self._rules, "`graphex rules` lists those that there are", most=3)
@@ -98,21 +98,21 @@ class Report:
 
     @property
     def worst_difference(self) -> float:
-        """The largest difference between what a caller sees of eager and of a compiled call.
+        """The largest difference between an eager and a compiled call, over everything a caller sees.
 
-        Infinite where something is of another kind (a shape, an alias, a missing item), and NaN where nothing is known
-        to be different but a value could not be compared: 0.0 means that everything else than `not_compared` is equal.
+        It is infinite for a difference in kind (a shape, an alias, a missing item), and NaN where no difference is
+        known but a value could not be compared. 0.0 means that everything except `not_compared` is equal.
         """
         return self._comparison.worst
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is different from eager, one sentence each: results, arguments, state of the model, gradients."""
+        """The differences from eager, one sentence each: results, arguments, state of the model, gradients."""
         return self._comparison.differences
 
     @property
     def not_compared(self) -> tuple[NotCompared, ...]:
-        """What a caller can see and `explain` could not compare, with the reason."""
+        """The values that a caller can see and `explain` could not compare, each with the reason."""
         return self._comparison.not_compared
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Report:
         return json_text(self.to_dict(), indent=indent)
 
     def summary(self) -> str:
-        """What happened, in a few sentences."""
+        """The report in a few sentences."""
         return "\n".join(sentence["text"] for sentence in self._data()["summary"])
 
     def save(self, path: str | Path) -> Path:
@@ -168,7 +168,7 @@ class Report:
         return "\n".join([tables, *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        """What is different from eager and what was not compared, below the tables."""
+        """The lines below the tables: differences from eager, and values that were not compared."""
         lines = []
         for title, found in (
             ("different from eager", self.differences),
@@ -227,17 +227,17 @@ def _check(model: Any, args: Any, kwargs: Any, calls: Any) -> None:
 
 
 class _Subject:
-    """A model and its inputs, to be called again and again from the state in which they are now."""
+    """A model and its inputs, called repeatedly from the state in which they are now."""
 
     def __init__(self, model: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self._model = model
         self._flat, self._spec = pytree.tree_flatten(inputs)
         objects = [leaf for leaf in self._flat if not isinstance(leaf, torch.Tensor)]
-        self._before = Snapshot({"model": model, "args": objects})
+        self._before = SavedState({"model": model, "args": objects})
         self._random = RandomState(self._before.generators)
 
     def call(self, model: Callable[..., Any]) -> tuple[Observation, Any]:
-        """What can be seen of one call, and its result on copies; where gradients flow, with the backward."""
+        """Observe one call, and its backward where gradients flow; also returns a copy of the result."""
         args, kwargs, leaves = self._inputs()
         self._random.restore()
         try:
@@ -265,7 +265,7 @@ class _Subject:
 
 
 def _gradients(result: Any, leaves: dict[str, Any]) -> dict[str, Any]:
-    """The gradients of everything that takes one, without touching anybody's `.grad`."""
+    """The gradients of the leaves, computed without touching their `.grad`."""
     tensors = [value for _, value in reached({"result": result}) if isinstance(value, torch.Tensor)]
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     if not (differentiable and leaves):
@@ -276,14 +276,14 @@ def _gradients(result: Any, leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient in memory of its own: its strides and what it shares are autograd's affair."""
+    """A gradient in memory of its own: autograd is free to choose its strides and aliases."""
     if gradient is None or not is_plain(gradient.detach()):
         return gradient
     return gradient.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _direction(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a gradient comes from: numbers that do not depend on the result, and under which few terms cancel."""
+    """The gradient of a result: numbers that do not depend on the result, and under which few terms cancel."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout != torch.strided:
         return torch.ones_like(tensor)
     numbers = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device).cos()
@@ -306,8 +306,8 @@ def _is_worse(found: Comparison, known: Comparison) -> bool:
 
 
 def _kept_by_custom_ops(film: Film) -> tuple[NotCompared, ...]:
-    """The ops of the graphs that neither torch nor graphex defines: what one keeps for itself, nobody can look at."""
-    calls = {facts for reel in film.reels.values() for facts in reel.nodes if facts.op == "call_function"}
+    """The ops of the graphs that neither torch nor graphex defines: the state inside of one is not compared."""
+    calls = {facts for snapshots in film.graphs.values() for facts in snapshots.nodes if facts.op == "call_function"}
     named = [_OP.match(facts.args if _WRAPPER in facts.target else facts.target) for facts in calls]
     custom = sorted({found[0] for found in named if found and found[1] not in _KNOWN})
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)

@@ -1,7 +1,8 @@
-"""Everything that a call can reach: attributes, items of containers, closures, and the globals that its functions name.
+"""Everything that a call can reach, and how to put it back.
 
     for path, value in reached({"model": model, "args": args}):
         ...                                     # "model.layers[0].cache['k']", tensor(...)
+        undo += restorers(value)                # called later, each puts one side of the object back
 
 The walk looks into containers, into modules and into objects of the user's classes; into the closures of functions, and
 into the globals of functions that stand in a file with a `forward` of the model. It does not look into objects of
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import dis
 import enum
-import functools
 import inspect
 import re
 import sys
 import types
-from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from graphex.debug.tensors import is_plain
+from graphex.torch_private.memory import whole_storage
 
 CLOSED = frozenset({"torch", "triton", "numpy", "graphex", "builtins"}) | sys.stdlib_module_names
 _OPEN = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils._pytree")
@@ -31,7 +35,7 @@ _SHUT = ("torch.nn.parallel.", "torch.distributed.")  # modules that talk to oth
 _OPEN_TYPES = (types.SimpleNamespace, UserDict, UserList)
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout)
 _VALUES = (*_PLAIN, type(None), type(...))
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _ENTRIES = ("forward", "__call__")
 
 Part = tuple[str, Any]
@@ -74,7 +78,7 @@ def is_looked_into(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, nn.Module):
         return not kind.__module__.startswith(_SHUT)
-    return is_open(kind) and not isinstance(value, (*_CODE, *_VALUES))
+    return is_open(kind) and not isinstance(value, (*CODE, *_VALUES))
 
 
 def is_open(kind: type) -> bool:
@@ -119,8 +123,8 @@ class _Walk:
             waiting.extend(reversed(list(self._parts(path, value))))
 
     def _add_home(self, value: Any) -> None:
-        while isinstance(value, (functools.partial, types.MethodType)):
-            value = value.func if isinstance(value, functools.partial) else value.__func__
+        while isinstance(value, (partial, types.MethodType)):
+            value = value.func if isinstance(value, partial) else value.__func__
         entries = [value] if isinstance(value, types.FunctionType) else _methods(value)[:1]
         self._homes |= {_file_of(entry) for entry in map(inspect.unwrap, entries) if is_users(_file_of(entry))}
 
@@ -132,10 +136,10 @@ class _Walk:
             yield from self._of_function(path, value)
         elif isinstance(value, types.MethodType):
             yield from ((f"{path}.__self__", value.__self__), (path, value.__func__))
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, partial):
             yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         elif isinstance(value, types.CellType):
-            yield from _of_cell(path, value)
+            yield from ((path, each) for each in [_Slots(value).get("cell_contents", _MISSING)] if each is not _MISSING)
         elif isinstance(value, type):
             yield from _of_class(path, value)
         elif not is_value(value):
@@ -185,13 +189,6 @@ def _items(path: str, value: Any) -> Iterator[Part]:
             yield (f"{path}.{fields[place]}" if place < len(fields) else f"{path}[{place}]"), part
 
 
-def _of_cell(path: str, cell: types.CellType) -> Iterator[Part]:
-    try:
-        yield path, cell.cell_contents
-    except ValueError:  # nothing has been put into it yet
-        return
-
-
 def _of_class(path: str, kind: type) -> Iterator[Part]:
     """State that a class keeps for all of its objects."""
     if is_users(kind.__module__):
@@ -200,7 +197,7 @@ def _of_class(path: str, kind: type) -> Iterator[Part]:
                 yield f"{path}.{name}", value
 
 
-# -- code --------------------------------------------------------------------------------------------------------------
+# -- the code that runs in a call --------------------------------------------------------------------------------------
 
 
 def _methods(value: Any) -> list[types.FunctionType]:
@@ -239,3 +236,175 @@ def _codes(function: types.FunctionType) -> list[types.CodeType]:
     for code in codes:
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return codes
+
+
+# -- putting back ------------------------------------------------------------------------------------------------------
+
+
+Restorer = Callable[[], object]
+_MISSING = object()
+
+
+def restorers(value: Any) -> Iterator[Restorer]:
+    """The functions that put an object back as it is now: its items, its attributes, its contents."""
+    for kinds, make in _KINDS:
+        if isinstance(value, kinds):
+            yield make(value)
+    if (numpy := sys.modules.get("numpy")) is not None and isinstance(value, numpy.ndarray):
+        yield _array(value)
+    if is_looked_into(value):
+        if (dictionary := getattr(value, "__dict__", None)) is not None:
+            yield _dict(dictionary)
+        if slots := slots_of(value):
+            yield _in_slots(value, slots)
+
+
+def _kept(read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> Restorer:
+    """Writes what `read` gives now, if it gives other objects then."""
+    kept = read()
+
+    def restore() -> None:
+        found = read()
+        if len(found) != len(kept) or any(one is not other for one, other in zip(found, kept, strict=True)):
+            write(kept)
+
+    return restore
+
+
+def _list(value: Any) -> Restorer:
+    kind = bytearray if isinstance(value, bytearray) else list
+    return _kept(lambda: list(value), partial(kind.__setitem__, value, slice(None)))
+
+
+def _bag(value: Any) -> Restorer:
+    refill = value.extend if isinstance(value, deque) else value.update
+    return _kept(lambda: list(value), lambda kept: (value.clear(), refill(kept)))
+
+
+def _dict(value: Any) -> Restorer:
+    """Past the methods of a subclass, in the same order."""
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict
+
+    def write(kept: list[Any]) -> None:
+        kind.clear(value)
+        for key, each in zip(kept[::2], kept[1::2], strict=True):
+            kind.__setitem__(value, key, each)
+
+    return _kept(lambda: [each for item in kind.items(value) for each in item], write)
+
+
+def _globals(rebound: Rebound) -> Restorer:
+    namespace = rebound.namespace
+    return _names(namespace, rebound.names, namespace.__setitem__, namespace.__delitem__)
+
+
+def _class(kind: type) -> Restorer:
+    names = [name for name in vars(kind) if not name.startswith("__")] if is_users(kind.__module__) else []
+    return _names(vars(kind), names, partial(setattr, kind), partial(delattr, kind))
+
+
+def _in_slots(value: Any, names: Iterable[str]) -> Restorer:
+    return _names(_Slots(value), names, partial(setattr, value), partial(delattr, value))
+
+
+class _Slots:
+    """The slots of an object, or the cell of a closure, as a mapping."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def get(self, name: str, default: Any) -> Any:
+        try:
+            return getattr(self._value, name)
+        except (AttributeError, ValueError):  # nothing has been put into the slot, or into the cell
+            return default
+
+
+def _names(
+    now: Any, names: Iterable[str], put: Callable[[str, Any], object], drop: Callable[[str], object]
+) -> Restorer:
+    kept = {name: now.get(name, _MISSING) for name in names}
+
+    def restore() -> None:
+        for name, value in kept.items():
+            if now.get(name, _MISSING) is value:
+                continue
+            if value is _MISSING:
+                drop(name)
+            else:
+                put(name, value)
+
+    return restore
+
+
+def _array(value: Any) -> Restorer:
+    kept = value.copy()
+
+    def restore() -> None:
+        if value.shape == kept.shape and value.tobytes() != kept.tobytes():
+            value[...] = kept
+
+    return restore
+
+
+_KINDS: tuple[tuple[Any, Callable[[Any], Restorer]], ...] = (
+    ((list, bytearray), _list),
+    (dict, _dict),
+    ((set, deque), _bag),
+    (types.CellType, lambda cell: _in_slots(cell, ["cell_contents"])),
+    (Rebound, _globals),
+    (type, _class),
+)
+
+
+def tensor_restorer(tensor: Tensor) -> Restorer:
+    """Puts back sizes, strides, requires_grad and gradient of a tensor; `Memory` has its contents."""
+    leaf, needs = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if leaf else None
+    plain = tensor.detach()
+    layout = _layout(plain)
+
+    def restore() -> None:
+        if layout and _layout(tensor.detach()) != layout:
+            tensor.data = plain
+        if leaf and not tensor.is_leaf and not tensor._is_view():
+            tensor.detach_()
+        if leaf and tensor.is_leaf:
+            if tensor.requires_grad != needs:
+                tensor.requires_grad_(needs)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+    return restore
+
+
+def _layout(plain: Tensor) -> tuple[Any, ...]:
+    if not is_plain(plain):
+        return ()
+    return plain.untyped_storage()._cdata, plain.storage_offset(), plain.size(), plain.stride()
+
+
+class Memory:
+    """The storage behind a plain tensor, and a copy of it; on the host where the device has no room for one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._now = whole_storage(tensor, torch.uint8)
+        try:
+            self.copy = self._now.clone()
+        except torch.OutOfMemoryError:
+            self.copy = self._now.cpu()
+
+    @property
+    def is_changed(self) -> bool:
+        return self._is_resized or not torch.equal(self._now.to(self.copy.device), self.copy)
+
+    @property
+    def _is_resized(self) -> bool:
+        return self._now.untyped_storage().nbytes() != self.copy.numel()
+
+    def restore(self) -> None:
+        """Write only where something has changed: weights may lie in a file that is mapped for reading."""
+        if self._is_resized:
+            self._now.untyped_storage().resize_(self.copy.numel())
+        if self.is_changed:
+            self._now.copy_(self.copy)

@@ -1,4 +1,8 @@
-"""A journal as tables for people."""
+"""A journal as tables for people: what `print(report)` and `graphex explain --full` show.
+
+`printed` is the text; each function below it yields one table, or none where the journal has nothing for it.
+`kernel_rows` is the table of kernels as data, for `Report.kernels`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,234 @@ import io
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from graphex.kernels.tuning import choice_of
 from graphex.records import Journal, KernelsPlanned, NearMiss, Refused
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-# Which kernel runs for each op of a graph, and what it was measured against.
-
-
+WIDTH = 118  # where there is no terminal to ask
+SHOWN = 12  # refusals printed in full; the JSON has all of them
 LIBRARY = "library"
 NOT_YET = "not chosen yet"
+
+Missed = TypeVar("Missed", Refused, NearMiss)
+
+
+def printed(title: str, journal: Journal) -> str:
+    """Everything a person wants to know first, as text."""
+    from rich.console import Console
+
+    stream = io.StringIO()
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+    console = Console(file=stream, width=width, markup=False, highlight=False)
+    console.print(title)
+    for make in _TABLES:
+        for table in make(journal):
+            console.print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, always: bool = False) -> Iterator[Any]:
+    """The table, if it has rows."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    if table.row_count or always:
+        yield table
+
+
+def _graphs(journal: Journal) -> Iterator[Any]:
+    columns = ("graph", "phase", "nodes", "inputs", "outputs", "devices")
+    rows = (
+        (each.graph, each.phase, *map(str, (each.nodes, each.inputs, each.outputs)), ", ".join(each.devices))
+        for each in journal.graphs
+    )
+    return _table("graphs", columns, rows, always=True)
+
+
+def _passes(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for ran in journal.passes:
+        changes = [f"-{count} {name}" for name, count in ran.removed.items()]
+        changes += [f"+{count} {name}" for name, count in ran.added.items()]
+        same = ran.nodes_before == ran.nodes_after
+        nodes = str(ran.nodes_after) if same else f"{ran.nodes_before} -> {ran.nodes_after}"
+        what = ", ".join(changes[:4]) + (" ..." if len(changes) > 4 else "") or ran.reason
+        rows.append((ran.graph, ran.stage, ran.name, ran.status, nodes, f"{ran.seconds * 1000:.1f}", what))
+    columns = ("graph", "stage", "pass", "status", "nodes", "ms", "what changed")
+    return _table("passes", columns, rows, always=True)
+
+
+def _rewrites(journal: Journal) -> Iterator[Any]:
+    refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
+    first = {record.rule: record for record in reversed(journal.rewrites)}
+    rows = (
+        (rule, str(count), str(refused[rule]), first[rule].line or ", ".join(first[rule].nodes), first[rule].because)
+        for rule, count in Counter(record.rule for record in journal.rewrites).most_common()
+    )
+    return _table("rewrites", ("rule", "made", "refused", "for example", "because"), rows)
+
+
+def _fusions(journal: Journal) -> Iterator[Any]:
+    rows = ((each.graph, each.rule, f"{each.matches} of {each.candidates}", each.remark) for each in journal.rules)
+    return _table("fusion rules", ("graph", "rule", "fused", "remark"), rows)
+
+
+def _near_misses(journal: Journal) -> Iterator[Any]:
+    """The closest first; the same reason at the same line is one row."""
+    ranked = sorted(_grouped(journal.near_misses), key=lambda group: -group[0].matched / group[0].ops)
+    rows: list[Sequence[str]] = [
+        (first.rule, str(len(group)), f"{first.matched} of {first.ops} ops", first.reason, first.line, first.edit)
+        for group in ranked[:SHOWN]
+        for first in group[:1]
+    ]
+    columns = ("rule", "times", "matched", "because", "line", "what would help")
+    return _table("not fused", columns, rows + _left_out(ranked))
+
+
+def _refusals(journal: Journal) -> Iterator[Any]:
+    """The most expensive first; the same reason at the same line is one row."""
+    refusals = [record for record in journal.refusals if not record.nothing_lost]
+    ranked = sorted(_grouped(refusals), key=lambda group: -sum(record.bytes_moved for record in group))
+    helped = any(record.edit for record in refusals)
+    rows: list[Sequence[str]] = [
+        (first.rule, str(len(group)), first.node, first.reason, first.line, *([first.edit] if helped else []))
+        for group in ranked[:SHOWN]
+        for first in group[:1]
+    ]
+    columns = ("rule", "times", "node", "reason", "line", *(["what would help"] if helped else []))
+    return _table("refused", columns, rows + _left_out(ranked))
+
+
+def _grouped(records: Iterable[Missed]) -> list[list[Missed]]:
+    groups: dict[tuple[str, str, str], list[Missed]] = {}
+    for record in records:
+        groups.setdefault((record.rule, record.reason, record.line), []).append(record)
+    return list(groups.values())
+
+
+def _left_out(ranked: Sequence[object]) -> list[Sequence[str]]:
+    return [("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON")] if len(ranked) > SHOWN else []
+
+
+def _as_good(journal: Journal) -> Iterator[Any]:
+    """Places that a rule leaves alone because it has nothing to offer there."""
+    counted = Counter((record.rule, record.reason) for record in journal.refusals if record.nothing_lost)
+    rows = ((rule, str(count), reason) for (rule, reason), count in counted.most_common())
+    return _table("as good as they are", ("rule", "times", "because"), rows)
+
+
+def _streams(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for record in journal.streams:
+        events = f"{record.users_events}, {record.added_events}"
+        for stream, nodes in record.streams.items():
+            names = ", ".join(nodes[:SHOWN]) + (f" ... ({len(nodes)})" if len(nodes) > SHOWN else "")
+            rows.append((record.graph, stream, names, events))
+            events = ""
+    return _table("streams", ("graph", "stream", "nodes", "events (yours, added)"), rows)
+
+
+def _auto_streams(journal: Journal) -> Iterator[Any]:
+    columns = ("graph", "sizes", "two streams", "x one stream", "reason")
+    rows = (
+        (each.graph, each.key, each.status, f"{each.ratio:.3f}" if each.ratio else "", each.reason)
+        for each in journal.auto_streams
+    )
+    return _table("automatic streams", columns, rows)
+
+
+def _deadlocks(journal: Journal) -> Iterator[Any]:
+    return map(str, journal.deadlock_checks)
+
+
+def _kernels(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for row in kernel_rows(journal):
+        own = "" if row.own_time is None else f"{row.own_time * 1e6:.1f}"
+        rows.append((row.op, str(row.times), row.on, row.runs, row.chosen, own, row.against))
+    return _table("kernels", ("op", "times", "on", "runs", "chosen", "us", "measured against"), rows)
+
+
+def _memory(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for record in journal.memory:
+        saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
+        moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
+        rows.append((record.graph, *map(size_text, (record.peak_before, record.peak_after, saved, moved))))
+    columns = ("graph", "peak as given", "peak now", "saved in every call", "still moved in every call")
+    return _table("memory", columns, rows, always=True)
+
+
+def _running(journal: Journal) -> Iterator[Any]:
+    rows = []
+    reasons = {record.graph: f"{record.what}: {record.reason}" for record in journal.fallbacks}
+    for graph in journal.graphs:
+        if graph.phase == "joint":
+            continue
+        pieces = {name: counts for name, counts in journal.counts.items() if journal.pieces.get(name) == graph.graph}
+        for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
+            captured = counts["captured"] + counts["recaptured"]
+            calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing
+            plain = "by itself" if pieces else "straight-line code; no device graph"
+            remark = reasons.get(name) or ("" if captured else plain)
+            rows.append((name, str(calls), str(captured), str(counts["replays"]), remark))
+    return _table("running", ("graph", "calls", "captured", "replayed", "remark"), rows, always=True)
+
+
+def _cuts(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for record in journal.cuts:
+        spent = journal.counts.get(record.graph, Counter())["microseconds_outside"]
+        rows.append((record.graph, record.op, str(record.ops), record.reason, record.line, str(spent or "")))
+    return _table("outside of device graphs", ("graph", "op", "ops", "reason", "line", "us per call"), rows)
+
+
+def _verdicts(journal: Journal) -> Iterator[Any]:
+    columns = ("graph", "verdict", "measured against", "worst error", "pass to blame", "reason")
+    rows = (
+        (each.graph, each.status, each.reference, f"{each.worst_error:.3g}", each.pass_name, each.reason)
+        for each in journal.verifications
+    )
+    return _table("verification", columns, rows)
+
+
+_TABLES = (
+    _graphs,
+    _passes,
+    _rewrites,
+    _fusions,
+    _near_misses,
+    _refusals,
+    _as_good,
+    _streams,
+    _auto_streams,
+    _deadlocks,
+    _kernels,
+    _memory,
+    _running,
+    _cuts,
+    _verdicts,
+)
+
+
+def size_text(count: float) -> str:
+    """``128 MiB``: a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,7 +273,7 @@ class KernelRow:
 
 
 def kernel_rows(journal: Journal) -> list[KernelRow]:
-    """As things stand now: choices are made in the first call."""
+    """The kernel of each op as things stand now: choices are made in the first call."""
     return [_row(record) for record in journal.kernels]
 
 
@@ -68,221 +287,3 @@ def _row(record: KernelsPlanned) -> KernelRow:
     if choice is None:
         return KernelRow(*about, ", ".join(record.kernels), NOT_YET)
     return KernelRow(*about, choice.name, choice.source, dict(choice.seconds))
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-WIDTH = 118  # where there is no terminal to ask
-SHOWN = 12  # refusals printed in full; the JSON has all of them
-
-
-def printed(title: str, journal: Journal) -> str:
-    """Everything a person wants to know first, as text."""
-    from rich.console import Console
-
-    stream = io.StringIO()
-    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
-    console = Console(file=stream, width=width, markup=False, highlight=False)
-    console.print(title)
-    for part in _tables(journal):
-        console.print(part)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
-
-
-def _tables(journal: Journal) -> Iterator[Any]:
-    yield _graphs(journal)
-    yield _passes(journal)
-    if journal.rewrites:
-        yield _rules(journal)
-    if journal.rules:
-        yield _fusions(journal)
-    if journal.near_misses:
-        yield _near_misses(journal)
-    if any(not record.nothing_lost for record in journal.refusals):
-        yield _refusals(journal)
-    if any(record.nothing_lost for record in journal.refusals):
-        yield _as_good(journal)
-    if journal.streams:
-        yield _streams(journal)
-    if journal.auto_streams:
-        yield _auto_streams(journal)
-    yield from map(str, journal.deadlock_checks)
-    if journal.kernels:
-        yield _kernels(journal)
-    yield _memory(journal)
-    yield _running(journal)
-    if journal.cuts:
-        yield _cuts(journal)
-    if journal.verifications:
-        yield _verdicts(journal)
-
-
-def _verdicts(journal: Journal) -> Any:
-    table = _table("verification", "graph", "verdict", "measured against", "worst error", "pass to blame", "reason")
-    for verdict in journal.verifications:
-        error = f"{verdict.worst_error:.3g}"
-        table.add_row(verdict.graph, verdict.status, verdict.reference, error, verdict.pass_name, verdict.reason)
-    return table
-
-
-def _streams(journal: Journal) -> Any:
-    table = _table("streams", "graph", "stream", "nodes", "events (yours, added)")
-    for record in journal.streams:
-        events = f"{record.users_events}, {record.added_events}"
-        for stream, nodes in record.streams.items():
-            names = ", ".join(nodes[:SHOWN]) + (f" ... ({len(nodes)})" if len(nodes) > SHOWN else "")
-            table.add_row(record.graph, stream, names, events)
-            events = ""
-    return table
-
-
-def _auto_streams(journal: Journal) -> Any:
-    table = _table("automatic streams", "graph", "sizes", "two streams", "x one stream", "reason")
-    for decision in journal.auto_streams:
-        ratio = f"{decision.ratio:.3f}" if decision.ratio else ""
-        table.add_row(decision.graph, decision.key, decision.status, ratio, decision.reason)
-    return table
-
-
-def _kernels(journal: Journal) -> Any:
-    table = _table("kernels", "op", "times", "on", "runs", "chosen", "us", "measured against")
-    for row in kernel_rows(journal):
-        own = "" if row.own_time is None else f"{row.own_time * 1e6:.1f}"
-        table.add_row(row.op, str(row.times), row.on, row.runs, row.chosen, own, row.against)
-    return table
-
-
-def _table(title: str, *columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _graphs(journal: Journal) -> Any:
-    table = _table("graphs", "graph", "phase", "nodes", "inputs", "outputs", "devices")
-    for graph in journal.graphs:
-        sizes = map(str, (graph.nodes, graph.inputs, graph.outputs))
-        table.add_row(graph.graph, graph.phase, *sizes, ", ".join(graph.devices))
-    return table
-
-
-def _passes(journal: Journal) -> Any:
-    table = _table("passes", "graph", "stage", "pass", "status", "nodes", "ms", "what changed")
-    for ran in journal.passes:
-        changes = [f"-{count} {name}" for name, count in ran.removed.items()]
-        changes += [f"+{count} {name}" for name, count in ran.added.items()]
-        nodes = (
-            f"{ran.nodes_before} -> {ran.nodes_after}" if ran.nodes_before != ran.nodes_after else str(ran.nodes_after)
-        )
-        what = ", ".join(changes[:4]) + (" ..." if len(changes) > 4 else "") or ran.reason
-        table.add_row(ran.graph, ran.stage, ran.name, ran.status, nodes, f"{ran.seconds * 1000:.1f}", what)
-    return table
-
-
-def _rules(journal: Journal) -> Any:
-    table = _table("rewrites", "rule", "made", "refused", "for example", "because")
-    made = Counter(record.rule for record in journal.rewrites)
-    refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
-    first = {record.rule: record for record in reversed(journal.rewrites)}
-    for rule, count in made.most_common():
-        example = first[rule]
-        where = example.line or ", ".join(example.nodes)
-        table.add_row(rule, str(count), str(refused[rule]), where, example.because)
-    return table
-
-
-def _fusions(journal: Journal) -> Any:
-    table = _table("fusion rules", "graph", "rule", "fused", "remark")
-    for record in journal.rules:
-        table.add_row(record.graph, record.rule, f"{record.matches} of {record.candidates}", record.remark)
-    return table
-
-
-def _near_misses(journal: Journal) -> Any:
-    """The closest first; the same reason at the same line is one row."""
-    table = _table("not fused", "rule", "times", "matched", "because", "line", "what would help")
-    groups: dict[tuple[str, str, str], list[NearMiss]] = {}
-    for record in journal.near_misses:
-        groups.setdefault((record.rule, record.reason, record.line), []).append(record)
-    ranked = sorted(groups.values(), key=lambda group: -group[0].matched / group[0].ops)
-    for group in ranked[:SHOWN]:
-        first = group[0]
-        matched = f"{first.matched} of {first.ops} ops"
-        table.add_row(first.rule, str(len(group)), matched, first.reason, first.line, first.edit)
-    if len(ranked) > SHOWN:
-        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "", "")
-    return table
-
-
-def _refusals(journal: Journal) -> Any:
-    """The most expensive first; the same reason at the same line is one row."""
-    refusals = [record for record in journal.refusals if not record.nothing_lost]
-    helped = any(record.edit for record in refusals)
-    table = _table("refused", "rule", "times", "node", "reason", "line", *(["what would help"] if helped else []))
-    groups: dict[tuple[str, str, str], list[Refused]] = {}
-    for record in refusals:
-        groups.setdefault((record.rule, record.reason, record.line), []).append(record)
-    ranked = sorted(groups.values(), key=lambda group: -sum(record.bytes_moved for record in group))
-    for group in ranked[:SHOWN]:
-        first = group[0]
-        edit = [first.edit] if helped else []
-        table.add_row(first.rule, str(len(group)), first.node, first.reason, first.line, *edit)
-    if len(ranked) > SHOWN:
-        table.add_row("", "", "", f"... and {len(ranked) - SHOWN} more in the JSON", "")
-    return table
-
-
-def _as_good(journal: Journal) -> Any:
-    """Places that a rule leaves alone because it has nothing to offer there."""
-    table = _table("as good as they are", "rule", "times", "because")
-    counted = Counter((record.rule, record.reason) for record in journal.refusals if record.nothing_lost)
-    for (rule, reason), count in counted.most_common():
-        table.add_row(rule, str(count), reason)
-    return table
-
-
-def _memory(journal: Journal) -> Any:
-    table = _table("memory", "graph", "peak as given", "peak now", "saved in every call", "still moved in every call")
-    for record in journal.memory:
-        saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
-        moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
-        table.add_row(record.graph, *map(size_text, (record.peak_before, record.peak_after, saved, moved)))
-    return table
-
-
-def size_text(count: float) -> str:
-    """``128 MiB``: a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
-def _running(journal: Journal) -> Any:
-    table = _table("running", "graph", "calls", "captured", "replayed", "remark")
-    reasons = {record.graph: f"{record.what}: {record.reason}" for record in journal.fallbacks}
-    for graph in journal.graphs:
-        if graph.phase == "joint":
-            continue
-        pieces = {name: counts for name, counts in journal.counts.items() if name.startswith(f"{graph.graph} piece ")}
-        for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
-            captured = counts["captured"] + counts["recaptured"]
-            calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing
-            plain = "by itself" if pieces else "straight-line code; no device graph"
-            remark = reasons.get(name) or ("" if captured else plain)
-            table.add_row(name, str(calls), str(captured), str(counts["replays"]), remark)
-    return table
-
-
-def _cuts(journal: Journal) -> Any:
-    table = _table("outside of device graphs", "graph", "op", "ops", "reason", "line", "us per call")
-    for record in journal.cuts:
-        spent = journal.counts.get(record.graph, Counter())["microseconds_outside"]
-        table.add_row(record.graph, record.op, str(record.ops), record.reason, record.line, str(spent or ""))
-    return table

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
-from graphex.debug.graph_dump import dump_graph
+from graphex.debug.dumps import dump_graph
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
@@ -46,7 +46,7 @@ def compile_executables(
     gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
 ) -> Executables:
     """`compile_graph`, for those who know of calls which its program cannot know of."""
-    from graphex.debug.data_dump import dumping_executable
+    from graphex.debug.dumps import dumping_executable
     from graphex.debug.verify import verifying_executable
 
     name = _begin(gm, compilation, phase)

@@ -191,7 +191,7 @@ def _in_pieces(
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
     for number, piece in enumerate(division.pieces):
-        name = f"{graph_name} piece {number}"
+        name = compilation.journal.name_piece(graph_name, number)
         run = _program_of_piece(compilation, name, f"{folder}/piece_{number}", piece, lanes)
         crossing = piece.crossing
         if piece.captured:
@@ -249,7 +249,7 @@ def eager_program(
     memory: Memory | None = None,
 ) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
-    from graphex.debug.graph_dump import write_output_code
+    from graphex.debug.scripts import write_output_code
 
     try:
         code = generate(gm, lanes, memory)

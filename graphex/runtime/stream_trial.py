@@ -119,7 +119,8 @@ def with_two_streams(
     reason = "" if device.has_lanes else f"the device '{device.name}' has no streams"
     reason = reason or why_not_automatic(functional.graph, Aliases(functional.graph))
     if not reason:
-        second = Runner(compilation, f"{name} on two streams", functional, runner.example_inputs, runner.phase)
+        other = compilation.journal.name_version(name, "on two streams")
+        second = Runner(compilation, other, functional, runner.example_inputs, runner.phase)
         try:
             put_on_two_streams(second)
         except StreamError as error:

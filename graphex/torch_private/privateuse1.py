@@ -42,7 +42,7 @@ _register_hook = private("torch._C._acc.register_python_privateuseone_hook", los
 _register_guard = private("torch._C._acc.register_python_privateuseone_device_guard", lost=_NO_NPU)
 _register_module = private("torch._register_device_module", lost=_NO_NPU)
 _empty_tensor = private("torch._C._acc.create_empty_tensor", lost=_NO_NPU)
-_HOST, _TWIN = "_graphex_host", "_graphex_npu"  # each storage knows the one with the other label
+_HOST, _RELABELLED = "_graphex_host", "_graphex_npu"  # attributes: each storage knows the one with the other label
 
 aten = torch.ops.aten
 
@@ -74,15 +74,15 @@ def _host_keys() -> Any:
 
 
 def storage_as_npu(host: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The storage that says "npu" and is this memory; the same one as long as somebody holds it."""
-    twin = getattr(host, _TWIN, None)
-    found: Any = twin() if twin is not None else None
+    """The storage with the label "npu" on the same memory; one object for as long as it is referenced."""
+    known = getattr(host, _RELABELLED, None)
+    found: Any = known() if known is not None else None
     if found is None or (found.data_ptr(), found.nbytes()) != (host.data_ptr(), host.nbytes()):
         found = _storage_at(host.data_ptr(), torch.device("npu", 0), host.nbytes())
         setattr(found, _HOST, host)  # keeps the memory alive
-        setattr(host, _TWIN, weakref.ref(found))
-    twin_storage: torch.UntypedStorage = found
-    return twin_storage
+        setattr(host, _RELABELLED, weakref.ref(found))
+    relabelled: torch.UntypedStorage = found
+    return relabelled
 
 
 def as_npu(host: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def as_host(tensor: Tensor) -> Tensor:
     if host is None:  # made from an address; whoever did so keeps the memory alive
         host = _storage_at(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
         setattr(storage, _HOST, host)
-        setattr(host, _TWIN, weakref.ref(storage))
+        setattr(host, _RELABELLED, weakref.ref(storage))
     made = torch.empty(0, dtype=tensor.dtype)
     return set_metadata(made, host, tensor)
 

@@ -11,7 +11,7 @@ import torch
 from torch._functorch.aot_autograd import aot_function
 
 import graphex
-from graphex.ascend.tables import BETTER, NOT_OFFERED
+from graphex.ascend.catalogue import BETTER, NOT_OFFERED
 from tests.harness.ascend import Compiled, on_npu
 from tests.harness.processes import python
 

@@ -11,8 +11,8 @@ import torch
 
 import graphex
 from graphex.ascend.catalogue import NAMES, modules
-from graphex.ascend.npu.mapped import with_device_mapped
-from graphex.ascend.options import NPUGRAPH_EX, TORCHAIR
+from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
+from graphex.ascend.mapped import with_device_mapped
 from tests.harness.processes import ROOT, python
 
 
@@ -164,7 +164,7 @@ def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
 
 KEPT = """
 import torch
-from graphex.ascend.npu.mapped import keep_accelerator
+from graphex.ascend.mapped import keep_accelerator
 
 keep_accelerator(torch.device("cuda", 0))
 assert torch.accelerator.current_accelerator() == torch.device("cuda", 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import graphex
-from graphex.cli.run import run
+from graphex.cli.scripts import run
 from tests.harness.documents import Block, blocks, is_python, program, run_block
 from tests.harness.graph_def import graph_def, ops
 

@@ -107,7 +107,7 @@ def run_block(block: Block, folder: Path, *, ascend: bool = False, device: str =
     """The exit code of a block run as a script in `folder`, and what it printed."""
     script = folder / "block.py"
     script.write_text(program(block))
-    runner = ["-m", "graphex.cli.run", "--device", device] if ascend else []
+    runner = ["-m", "graphex", "run", "--device", device] if ascend else []
     done = run(*runner, script, cwd=folder, PYTHONWARNINGS="ignore")
     return done.returncode, done.stdout + done.stderr
 

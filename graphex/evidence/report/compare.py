@@ -1,8 +1,7 @@
 """Two reports of one model, before and after a change: which rewrites were lost, which were won.
 
-A place is known by its rule and the module it is in, or else by the text of its line: line numbers and node names move
-with every edit, these do not. Reuse of dead memory is no place of its own: a fusion takes it away with the
-intermediates it was about.
+A place is identified by its rule and its module, or else by the text of its line: line numbers and node names move with
+every edit, these do not. Reuse of dead memory is not counted: a fusion removes it together with the intermediates.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def _site(record: dict[str, Any], names: Sequence[str], modules: dict[str, str])
 
 
 def _modules(graph: dict[str, Any]) -> dict[str, str]:
-    """The module of each node, by its name in any picture of the graph."""
+    """The module of each node, by its name in any snapshot of the graph."""
     paths = [path for path, _ in graph["modules"]]
     return {node["name"]: paths[node["module"]] for node in graph["nodes"] if node["module"] >= 0}
 
@@ -114,7 +113,7 @@ def _rules(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _numbers(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """What can be counted, before and after; less is better in all of them."""
+    """The counts before and after; less is better in all of them."""
     return [
         {"name": name, "unit": unit, "before": count(before["graphs"]), "after": count(after["graphs"])}
         for name, unit, count in _COUNTED

@@ -1,10 +1,11 @@
-"""The data of a report: the journal and the film of one or several compiled objects, joined graph by graph.
+"""The data of a report: the journal and the graph history of one or several compiled objects, joined graph by graph.
 
     {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
      "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
 
-A pass knows the pictures before and after it (`before`, `picture`); a rewrite, a refusal and a near miss know their
-pass by its number.
+`pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
+it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
+source: whole where it is small, around the marked lines where not.
 """
 
 from __future__ import annotations
@@ -18,50 +19,13 @@ from typing import Any
 
 import torch
 
-from graphex.debug.history import Film, NodeFacts, Reel
+from graphex.debug.history import Film, NodeFacts, Snapshots
 from graphex.evidence.report.summary import summarise
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
-
-# -- sources -----------------------------------------------------------------------------------------------------------
-# The user's source files, as far as a report needs them: whole where they are small, around the marks where not.
-
 
 WHOLE = 4000  # lines of a file that is shown whole
 AROUND = 60  # lines shown before and after a mark in a larger one
 LONGEST = 400  # characters of a line
-
-
-def source_files(lines: Mapping[str, set[int]]) -> list[dict[str, Any]]:
-    """For each file with marked lines: its path and its text in blocks, each with the number of its first line."""
-    return [
-        {"path": _short(path), "name": PurePath(path).name, "blocks": _blocks(path, marked)}
-        for path, marked in lines.items()
-    ]
-
-
-def _short(path: str) -> str:
-    """A path as the user would give it: from the working directory, where it is below it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-
-
-def _blocks(path: str, marked: set[int]) -> list[dict[str, Any]]:
-    text = [line.rstrip("\n")[:LONGEST] for line in linecache.getlines(path)]
-    if len(text) <= WHOLE:
-        return [{"first": 1, "lines": text}] if text else []
-    blocks: list[dict[str, Any]] = []
-    for number in sorted(marked):
-        first, last = max(1, number - AROUND), min(len(text), number + AROUND)
-        if blocks and first <= blocks[-1]["last"] + 1:
-            blocks[-1]["last"] = last
-        else:
-            blocks.append({"first": first, "last": last})
-    return [{"first": block["first"], "lines": text[block["first"] - 1 : block["last"]]} for block in blocks]
-
-
-# -- model -------------------------------------------------------------------------------------------------------------
-
-
 FORMAT = 1
 _OF_A_PASS = (Rewrote, Refused, RuleTried, NearMiss)
 _LISTS = {
@@ -89,7 +53,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         film = journal.film or Film()
         for graph in _all_graphs(journal, film):
             if compile_id in (None, graph.compile_id):
-                graphs.append(_graph(graph, journal, film.reels.get(graph.graph, Reel()), files))
+                graphs.append(_graph(graph, journal, film.graphs.get(graph.graph, Snapshots()), files))
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
@@ -106,25 +70,24 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
 
 
 def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
-    """The graphs that were handed over, each followed by the other versions of it that were filmed."""
+    """The graphs that were handed over, each followed by its other versions that have snapshots."""
     found = []
-    names = {graph.graph for graph in journal.graphs}
     for graph in journal.graphs:
-        versions = [name for name in film.reels if name not in names and name.startswith(f"{graph.graph} ")]
+        versions = [name for name in film.graphs if journal.versions.get(name) == graph.graph]
         found += [graph, *(replace(graph, graph=name) for name in versions)]
     return found
 
 
-def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, set[int]]) -> Data:
+def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: dict[str, set[int]]) -> Data:
     data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
-    picture = 0
+    number = 0
     for record in journal.records:
-        if not _has_prefix(record.graph, graph.graph):
+        if journal.pieces.get(record.graph, record.graph) != graph.graph:
             continue
         if isinstance(record, PassRan):
-            before = min(picture, len(reel.pictures) - 1)
-            picture += record.status == "changed"
-            after = min(picture, len(reel.pictures) - 1)
+            before = min(number, len(snapshots.taken) - 1)
+            number += record.status == "changed"
+            after = min(number, len(snapshots.taken) - 1)
             data["passes"].append(asdict(record) | {"before": before, "picture": after})
         elif record.kind in _LISTS:
             plain = asdict(record)
@@ -135,20 +98,17 @@ def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, 
             data[_LISTS[record.kind]].append(plain)
         elif not isinstance(record, GraphCompiled):
             data["more"].append({"kind": record.kind, **asdict(record)})
-    data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if _has_prefix(name, graph.graph)}
-    data["runs"] = _running_picture(data, len(reel.pictures) - 1)
-    return data | _pictures(reel, files)
+    counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
+    data["counts"] = {name: dict(journal.counts[name]) for name in counted}
+    data["runs"] = _running_snapshot(data, len(snapshots.taken) - 1)
+    return data | _snapshots(snapshots, files)
 
 
-def _running_picture(data: Data, last: int) -> int:
+def _running_snapshot(data: Data, last: int) -> int:
     """The graph that runs: the last, unless verification went back to the one before the pass it blames."""
     blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
     wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
     return wrong[0] if wrong else last
-
-
-def _has_prefix(name: str, graph: str) -> bool:
-    return name == graph or name.startswith(f"{graph} piece ")
 
 
 def _effect(record: Rewrote, stage: str) -> str:
@@ -164,7 +124,7 @@ def _effect(record: Rewrote, stage: str) -> str:
     return "changed" if record.nodes == record.into else "merged"
 
 
-def _pictures(reel: Reel, files: dict[str, set[int]]) -> Data:
+def _snapshots(snapshots: Snapshots, files: dict[str, set[int]]) -> Data:
     """The nodes, with what many of them share (modules, places in the source) in tables of their own."""
     modules: dict[tuple[str, str], int] = {}
     places: dict[tuple[tuple[int, int, str], ...], int] = {}
@@ -184,8 +144,8 @@ def _pictures(reel: Reel, files: dict[str, set[int]]) -> Data:
         place = tuple((numbers[frame.file], frame.line, frame.function) for frame in facts.frames)
         return places.setdefault(place, len(places))
 
-    nodes = [_node(facts, module_number(facts), place_number(facts)) for facts in reel.nodes]
-    return {"nodes": nodes, "pictures": reel.pictures, "modules": list(modules), "places": list(places)}
+    nodes = [_node(facts, module_number(facts), place_number(facts)) for facts in snapshots.nodes]
+    return {"nodes": nodes, "pictures": snapshots.taken, "modules": list(modules), "places": list(places)}
 
 
 def _node(facts: NodeFacts, module: int, place: int) -> Data:
@@ -221,3 +181,31 @@ def _made_with() -> dict[str, str]:
         "python": platform.python_version(),
         "device": device,
     }
+
+
+def source_files(lines: Mapping[str, set[int]]) -> list[dict[str, Any]]:
+    """For each file with marked lines: its path and its text in blocks, each with the number of its first line."""
+    return [
+        {"path": _short(path), "name": PurePath(path).name, "blocks": _blocks(path, marked)}
+        for path, marked in lines.items()
+    ]
+
+
+def _short(path: str) -> str:
+    """A path as the user would give it: from the working directory, where it is below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _blocks(path: str, marked: set[int]) -> list[dict[str, Any]]:
+    text = [line.rstrip("\n")[:LONGEST] for line in linecache.getlines(path)]
+    if len(text) <= WHOLE:
+        return [{"first": 1, "lines": text}] if text else []
+    blocks: list[dict[str, Any]] = []
+    for number in sorted(marked):
+        first, last = max(1, number - AROUND), min(len(text), number + AROUND)
+        if blocks and first <= blocks[-1]["last"] + 1:
+            blocks[-1]["last"] = last
+        else:
+            blocks.append({"first": first, "last": last})
+    return [{"first": block["first"], "lines": text[block["first"] - 1 : block["last"]]} for block in blocks]

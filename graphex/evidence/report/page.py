@@ -1,8 +1,12 @@
 """A report as one HTML file: the data, the program that shows it, and nothing that has to be fetched.
 
-What comes from the model is in the file as JSON and nowhere else, with the three characters escaped that could end it;
-the program puts it on the page as text, never as markup. A policy in the head of the page lets the browser run exactly
-the scripts that graphex put there and load nothing from anywhere.
+Text from the model is in the file as JSON and nowhere else, with the three characters escaped that could end it; the
+program puts it on the page as text, never as markup. A policy in the head of the page lets the browser run exactly the
+scripts that graphex put there and load nothing from anywhere.
+
+`read_data` reads a report again. The file may be of another version, or anything else, so its data is checked against
+`KINDS` first. A shape there is a type (or several), a set of allowed values, `[shape]` for a list of such, or a
+dictionary of the keys that must be there.
 """
 
 from __future__ import annotations
@@ -20,13 +24,6 @@ from typing import Any
 from graphex.env import write_named
 from graphex.errors import InputError
 from graphex.records import json_text
-
-# -- shape -------------------------------------------------------------------------------------------------------------
-# The shape of a report's data, as far as graphex reads it again: a file may be of another version, or of anybody.
-#
-# A shape is a type (or several), a set of allowed values, `[shape]` for a list of such, or a dictionary with the keys
-# that must be there.
-
 
 _NUMBER = (int, float)
 _SENTENCE = {"tone": frozenset({"good", "bad", "plain"}), "text": str}
@@ -48,51 +45,6 @@ _GRAPH = {
 }
 _ANY = {"title": str, "summary": [_SENTENCE], "made_with": dict}
 KINDS: dict[str, Any] = {"report": _ANY | {"graphs": [_GRAPH]}, "difference": _ANY}
-
-
-def misfit(data: Any, shape: Any, path: str = "") -> str:
-    """What does not fit: ``graphs[0].rewrites is missing``; empty if everything does."""
-    if isinstance(shape, dict):
-        return _dict_misfit(data, shape, path)
-    if isinstance(shape, list):
-        if not isinstance(data, list):
-            return f"'{path}' is no list"
-        return _first(misfit(each, shape[0], f"{path}[{place}]") for place, each in enumerate(data))
-    fits = data in list(shape) if isinstance(shape, frozenset) else isinstance(data, shape)
-    return "" if fits else f"'{path}' is of type {type(data).__name__}"
-
-
-def _dict_misfit(data: Any, shape: dict[str, Any], path: str) -> str:
-    if not isinstance(data, dict):
-        return f"'{path}' is no object"
-    for name, inner in shape.items():
-        where = f"{path}.{name}" if path else name
-        if name not in data:
-            return f"'{where}' is missing"
-        if found := misfit(data[name], inner, where):
-            return found
-    return _index_misfit(data, path) if shape is _GRAPH else ""
-
-
-def _index_misfit(graph: dict[str, Any], path: str) -> str:
-    """Numbers that count in other lists of a graph must find something there; -1 stands for none."""
-    modules, nodes, pictures = (len(graph[name]) for name in ("modules", "nodes", "pictures"))
-    checks = (
-        ("modules", all(len(each) == 2 for each in graph["modules"])),
-        ("nodes", all(-1 <= each["module"] < modules for each in graph["nodes"])),
-        ("pictures", all(0 <= place < nodes for picture in graph["pictures"] for place in picture)),
-        ("runs", -1 <= graph["runs"] < max(pictures, 1)),
-    )
-    return _first("" if fits else f"'{path}.{name}' points nowhere" for name, fits in checks)
-
-
-def _first(problems: Iterable[str]) -> str:
-    return next(filter(None, problems), "")
-
-
-# -- page --------------------------------------------------------------------------------------------------------------
-
-
 _ASSETS = files("graphex.evidence.report") / "assets"
 _LIBRARIES = ("vendor/dagre.min.js", "vendor/cytoscape.min.js")
 _PROGRAM = (
@@ -191,3 +143,43 @@ def _read(name: str) -> str:
 
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def misfit(data: Any, shape: Any, path: str = "") -> str:
+    """The first misfit of data and shape: ``graphs[0].rewrites is missing``; empty if everything fits."""
+    if isinstance(shape, dict):
+        return _dict_misfit(data, shape, path)
+    if isinstance(shape, list):
+        if not isinstance(data, list):
+            return f"'{path}' is no list"
+        return _first(misfit(each, shape[0], f"{path}[{place}]") for place, each in enumerate(data))
+    fits = data in list(shape) if isinstance(shape, frozenset) else isinstance(data, shape)
+    return "" if fits else f"'{path}' is of type {type(data).__name__}"
+
+
+def _dict_misfit(data: Any, shape: dict[str, Any], path: str) -> str:
+    if not isinstance(data, dict):
+        return f"'{path}' is no object"
+    for name, inner in shape.items():
+        where = f"{path}.{name}" if path else name
+        if name not in data:
+            return f"'{where}' is missing"
+        if found := misfit(data[name], inner, where):
+            return found
+    return _index_misfit(data, path) if shape is _GRAPH else ""
+
+
+def _index_misfit(graph: dict[str, Any], path: str) -> str:
+    """Numbers that count in other lists of a graph must find something there; -1 stands for none."""
+    modules, nodes, snapshots = (len(graph[name]) for name in ("modules", "nodes", "pictures"))
+    checks = (
+        ("modules", all(len(each) == 2 for each in graph["modules"])),
+        ("nodes", all(-1 <= each["module"] < modules for each in graph["nodes"])),
+        ("pictures", all(0 <= place < nodes for snapshot in graph["pictures"] for place in snapshot)),
+        ("runs", -1 <= graph["runs"] < max(snapshots, 1)),
+    )
+    return _first("" if fits else f"'{path}.{name}' points nowhere" for name, fits in checks)
+
+
+def _first(problems: Iterable[str]) -> str:
+    return next(filter(None, problems), "")

@@ -46,14 +46,14 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
 
 
 def title_of(rule: str) -> str:
-    """What a person calls the thing that a rule fuses."""
+    """The usual name of the pattern that a rule fuses."""
     return _TITLES.get(rule, rule)
 
 
 def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:
-    """What a device has to run for one call of each graph, as it was given or as it runs; without a film, nothing."""
-    pictures = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
-    return sum(graph["nodes"][place]["computes"] for graph, picture in pictures for place in picture)
+    """The ops a device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots."""
+    taken = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
+    return sum(graph["nodes"][place]["computes"] for graph, snapshot in taken for place in snapshot)
 
 
 def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -73,10 +73,10 @@ def _sentence(tone: str, text: str) -> Sentence:
 
 
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    filmed = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
-    if filmed:
-        before, after = device_ops(filmed, given=True), device_ops(filmed)
-        where = "the final graph" if len(filmed) == 1 else f"the {len(filmed)} final graphs"
+    shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
+    if shown:
+        before, after = device_ops(shown, given=True), device_ops(shown)
+        where = "the final graph" if len(shown) == 1 else f"the {len(shown)} final graphs"
         yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
     passes = [ran for graph in graphs for ran in graph["passes"]]
     for ran in passes:
@@ -94,7 +94,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             continue
         missed = "" if matches == candidates else _first_reason(graphs, rule)
         text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
-        # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is nobody's fault.
+        # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in _OURS and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence("good" if matches == candidates else idle, text)
 
@@ -106,13 +106,13 @@ def _can_be_helped(graphs: list[dict[str, Any]], rule: str) -> bool:
 
 
 def _refusals(graphs: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
-    """Those that have cost something."""
+    """The refusals of a rule that cost something."""
     found = (refusal for graph in graphs for refusal in graph["refusals"] if refusal["rule"] == rule)
     return [refusal for refusal in found if not refusal["nothing_lost"]]
 
 
 def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
-    """Why the place that came closest did not fuse."""
+    """The reason why the closest candidate did not fuse."""
     misses = [miss for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule]
     refusals = _refusals(graphs, rule)
     found = [*refusals, *sorted(misses, key=lambda miss: -miss["matched"] / miss["ops"])]
@@ -124,7 +124,7 @@ def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
 
 
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """What a pass had to say about itself, once."""
+    """The reasons that passes give for changing nothing, each once."""
     said = {(ran["name"], ran["reason"]) for graph in graphs for ran in graph["passes"] if ran["status"] == "unchanged"}
     for name, reason in sorted(said):
         if reason:
@@ -190,7 +190,7 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
-    """What `explain` found different from eager, and what it could not compare."""
+    """The differences from eager that `explain` found, and the values it could not compare."""
     facts = data.get("facts") or {}
     for title, found, tone in (
         ("Different from eager", facts.get("differences", ()), "bad"),

@@ -1,4 +1,8 @@
-"""What `torch.npu` offers besides streams and graphs, for a device whose memory is the host's."""
+"""`torch.npu` of the simulated device, without its graphs (`simulated.py`): streams and events, then the device.
+
+Work runs at once and in order, on whichever stream it is. Streams and events are torch's own generic classes, so
+`torch.compile` traces them; each has an identity of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,8 @@ from typing import Any
 
 import torch
 
-# -- streams -----------------------------------------------------------------------------------------------------------
-# `torch.npu.Stream` and `torch.npu.Event` without hardware: work runs at once and in order, whatever stream it is on.
-#
-# They are torch's own generic classes, so `torch.compile` traces them, with identities of their own.
-
-
-CORES = {"cube_core_num": 24, "vector_core_num": 48}  # what one Ascend processor has
+NAME = "simulated npu (host memory)"
+CORES = {"cube_core_num": 24, "vector_core_num": 48}  # of one Ascend processor
 
 _DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 _numbers = itertools.count(1)
@@ -24,7 +23,7 @@ _limits: dict[int, dict[str, int]] = {}
 
 
 class Stream(torch.Stream):
-    """A stream that can be told from others. `with stream:` makes it the current one."""
+    """A numbered stream. `with stream:` makes it the current one."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
         number = kwargs.get("stream_id")
@@ -46,10 +45,10 @@ class Stream(torch.Stream):
         _current.stack.pop()
 
     def wait_event(self, event: torch.Event) -> None:
-        """Everything before has run."""
+        """Nothing to wait for: earlier work has run."""
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Everything before has run."""
+        """Nothing to wait for: earlier work has run."""
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         event = event or Event()
@@ -57,14 +56,14 @@ class Stream(torch.Stream):
         return event
 
     def synchronize(self) -> None:
-        """Everything has run."""
+        """Nothing to wait for: all work has run."""
 
     def query(self) -> bool:
         return True
 
 
 class Event(torch.Event):
-    """A moment. With `enable_timing` the milliseconds between two of them can be asked for."""
+    """A moment in time; `elapsed_time` gives the milliseconds between two of them."""
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
@@ -79,13 +78,13 @@ class Event(torch.Event):
         self.moment = time.perf_counter()
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Everything before has run."""
+        """Nothing to wait for: earlier work has run."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Everything has run."""
+        """Nothing to wait for: all work has run."""
 
     def elapsed_time(self, end_event: torch.Event) -> float:
         end = getattr(end_event, "moment", None)
@@ -105,7 +104,7 @@ _current = _Current()
 
 def current_stream(device: Any = None) -> torch.Stream:
     if torch.compiler.is_compiling():
-        return torch.accelerator.current_stream()  # Dynamo knows it for the stream of whoever calls
+        return torch.accelerator.current_stream()  # Dynamo knows it as the caller's stream
     return _current.stack[-1]
 
 
@@ -115,7 +114,7 @@ def default_stream(device: Any = None) -> Stream:
 
 def set_stream(stream: Stream) -> None:
     if torch.compiler.is_compiling():
-        torch.accelerator.set_stream(stream)  # Dynamo knows it; graphex places what follows
+        torch.accelerator.set_stream(stream)  # Dynamo knows it; graphex places the ops that follow
     else:
         _current.stack[-1] = stream
 
@@ -126,7 +125,7 @@ def stream(stream: Stream | None) -> Any:
 
 
 def set_stream_limit(stream: Stream, cube_num: int = -1, vector_num: int = -1) -> None:
-    """How many cores a stream may use; there are none here, so it is remembered and no more."""
+    """Remember how many cores a stream may use; the simulated device has none to limit."""
     given = {"cube_core_num": cube_num, "vector_core_num": vector_num}
     _limits[stream.stream_id] = {name: CORES[name] if count == -1 else count for name, count in given.items()}
 
@@ -139,12 +138,10 @@ def reset_stream_limit(stream: Stream) -> None:
     _limits.pop(stream.stream_id, None)
 
 
-# -- module ------------------------------------------------------------------------------------------------------------
+# -- the device --------------------------------------------------------------------------------------------------------
 
 
-NAME = "simulated npu (host memory)"
-
-config = SimpleNamespace(allow_internal_format=False)  # a switch of the hardware's private layouts, which are not here
+config = SimpleNamespace(allow_internal_format=False)  # a switch of the NPU's private memory formats
 
 
 class device:  # noqa: N801  (torch_npu's name)
@@ -199,7 +196,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def empty_cache() -> None:
-    """Memory is the host's: it is freed when nobody holds it."""
+    """Nothing: the host's memory is freed with its last reference."""
 
 
 def memory_allocated(device: Any = None) -> int:

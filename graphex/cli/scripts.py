@@ -1,12 +1,16 @@
-"""`graphex explain SCRIPT`: run a script, say what became of everything it compiled, write the report."""
+"""`graphex run SCRIPT` and `graphex explain SCRIPT`: run a script as `python SCRIPT ARGUMENTS` would.
+
+`run` serves the Ascend names to it; `explain` says what became of everything it compiled, and writes the report.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import runpy
 import sys
-from collections.abc import Iterator
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +19,54 @@ import click
 from graphex.cli.output import (
     check_output,
     json_option,
-    output_path,
+    output_option,
     print_json,
     print_sentences,
-    print_trace,
     waiting,
     why_not_written,
 )
 from graphex.config import options_of
 from graphex.env import path_of_rank, why_off
+from graphex.errors import InputError, one_line
 from graphex.records import Journal
 
+DEVICES = ("simulated", "cuda", "cpu")
 NOTHING = 3
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
+script_path = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "-o",
-    "--output",
-    type=output_path,
-    default=Path("report.html"),
-    help="Where to write the report.",
+    "--device",
+    type=click.Choice(DEVICES),
+    default=None,
+    help='What "npu" is: a simulated device (the default), the GPU or the CPU.',
 )
+@click.argument("script", type=script_path)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(device: str | None, script: Path, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT as python would, with torch_npu, torchair, npugraph_ex and the device "npu" served by graphex.
+
+    Packages that are installed are not replaced.
+    """
+    if device is not None:
+        os.environ["GRAPHEX_NPU"] = device  # processes that the script starts get it too
+    try:
+        import graphex.ascend  # noqa: F401
+    except InputError as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        _run_as_main(script, arguments)
+    except Exception as error:  # the script's own, and not about how this command was used
+        _print_trace(error, script)
+        raise SystemExit(1) from error
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=script_path)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@output_option("report.html", "Where to write the report.")
 @click.option("--set", "settings", metavar="NAME=VALUE", multiple=True, help="An option of graphex, over the script's.")
 @click.option("--full", is_flag=True, help="Print every table, not the summary alone.")
 @json_option
@@ -48,17 +75,17 @@ def explain(
 ) -> None:
     """Run SCRIPT and explain what it compiled with graphex.
 
-    Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS;
-    everything in it that is compiled with backend="graphex" is looked at.
+    Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS; the
+    report covers everything in it that is compiled with backend="graphex".
 
     \b
     graphex explain model.py
     graphex explain --set lift_idioms=always --set verify=true -o norms.html model.py
     """
+    from graphex.backend import watching
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed
-    from graphex.evidence.watch import watching
 
     if reason := why_off():
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
@@ -108,26 +135,31 @@ def _told(journal: Journal) -> str:
 
 
 def _run(script: Path, arguments: tuple[str, ...], out: Any) -> str:
-    """Run the script as `python SCRIPT ARGUMENTS` would; what went wrong, or nothing."""
+    """Run the script with its output sent to `out`; returns what went wrong, or nothing."""
     try:
-        with _as_main(script, arguments), contextlib.redirect_stdout(out):
-            runpy.run_path(str(script), run_name="__main__")
+        with contextlib.redirect_stdout(out):
+            _run_as_main(script, arguments)
     except SystemExit as end:
         return "" if end.code in (None, 0) else f"it exited with {end.code}"
     except Exception as error:
-        print_trace(error, script)
-        from graphex.errors import one_line
-
+        _print_trace(error, script)
         return one_line(error)
     return ""
 
 
-@contextlib.contextmanager
-def _as_main(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
+def _run_as_main(script: Path, arguments: tuple[str, ...]) -> None:
     kept_arguments, kept_path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        yield
+        runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = kept_arguments, kept_path
+
+
+def _print_trace(error: BaseException, script: Path) -> None:
+    """Print the traceback of a script from its own first line on, without the frames that started it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    click.echo("".join(traceback.format_exception(error.with_traceback(frames))), err=True)

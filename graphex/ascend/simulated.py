@@ -1,23 +1,27 @@
-"""The ops of the simulated npu: each runs the CPU's kernel on the same memory, and the results get the label "npu".
+"""The simulated npu: its memory is the host's, each op runs the CPU's kernel, and a capture is a list of calls.
 
     torch.add(npu, npu)  ->  relabel the arguments  ->  add on the CPU  ->  relabel the result
 
 One boxed function stands for every op. Only what torch needs to be told apart has a kernel of its own: making tensors,
 copying between devices, reading a number, and ops that change nothing but metadata. Views and writes in place are real,
 because a storage keeps its label as long as it lives.
+
+`NPUGraph` records the calls that reach the device and repeats them. A capture computes nothing, as on hardware: it
+takes back its writes to memory that was there before. What cannot be captured on hardware (a copy to or from the host,
+reading a number) fails here too.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphex.ascend.npu.graphs import recorder
-from graphex.errors import NotOfferedError
 from graphex.torch_private.dynamo import disable
 from graphex.torch_private.memory import marked, marks_of
 from graphex.torch_private.privateuse1 import (
@@ -28,55 +32,11 @@ from graphex.torch_private.privateuse1 import (
     storage_as_npu,
     without_kernels_of_its_own,
 )
-
-# -- storages ----------------------------------------------------------------------------------------------------------
-# Storages of the simulated npu: copies, `torch.save` and `torch.load`.
-
-
-BEFORE_TORCH = 15  # torch's own entry for PrivateUse1, which needs an allocator in C++, has 22
-
-
-def install_storages() -> None:
-    allocate_on_host()
-    torch.serialization.register_package(BEFORE_TORCH, _location, _restored)
-
-
-def _location(storage: Any) -> str | None:
-    return "npu:0" if storage.device.type == "npu" else None
-
-
-def _restored(storage: Any, location: str) -> Any:
-    if not location.startswith("npu"):
-        return None
-    return storage_as_npu(getattr(storage, "_untyped_storage", storage))
-
-
-# -- autocast ----------------------------------------------------------------------------------------------------------
-# `torch.autocast("npu")`: that of the device which "npu" stands for; the simulated device has none, and says so.
-
-
-def install_autocast(target: torch.device | None) -> None:
-    """Without a target, switching it off (as models do around float32 parts) is all there is."""
-    begin = torch.autocast.__init__
-
-    @functools.wraps(begin)
-    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if device_type == "npu" and target is not None:
-            device_type = target.type
-        elif device_type == "npu" and enabled:
-            raise NotOfferedError(
-                "torch.autocast('npu') is not offered on the simulated npu: convert the model, or use --device cuda."
-            )
-        begin(self, device_type, dtype, enabled, cache_enabled)
-
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
+from graphex.torch_private.symbolic import pytree
 
 KEY = "PrivateUse1"
 NOT_TRACED = "a kernel is below what Dynamo traces"
+BEFORE_TORCH = 15  # torch's own entry for PrivateUse1, which needs an allocator in C++, has 22
 METADATA_ONLY = (
     "as_strided",
     "view",
@@ -89,6 +49,8 @@ METADATA_ONLY = (
 aten = torch.ops.aten
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index})
 _libraries: list[torch.library.Library] = []
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 def install_kernels() -> None:
@@ -108,7 +70,7 @@ def install_kernels() -> None:
 
 
 def run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any op: the CPU's kernel on the memory of the arguments."""
+    """Run any op: the CPU's kernel on the memory of the arguments."""
     call = _Call(op)
     host_args = [call.to_host(value) for value in args]
     host_kwargs = {name: call.to_host(value) for name, value in kwargs.items()}
@@ -120,7 +82,7 @@ def run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Call:
-    """What one call was given, with both labels. Ops cost little enough for a pytree to be felt."""
+    """The tensors that one call was given, with both labels. Plain loops: the cost of a pytree would show."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
@@ -157,7 +119,7 @@ class _Call:
         return value
 
     def _check(self) -> None:
-        """The CPU's kernels would take a CPU tensor for one of ours. Numbers and indices may come from the host."""
+        """Refuse host tensors beside the npu's, which the CPU's kernels would take; numbers and indices are allowed."""
         if self._on_host and self.given and self.op.overloadpacket not in INDEXING:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu! "
@@ -166,7 +128,7 @@ class _Call:
 
 
 def _grown(host: Tensor, tensor: Tensor) -> Tensor:
-    """An op may have resized what it was given to write to."""
+    """Give the npu tensor the size and storage of its host tensor, which an op with `out=` may have resized."""
     same_memory = host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     if not same_memory or host.shape != tensor.shape or host.stride() != tensor.stride():
         set_metadata(tensor, storage_as_npu(host.untyped_storage()), host)
@@ -209,7 +171,7 @@ def _empty_strided(
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Conjugated tensors are copied as such: to make plain ones of them, torch would copy them first."""
+    """Copy between devices. Conjugated tensors are copied as such: to resolve them, torch would copy them first."""
     host_source = marked(as_host(source), marks_of(source)) if is_npu(source) else source
     host_target = marked(as_host(target), marks_of(target)) if is_npu(target) else target
     if (tape := recorder()) is None:
@@ -238,7 +200,7 @@ def _set_storage(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
 
 
 def _record_stream(tensor: Tensor, stream: Any) -> None:
-    """Memory is the host's, and freed when nobody holds it: there is nothing to remember."""
+    """Nothing: the host's memory is freed with its last reference, on whichever stream it was used."""
 
 
 OWN: dict[str, Callable[..., Any]] = {
@@ -250,3 +212,152 @@ OWN: dict[str, Callable[..., Any]] = {
     "set_.source_Storage": _set_storage,
     "record_stream": _record_stream,
 }
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------
+
+
+def install_storages() -> None:
+    allocate_on_host()
+    torch.serialization.register_package(BEFORE_TORCH, _location, _restored)
+
+
+def _location(storage: Any) -> str | None:
+    return "npu:0" if storage.device.type == "npu" else None
+
+
+def _restored(storage: Any, location: str) -> Any:
+    if not location.startswith("npu"):
+        return None
+    return storage_as_npu(getattr(storage, "_untyped_storage", storage))
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+PoolHandle = tuple[int, int]
+
+ERROR_MODES = ("global", "thread_local", "relaxed")
+
+_pools = itertools.count(1)
+_recording: list[Tape] = []
+
+
+class Tape:
+    """The calls of one capture, on the CPU tensors behind the device's."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._kept: list[Tensor] = []
+        self._undo: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Run and record a call."""
+        self._undo += [(tensor, tensor.clone()) for tensor in _written(op, args, kwargs)]
+        result = op(*args, **kwargs)
+        self.calls.append((op, args, kwargs, result))
+        return result
+
+    def keep(self, memory: Tensor) -> None:
+        """Memory that was allocated during a capture belongs to the graph."""
+        self._kept.append(memory)
+
+    def refuse(self, what: str) -> None:
+        raise RuntimeError(f"{what} is not permitted while a stream is being captured")
+
+    def rewind(self) -> None:
+        """Undo the writes of the recording."""
+        for tensor, before in reversed(self._undo):
+            if tensor.shape == before.shape:  # an output that was resized held nothing before
+                tensor.copy_(before)
+        self._undo.clear()
+
+    def play(self) -> None:
+        for op, args, kwargs, result in self.calls:
+            again = op(*args, **kwargs)
+            given = {_address(leaf) for leaf in _tensors((args, kwargs))}
+            for old, new in zip(_tensors(result), _tensors(again), strict=True):
+                if _address(old) not in given:  # neither written in place nor a view
+                    old.copy_(new)
+
+
+def recorder() -> Tape | None:
+    """The tape of the capture under way, or None."""
+    return _recording[-1] if _recording else None
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(_recording)
+
+
+def graph_pool_handle() -> PoolHandle:
+    return (0, next(_pools))
+
+
+class NPUGraph:
+    """A captured graph, with the methods of torch_npu's."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._tape: Tape | None = None
+        self._pool: PoolHandle | None = None
+
+    def capture_begin(self, pool: PoolHandle | None = None, capture_error_mode: str = "global") -> None:
+        if capture_error_mode not in ERROR_MODES:
+            raise RuntimeError(
+                f"capture_error_mode must be one of {', '.join(ERROR_MODES)}; got {capture_error_mode!r}."
+            )
+        if _recording:
+            raise RuntimeError("a capture is under way already: end it before another one begins.")
+        self._pool = pool or graph_pool_handle()
+        self._generator = torch.get_rng_state()
+        _recording.append(Tape())
+
+    def capture_end(self) -> None:
+        if not _recording:
+            raise RuntimeError("there is no capture to end.")
+        self._tape = _recording.pop()
+        self._tape.rewind()
+        torch.set_rng_state(self._generator)
+
+    def replay(self) -> None:
+        if self._tape is None:
+            raise RuntimeError("this graph has not been captured, or has been reset.")
+        self._tape.play()
+
+    def reset(self) -> None:
+        self._tape = None
+
+    def pool(self) -> PoolHandle:
+        if self._pool is None:
+            raise RuntimeError("this graph has no memory pool before it is captured.")
+        return self._pool
+
+
+@contextmanager
+def graph(
+    npu_graph: NPUGraph, pool: PoolHandle | None = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    """Capture what the block launches."""
+    gc.collect()
+    npu_graph.capture_begin(pool, capture_error_mode)
+    try:
+        yield
+    finally:
+        npu_graph.capture_end()
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _tensors(given)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

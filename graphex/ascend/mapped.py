@@ -3,8 +3,8 @@
     torch.randn(4, device="npu")   ->   a tensor on "cuda"
     model.npu()                    ->   model.to("cuda")
 
-Making a tensor on the npu is the only thing the key PrivateUse1 does here, and it makes one on the other device. From
-then on everything is that device's own: no op is slower for it.
+The key PrivateUse1 does one thing here: making a tensor on the npu makes one on the other device. From then on every
+tensor is that device's own, and no op is slower for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.errors import InputError
+from graphex.errors import InputError, NotOfferedError
 from graphex.torch_private.privateuse1 import map_fake_tensors
 
 _libraries: list[torch.library.Library] = []
@@ -36,13 +36,13 @@ def install_mapping(target: torch.device) -> None:
 
 
 def placed(device: Any, target: torch.device) -> torch.device:
-    """The device that a device of the npu stands for: the same index, where there is one."""
+    """The real device behind an npu device, with the same index where there is one."""
     index = getattr(device, "index", None)
     return target if index is None or target.type == "cpu" else torch.device(target.type, index)
 
 
 def with_device_mapped(function: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """A function of the other device's that takes "npu:0" for a device."""
+    """`function` of the other device, which then takes "npu:0" as a device too."""
 
     def there(value: Any) -> Any:
         if isinstance(value, str) and value.partition(":")[0] == "npu":
@@ -75,7 +75,7 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_accelerator(target: torch.device) -> None:
-    """To torch a device with a name of its own is the accelerator; here it is still the one behind the name."""
+    """Keep `target` as torch's accelerator, which torch would take to be the device with the registered name."""
     accelerator = None if target.type == "cpu" else target
 
     def current_accelerator(check_available: bool = False) -> torch.device | None:
@@ -93,8 +93,10 @@ def keep_accelerator(target: torch.device) -> None:
 
 
 def _explain_lost_gradients() -> None:
-    """Where a device has been given a name, torch's engine takes that one for the accelerator, and asserts on a GPU's
-    gradients that their streams are its own.
+    """Turn an assertion of torch's autograd engine into a sentence.
+
+    The engine takes the device with the registered name for the accelerator and asserts that the streams of a GPU's
+    gradients belong to it.
     """
     for name in ("backward", "grad"):
         setattr(torch.autograd, name, _explaining(getattr(torch.autograd, name)))
@@ -117,7 +119,7 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _another(function: Any) -> Any:
-    """The same by another identity: Dynamo has one table for the functions of both modules."""
+    """A function equal to `function` with its own identity: Dynamo has one table for the functions of both modules."""
     if isinstance(function, type):
         return function
 
@@ -137,3 +139,20 @@ def _map_methods(target: torch.device) -> None:
 
     Tensor.npu = npu  # type: ignore[attr-defined]
     Tensor.is_npu = property(lambda self: self.device.type == target.type)  # type: ignore[attr-defined]
+
+
+def install_autocast(target: torch.device | None) -> None:
+    """Make `torch.autocast("npu")` that of `target`. The simulated npu has none: there it can be switched off alone."""
+    begin = torch.autocast.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if device_type == "npu" and target is not None:
+            device_type = target.type
+        elif device_type == "npu" and enabled:
+            raise NotOfferedError(
+                "torch.autocast('npu') is not offered on the simulated npu: convert the model, or use --device cuda."
+            )
+        begin(self, device_type, dtype, enabled, cache_enabled)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
