@@ -374,7 +374,7 @@ class Aliases:
         if node.op == "output":
             leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
             self._outputs = [self._memory_of(leaf) for leaf in leaves]
-            inputs = [each for each in self._nodes if each.op == "placeholder"]
+            inputs = node.graph.find_nodes(op="placeholder")
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
             self._note_besides(node, self.in_use.end())

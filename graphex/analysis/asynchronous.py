@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from graphex.analysis.effects import (
     operator_called,
     written_arguments,
 )
+from graphex.analysis.graphs import arguments
 from graphex.analysis.inplace_variants import is_declared
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
@@ -103,7 +103,7 @@ def launch_of(node: Node) -> Launch | None:
     if op.namespace in COLLECTIVE_NAMESPACES:
         return None if name in _AT_ONCE else _collective(node, op)
     if name in _COPIES:
-        return _copy(node, op)
+        return _copy(node)
     return Launch(tuple(node.all_input_nodes), writes_results=False) if name == _RECORD_STREAM else None
 
 
@@ -147,12 +147,12 @@ def _collective(node: Node, op: Op) -> Launch:
     return Launch(inputs, written, waits=frozenset() if op.namespace in _WAITED_BY_NOBODY else _WAITS)
 
 
-def _copy(node: Node, op: Op) -> Launch | None:
+def _copy(node: Node) -> Launch | None:
     """A copy between a device and the host that is not waited for."""
-    if not _argument(node, op, "non_blocking"):
+    given = arguments(node)
+    if not given.get("non_blocking"):
         return None
-    arguments = [argument.name for argument in op._schema.arguments]
-    into, source = node.meta.get("val"), _argument(node, op, "src" if "src" in arguments else arguments[0])
+    into, source = node.meta.get("val"), given["src"] if "src" in given else next(iter(given.values()))
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(into, Tensor) or not isinstance(value, Tensor) or into.device.type == value.device.type:
         return None
@@ -160,13 +160,6 @@ def _copy(node: Node, op: Op) -> Launch | None:
         assert isinstance(source, Node)
         return Launch((source,), writes_results=False)
     return Launch((), tuple(written_arguments(node))) if into.device.type == "cpu" else None
-
-
-def _argument(node: Node, op: Op, name: str) -> Any:
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def register_asynchronous(op: object, *, waited_by: object) -> Handle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,22 +19,24 @@ from graphex.analysis.effects import (
     placed_events,
     synchronisation,
 )
+from graphex.analysis.graphs import topological_order
 from graphex.analysis.program import can_raise
 from graphex.analysis.source import placement
 
 # -- dependencies ------------------------------------------------------------------------------------------------------
 
 
-def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
-    """For every node, others that have to run before it: values, uses of one memory, everything with an effect, and
-    writes that the caller sees where something raises.
+def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dict[Node, set[Node]]:
+    """The dependency edges of a graph: for every node, others that have to run before it.
 
-    Events are left out: what they order is the matter of `graphex.analysis.dependencies`.
+    Besides values these are uses of one memory, everything with an effect the graph does not show, and writes that
+    the caller sees where something raises. `events`: nodes that order streams keep their place among the effects;
+    without it they are left out, for a caller that knows what each of them orders (`keep_turns`).
     """
     before = {node: set(node.all_input_nodes) for node in graph.nodes}
     last_effect: Node | None = None
     for node in graph.nodes:
-        if keeps_its_turn(node):
+        if keeps_its_turn(node) or (events and synchronisation(node) is not None):
             if last_effect is not None:
                 before[node].add(last_effect)
             last_effect = node
@@ -127,13 +128,15 @@ def in_turn(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node]
     position = {node: index for index, node in enumerate(nodes)}
     if all(position[other] < position[node] for node, others in before.items() for other in others):
         return nodes
-    return _sorted(nodes, before, position)
+    found = topological_order(before, position)
+    placed = set(found)
+    return next((node for node in nodes if node not in placed), found)
 
 
 def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> dict[Node, set[Node]]:
-    before = what_runs_before(graph, Aliases(graph))
+    before = dependencies(graph, Aliases(graph))
     keep_turns(nodes, before)
-    first = [node for node in nodes if node.op == "placeholder"]
+    first = graph.find_nodes(op="placeholder")
     barrier: Node | None = None
     since: list[Node] = []
     for node in nodes:
@@ -181,22 +184,3 @@ def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
         before[node].update(of_stream[number] for number in numbers[max(place - 1, 0) : place])
         for number in numbers[place : place + 1]:
             before[of_stream[number]].add(node)
-
-
-def _sorted(nodes: list[Node], before: dict[Node, set[Node]], position: dict[Node, int]) -> list[Node] | Node:
-    waiting = {node: len(others) for node, others in before.items()}
-    after: dict[Node, list[Node]] = defaultdict(list)
-    for node, others in before.items():
-        for other in others:
-            after[other].append(node)
-    ready = [position[node] for node in nodes if not waiting[node]]
-    heapq.heapify(ready)
-    found: list[Node] = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        found.append(node)
-        for following in after[node]:
-            waiting[following] -= 1
-            if not waiting[following]:
-                heapq.heappush(ready, position[following])
-    return found if len(found) == len(nodes) else next(node for node in nodes if waiting[node])

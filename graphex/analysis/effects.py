@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.torch_private.schemas import is_composite
@@ -73,20 +74,13 @@ def bodies_of(node: Node) -> list[GraphModule]:
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers: two such nodes are never one, and dropping one shifts the rest."""
     op = operator_of(node)
-    return op is not None and torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(node, op)
+    return op is not None and torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(node)
 
 
-def _drops_nothing(node: Node, op: torch._ops.OpOverload) -> bool:
+def _drops_nothing(node: Node) -> bool:
     """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = (
-                node.args[position]
-                if position < len(node.args)
-                else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return isinstance(given, (int, float)) and given == 0.0
-    return False
+    given = argument(node, "dropout_p")
+    return isinstance(given, (int, float)) and given == 0.0
 
 
 def is_collective(node: Node) -> bool:

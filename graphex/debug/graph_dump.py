@@ -77,7 +77,7 @@ def write_output_code(code: Code, gm: GraphModule) -> str:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+    return gm.graph.find_nodes(op="placeholder")
 
 
 def bindings_text(code: Code) -> str:

@@ -287,7 +287,7 @@ def _may_write_to_out(gm: Any) -> bool:
 def _note_writes(gm: GraphModule, *, has_out: bool) -> None:
     """Say, on each input, when the program writes to it, and whether AOTAutograd counts that."""
     note_program_writes(gm.graph, has_out=has_out)
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     for place in counted_inputs(len(inputs)):
         inputs[place].meta[COUNTED] = True
 

@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import node_leaves
+from graphex.analysis.graphs import arguments
 from graphex.config import CompilerConfig
-from graphex.fusion.calls import arguments
 from graphex.ops import has_kernel
 from graphex.passes.projection_plans import elsewhere, used_by, where
 from graphex.records import RuleTried

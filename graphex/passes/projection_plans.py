@@ -19,9 +19,10 @@ from torch.fx import Node
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement
 from graphex.analysis.dependencies import turn_of
 from graphex.analysis.effects import is_work
+from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import known_contiguous
 from graphex.analysis.source import dtype_text
-from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, arguments, call_of, op_of
+from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops import has_kernel
 from graphex.ops.scope import CORES
 from graphex.rewrite.base import Refusal, Work

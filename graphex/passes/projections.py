@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, known_equal, node_line
+from graphex.analysis.graphs import arguments
 from graphex.config import CompilerConfig
-from graphex.fusion.calls import arguments
 from graphex.fusion.pattern_builder import fresh, key_of
 from graphex.fusion.rule import users_rules
 from graphex.ops import has_kernel

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import known_equal, node_line, placement
 from graphex.analysis.aliasing import Storage
+from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import canonical_dim
 from graphex.ops import has_kernel
 from graphex.passes.rotary_write_proof import only_looks, ordering_between
@@ -58,9 +59,9 @@ class JoinRotaryAndAttention(GraphPass):
     def _join(self, work: Work, site: Site, place: Node) -> None:
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
-        arguments = (*_arguments(write), site.mask, *site.numbers)
+        given = (*_arguments(write), site.mask, *site.numbers)
         with work.graph.inserting_before(place):
-            joined = work.graph.call_function(ops.rotary_attention_.default, arguments)
+            joined = work.graph.call_function(ops.rotary_attention_.default, given)
         inherit_all(joined, [write, attention])
         joined.meta["val"] = attention.meta["val"]
         attention.replace_all_uses_with(joined)
@@ -113,10 +114,7 @@ def _site(node: Node) -> Site | None:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """What an op is called with, its defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    wanted = node.target._schema.arguments[len(node.args) :]
-    return *node.args, *(node.kwargs.get(each.name, each.default_value) for each in wanted)
+    return tuple(arguments(node).values())
 
 
 def _is_worth_it(work: Work, node: Node) -> bool:

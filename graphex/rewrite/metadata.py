@@ -43,7 +43,7 @@ class Watch:
         self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
         self.calls = {node: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
-        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.metas = {node: dict(node.meta) for node in gm.graph.nodes}
         self.replaced: dict[str, list[Node]] = {}
 
@@ -122,7 +122,7 @@ def correct_layouts(gm: GraphModule) -> None:
 
 
 def _restore_placeholders(gm: GraphModule, watch: Watch) -> None:
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     for node, old in zip(placeholders, watch.placeholders, strict=True):
         node.meta.update({key: value for key, value in watch.metas[old].items() if key not in node.meta})
 
@@ -202,7 +202,7 @@ def _is_changed(node: Node, watch: Watch) -> bool:
 
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
-    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     values += [node.meta.get("val") for node in gm.graph.nodes if node.op != "placeholder"]
     return detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
 
