@@ -20,10 +20,10 @@ from graphex.analysis.effects import node_leaves
 from graphex.analysis.graphs import arguments
 from graphex.config import CompilerConfig
 from graphex.ops import has_kernel
-from graphex.passes.projection_plans import elsewhere, used_by, where
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.motion import elsewhere, used_by
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 ops = torch.ops.graphex
@@ -92,8 +92,8 @@ def _why_not(work: Work, node: Node, layers: Node) -> Refusal | None:
             return Refusal(f"'{part.name}' is also {used_by(stranger)}", node)
     if sum(leaf in layers.users for leaf in node_leaves((node.args, node.kwargs))) > 2:
         return Refusal(f"'{node.name}' reads the gate or what it lets through once more", node)
-    if where(layers) != where(node):
-        return Refusal(elsewhere(layers, node), node)
+    if (apart := elsewhere(layers, node)) is not None:
+        return apart
     device = layers.meta["val"][0].device
     if work.config.lift_idioms != "always" and not has_kernel(f"graphex::{RULE}", device):
         return Refusal(f"'graphex::{RULE}' has no kernel on {device.type}", node)

@@ -9,23 +9,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement
-from graphex.analysis.dependencies import turn_of
-from graphex.analysis.effects import is_work
+from graphex.analysis import known_equal, known_true
 from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import known_contiguous
 from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops import has_kernel
-from graphex.ops.scope import CORES
 from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.motion import Motion, Read, can_stand_before, elsewhere, used_by, where
 
 # -- projection_sites --------------------------------------------------------------------------------------------------
 # How a linear layer looks in a graph: a product with a transposed weight, between two reshapes.
@@ -221,6 +219,7 @@ class Planner:
 
     def __init__(self, work: Work, claimed: Mapping[Node, str]) -> None:
         self.work, self.aliases, self.claimed = work, work.aliases, claimed
+        self.motion = Motion(work)
         self.candidates: dict[str, set[Node]] = defaultdict(set)
         self.added: set[Node] = set()  # residual adds that belong to a plan
 
@@ -254,7 +253,9 @@ class Planner:
             if group is None:
                 if open_:
                     other = next(iter(open_.values()))[0].node
-                    self._refused(LINEARS, Refusal(f"not joined: {elsewhere(other, linear.node)}", linear.node))
+                    apart = elsewhere(other, linear.node)
+                    assert apart is not None
+                    self._refused(LINEARS, Refusal(f"not joined: {apart.reason}", linear.node))
                 open_[here] = [linear]
             elif self._refused(LINEARS, self._cannot_join(group, linear)):
                 yield group
@@ -271,7 +272,7 @@ class Planner:
             if not can_stand_before(operand, first):
                 return Refusal(f"not joined with '{first.name}': '{operand.name}' is computed later", linear.node)
         for operand in (linear.x, *linear.operands):
-            if self.aliases.written_between(operand, first, self.aliases.position(linear.node)):
+            if self.motion.writer_between(operand, first, linear.node):
                 return Refusal(f"not joined with '{first.name}': '{operand.name}' is written in between", linear.node)
         return None
 
@@ -307,7 +308,7 @@ class Planner:
             self._is_claimed(node),
             self._no_kernel(rule, group[0].node),
             self._is_used_elsewhere(node, y, group),
-            self._written([(each, node) for each in node.all_input_nodes], group[0].node),
+            self._written([Read(each, node) for each in node.all_input_nodes], group[0].node),
         )
         return None if refused else node
 
@@ -318,8 +319,8 @@ class Planner:
                 return Refusal(f"the norm's rstd, '{part.name}', is used too", node)
         if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
             return Refusal(f"the result of '{node.name}' is also {used_by(stranger)}", node)
-        if where(node) != where(first):
-            return Refusal(elsewhere(node, first), node)
+        if (apart := elsewhere(node, first)) is not None:
+            return replace(apart, node=node)
         if node.all_input_nodes[0].meta["val"].dtype != y.meta["val"].dtype:
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
@@ -358,23 +359,22 @@ class Planner:
             return Refusal(f"the residual is {dtype_text(other.dtype)} on {other.device}", add)
         if not known_contiguous(value):
             return Refusal("the sum is laid out differently from the op's result", add)
-        if where(add) != where(linear.node):
-            return Refusal(elsewhere(linear.node, add), add)
+        if (apart := elsewhere(linear.node, add)) is not None:
+            return apart
         for user in readers(add):
             if user.target is aten.copy_.default and self.aliases.may_alias(user.args[0], found.other):  # type: ignore[arg-type]
                 return Refusal(f"the sum is written back to '{user.args[0]}', where it is", add)
-        reads = [(each, linear.node) for each in (*linear.operands, plan.x)]
+        reads = [Read(each, linear.node) for each in (*linear.operands, plan.x)]
         if plan.before is not None:
-            reads = [*reads[:-1], *((each, plan.before) for each in plan.before.all_input_nodes)]
+            reads = [*reads[:-1], *(Read(each, plan.before) for each in plan.before.all_input_nodes)]
         return self._written(reads, add)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
-    def _written(self, reads: list[tuple[Node, Node]], place: Node) -> Refusal | None:
-        """Whether something that is read at `place` instead of earlier changes in between."""
-        end = self.aliases.position(place)
+    def _written(self, reads: list[Read], place: Node) -> Refusal | None:
+        """Whether a value that is read at `place` instead of earlier changes in between."""
         for operand, reader in reads:
-            if self.aliases.written_between(operand, reader, end):
+            if self.motion.writer_between(operand, reader, place):
                 return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)
         return None
 
@@ -396,15 +396,6 @@ class Planner:
         return refusal is not None
 
 
-def can_stand_before(node: Node, place: Node) -> bool:
-    """Whether a value is there at `place`, or can be: views and sizes of what is there can be made anywhere."""
-    if node < place or node.op in ("placeholder", "get_attr"):
-        return True
-    if node.op != "call_function" or is_work(node) or is_effectful(node):
-        return False
-    return all(can_stand_before(value, place) for value in node.all_input_nodes)
-
-
 def _added_to(linear: Linear) -> Residual | None:
     """The sum that reads a layer's product, or a reshape of it."""
     for result in (linear.node, *(user for user in linear.node.users if is_reshape(user))):
@@ -415,25 +406,6 @@ def _added_to(linear: Linear) -> Residual | None:
             if len(others) == 1 and isinstance(others[0], Node) and isinstance(others[0].meta.get("val"), Tensor):
                 return Residual(add, others[0], result)
     return None
-
-
-def where(node: Node) -> Hashable:
-    """The stream, its turn and the limits under which a node runs."""
-    return repr(placement(node)), turn_of(node), repr((node.meta.get("custom") or {}).get(CORES))
-
-
-def elsewhere(one: Node, other: Node) -> str:
-    if placement(one) != placement(other):
-        return f"'{one.name}' and '{other.name}' run on different streams"
-    if turn_of(one) != turn_of(other):
-        return f"their stream records or waits between '{one.name}' and '{other.name}'"
-    return f"'{one.name}' and '{other.name}' have different limits of cores"
-
-
-def used_by(user: Node) -> str:
-    if user.op == "output":
-        return "returned"
-    return f"used by '{user.name}'" + (f" ({line})" if (line := node_line(user)) else "")
 
 
 def _device(node: Node) -> torch.device:

@@ -31,6 +31,7 @@ from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Line
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.motion import bring_before
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -119,7 +120,7 @@ class _Folding:
         place = plan.place
         for linear in plan.linears:
             for operand in linear.operands:
-                _bring_before(self._current(operand), place)
+                bring_before(self._current(operand), place)
         with self.graph.inserting_before(place):
             op = self.graph.call_function(plan.op, self._arguments(plan))
         inherit_all(op, _replaced(plan))
@@ -228,15 +229,6 @@ def _replaced(plan: Plan) -> list[Node]:
     found = [linear.node for linear in plan.linears]
     found += [] if plan.before is None else [plan.before]
     return found + ([] if plan.residual is None else [plan.residual.add])
-
-
-def _bring_before(node: Node, place: Node) -> None:
-    """Move a view, and what it is made of, in front of `place` (`can_stand_before` says that this can be done)."""
-    if node < place or node.op == "placeholder":
-        return
-    for value in node.all_input_nodes:
-        _bring_before(value, place)
-    place.prepend(node)
 
 
 def _erase_unused(nodes: list[Node]) -> None:
