@@ -25,6 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.asynchronous import is_declared_to_keep_nothing, is_ordinary, returns_its_arguments
+from graphex.analysis.contract import RegionContract, region_of, touched_by
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     is_size_arithmetic,
@@ -238,7 +239,7 @@ class Aliases:
         """The storages a node reads, or looks at: those of its arguments, and all that an op in flight uses which it
         waits for.
         """
-        return self._accessed(node.all_input_nodes, self._besides.get(node, _NO_ACCESS).reads)
+        return self._accessed(touched_by(node), self._besides.get(node, _NO_ACCESS).reads)
 
     def written_by(self, node: Node) -> frozenset[Storage]:
         """The storages a node may write to, with what an op in flight writes which it waits for."""
@@ -368,7 +369,7 @@ class Aliases:
 
     def _visit(self, node: Node) -> None:
         position, known, reads = self._position[node], self._storages, self._reads
-        for value in node.all_input_nodes:
+        for value in touched_by(node):
             for storage in known.get(value, ()):
                 _append(reads, storage, position)
         if node.op == "output":
@@ -420,7 +421,9 @@ class Aliases:
         if node.target is operator.getitem:
             return self._part_of(node)
         op = operator_of(node)
-        if op is not None:
+        if (contract := region_of(node)) is not None:
+            parts = self._parts_by_contract(node, contract)
+        elif op is not None:
             parts = self._parts_by_schema(node, op)
         elif is_size_arithmetic(node):
             return frozenset()
@@ -481,6 +484,13 @@ class Aliases:
         if op is torch.ops.aten.native_dropout.default and may_be_empty(node.meta.get("val")):
             parts[0] |= self._memory_of(node.args[0])  # of nothing, it hands back its very argument
         return parts
+
+    def _parts_by_contract(self, node: Node, contract: RegionContract) -> Parts:
+        """One set of storages for each output of a region: the inputs it aliases, and the region's own allocations."""
+        return [
+            self._memory_of([node.args[place] for place in aliased]) | {(node, number) for number in own}
+            for aliased, own in zip(contract.aliases, contract.allocates, strict=True)
+        ]
 
     # -- joined storages ---------------------------------------------------------------------------------------
 
@@ -543,6 +553,8 @@ def _is_plain(op: torch._ops.OpOverload) -> bool:
 def _allocates_for_the_graph(node: Node) -> bool:
     """Whether fresh memory that the node returns certainly belongs to the graph alone."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
+        return True
+    if region_of(node) is not None:
         return True
     op = operator_of(node)
     return op is not None and (op.namespace in PURE_NAMESPACES or is_declared_to_keep_nothing(op))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
     COLLECTIVE_NAMESPACES,
     PURE_NAMESPACES,
@@ -213,6 +214,8 @@ _declared_keeping: set[Op] = set()
 def who_may_keep(node: Node) -> str:
     """The op that may hold on to what the node is given; empty if none does."""
     if node.op not in ("call_function", "call_module") or node.target is operator.getitem:
+        return ""
+    if region_of(node) is not None:
         return ""
     op = operator_called(node)
     if op is not None:

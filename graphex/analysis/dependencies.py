@@ -10,6 +10,7 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     is_effectful,
@@ -92,6 +93,8 @@ def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, No
 def keeps_its_turn(node: Node) -> bool:
     """Whether the node has an effect besides writing to memory that it says it writes to."""
     if node.op in ("placeholder", "output") or not is_effectful(node) or synchronisation(node) is not None:
+        return False
+    if region_of(node) is not None:
         return False
     op = operator_of(node)
     return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable

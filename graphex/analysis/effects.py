@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis.contract import nodes_at, region_of
 from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
@@ -61,7 +62,9 @@ def operator_called(node: Node) -> torch._ops.OpOverload | None:
 
 
 def bodies_of(node: Node) -> list[GraphModule]:
-    """The graphs that a higher-order op, or a node that calls a module, runs."""
+    """The graphs that a higher-order op, or a node that calls a module, runs. A region's contract speaks for it."""
+    if region_of(node) is not None:
+        return []
     if node.op == "call_module":
         found = [_submodule(node, str(node.target))]
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -94,6 +97,8 @@ def is_effectful(node: Node) -> bool:
         return True
     if node.op == "get_attr":
         return False
+    if (contract := region_of(node)) is not None:
+        return bool(contract.writes)
     if node.op != "call_function":
         return True
     op = operator_of(node)
@@ -117,10 +122,13 @@ def is_size_arithmetic(node: Node) -> bool:
 def written_arguments(node: Node) -> list[Node]:
     """The inputs whose memory the node may write to.
 
-    By schema for operators, by the inner graph for higher-order ops, and all of them for what is not understood.
+    By schema for operators, by the contract for regions, by the inner graph for higher-order ops, and all of them for
+    a call that is not understood.
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return []
+    if (contract := region_of(node)) is not None:
+        return list(nodes_at(node, contract.writes))
     op = operator_of(node)
     if op is not None:
         return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []

@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage, beginning_of
 from graphex.analysis.asynchronous import launch_of
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import Sync
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
@@ -48,10 +49,12 @@ def predicted_peak(graph: Graph, aliases: Aliases) -> int:
                 born[position].append(storage)
                 dies[max(aliases.last_read(node), position)].append(storage)
             sizes[storage] = max(sizes[storage], bytes_of(node))
+    regions = ((position, region_of(node)) for position, node in enumerate(graph.nodes))
+    scratch = {position: contract.scratch for position, contract in regions if contract is not None}
     live = peak = 0
     for position in range(len(graph.nodes)):
         live += sum(sizes[storage] for storage in born[position])
-        peak = max(peak, live)
+        peak = max(peak, live + scratch.get(position, 0))
         live -= sum(sizes[storage] for storage in dies[position])
     return peak
 

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.aliasing import Aliases
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, synchronisation
 from graphex.analysis.source import origins
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
@@ -87,6 +88,8 @@ def can_raise(node: Node) -> bool:
     """Whether running the node may raise, depending on data. Unknown means yes."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
+    if (contract := region_of(node)) is not None:
+        return contract.may_raise
     if node.op == "call_module":
         inner = getattr(node.graph.owning_module, str(node.target), None)
         return not isinstance(inner, GraphModule) or any(map(can_raise, inner.graph.nodes))
