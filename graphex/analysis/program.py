@@ -227,14 +227,18 @@ class Program:
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of the program to one input: the time of each that is known, how many there are, and the number of
-    the one that a node belongs to.
+    """The writes of the program to one input: the time of each that is known, and the number of the one that a node
+    belongs to. `versions` are the nodes that are the input, written in place, in the program.
     """
 
     program: Program
     times: tuple[int, ...]
-    count: int
     number: dict[str, int] = field(default_factory=dict)
+    versions: frozenset[str] = frozenset()
+
+    @property
+    def count(self) -> int:
+        return len(self.times)
 
     def last_by(self, *nodes: Node) -> int | None:
         """The number of the last write that some nodes stand for."""
@@ -243,6 +247,15 @@ class Writes:
     def is_own(self, node: Node) -> bool:
         """Whether the program itself has called the op of this node in place."""
         return any(name in self.number for name in origins(node)[:1])
+
+    def is_version(self, node: Node) -> bool:
+        """Whether a node is the input itself in the program. A value that a pass finds to be the same (`n` in
+        `x.copy_(n)`) has memory of its own there.
+        """
+        return not self.versions.isdisjoint(origins(node)[:1])
+
+
+NO_WRITES = Writes(Program({}, {}), ())
 
 
 def writes_to(target: Node) -> Writes | None:

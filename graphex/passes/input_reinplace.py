@@ -26,6 +26,7 @@ from graphex.analysis.aliasing import Storage, whose_place_it_keeps
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
 from graphex.analysis.inplace_variants import has_unproven_twin, in_place_twin
 from graphex.analysis.memory import bytes_of, unordered
+from graphex.analysis.program import NO_WRITES, writes_to
 from graphex.analysis.shapes import same_offset
 from graphex.passes import reinplace
 from graphex.passes.updates import (
@@ -35,7 +36,6 @@ from graphex.passes.updates import (
     Update,
     View,
     find_chain,
-    is_version,
     move_copies_up,
     updated,
     why_seen,
@@ -316,6 +316,7 @@ class _Proof:
         Where a version was an update of the input in the user's program, it lived in the input's memory there too.
         """
         chain, aliases = self.chain, self.aliases
+        is_version = (writes_to(chain.target) or NO_WRITES).is_version
         for step in steps:
             if not is_version(step) and (use := aliases.in_use.why_escaped(step)):
                 return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.inplace_variants import declared_twin, in_place_twin
-from graphex.analysis.program import NEVER, WRITES, Program, Writes, can_raise, writes_to
+from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
@@ -53,9 +53,6 @@ ARRANGEMENTS = frozenset(
         aten.view.default,
     }
 )
-
-
-_VERSION = "graphex_version_of_input"
 
 
 @dataclass(frozen=True)
@@ -141,23 +138,6 @@ def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain 
         return None
     found = _trace(value, lambda each: each is target, whole, declared)
     return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
-
-
-def mark_versions(graph: Graph) -> None:
-    """Mark, in an inference graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
-
-    In the user's program each of them is the input, written in place. A value that a pass finds to be the same (`n` in
-    `x.copy_(n)`) has memory of its own there, and no mark. Training graphs are not marked: their partitioner has merged
-    equal values.
-    """
-    for node in graph.nodes:
-        chain = find_chain(node, (), declared=False)
-        for place in chain.places[1:] if chain is not None else ():
-            place.node.meta[_VERSION] = True
-
-
-def is_version(node: Node) -> bool:
-    return _VERSION in node.meta
 
 
 def updated(step: Node, *, declared: bool) -> Any:
@@ -265,12 +245,14 @@ def _turns_back(inner: Any, outer: Node) -> bool:
 
 
 def note_program_writes(
-    graph: Graph, *, has_out: bool = False, is_own: Callable[[Node], bool] = lambda node: False
+    graph: Graph, *, has_out: bool = False, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
 ) -> None:
-    """Note on each input when the program wrote to it.
+    """Note on each input when the program wrote to it, and which nodes are the input after such a write.
 
     `has_out`: some call of the program may have an `out=`, whose result is a version of an input without being made
-    from the one before. `is_own` tells the program's own copies over an input from those by functionalisation.
+    from the one before. `exact`: every value of the program is a node of its own, as in an inference graph by
+    AOTAutograd; the partitioner of training graphs merges equal ones. `is_own` tells the program's own copies over an
+    input from those by functionalisation.
     """
     nodes = list(graph.nodes)
     program = Program(
@@ -283,9 +265,9 @@ def note_program_writes(
         target = epilogue.args[0]
         assert isinstance(target, Node)
         if is_own(epilogue) or target.meta.get(WRITES) is not None:
-            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), 1, {epilogue.name: 0})
+            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), {epilogue.name: 0})
         else:
-            target.meta[WRITES] = _writes(epilogue, program, only_last=has_out)
+            target.meta[WRITES] = _writes(epilogue, program, only_last=has_out, exact=exact)
 
 
 def is_copy_over_input(node: Node) -> bool:
@@ -296,20 +278,21 @@ def is_copy_over_input(node: Node) -> bool:
     return is_input and isinstance(value, Node)
 
 
-def _writes(epilogue: Node, program: Program, *, only_last: bool) -> Writes:
+def _writes(epilogue: Node, program: Program, *, only_last: bool, exact: bool) -> Writes:
     chain, value = find_chain(epilogue, (), declared=False), epilogue.args[1]
     assert isinstance(value, Node)
     if chain is None:
-        return Writes(program, (program.time[value.name],), 1, {value.name: 0})
+        return Writes(program, (program.time[value.name],), {value.name: 0})
     updates = chain.updates[-1:] if only_last else chain.updates
     times = tuple(max(program.time[place.node.name] for place in update.places) for update in updates)
     number = {place.node.name: number for number, update in enumerate(updates) for place in update.places}
-    return Writes(program, times, len(updates), number)
+    versions = frozenset(place.node.name for place in chain.places[1:]) if exact else frozenset[str]()
+    return Writes(program, times, number, versions)
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
     """What may raise and leave the input of a chain in a state that it never had there in the program."""
-    writes = writes_to(chain.target) or Writes(Program({}, {}), (), 0)
+    writes = writes_to(chain.target) or NO_WRITES
     starts = [work.aliases.position(reinplace.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is
     for update, start, end in zip(chain.updates, starts, ends, strict=True):
