@@ -46,7 +46,7 @@ from graphex.torch_private.schemas import holds_tensors, is_composite
 
 ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
-_KEEPING_THEIR_PLACE = frozenset(
+_KEEPING_OFFSETS = frozenset(
     {
         torch.ops.aten.copy.default,
         torch.ops.aten.slice_scatter.default,
@@ -57,19 +57,19 @@ _KEEPING_THEIR_PLACE = frozenset(
 )
 
 
-def beginning_of(node: Node) -> Any:
+def with_true_offset(node: Node) -> Any:
     """A (fake) tensor that begins where the node's value does.
 
     Fake tensors say zero of what begins where an argument does.
     """
-    first = whose_place_it_keeps(node)
-    return node.meta.get("val") if first is None else beginning_of(first)
+    first = shares_offset_with(node)
+    return node.meta.get("val") if first is None else with_true_offset(first)
 
 
-def whose_place_it_keeps(node: Node) -> Node | None:
+def shares_offset_with(node: Node) -> Node | None:
     """Some ops copy the whole storage of their argument: their result begins where that does."""
     first = node.args[0] if node.args else None
-    return first if node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node) else None
+    return first if node.target in _KEEPING_OFFSETS and isinstance(first, Node) else None
 
 
 def absolutely_addressed(node: Node) -> list[Node]:
@@ -339,7 +339,7 @@ class Aliases:
             return use.reason
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
-        if self.shows_its_offset(node) and not same_offset(beginning_of(node), beginning_of(kept)):
+        if self.shows_its_offset(node) and not same_offset(with_true_offset(node), with_true_offset(kept)):
             return "an output would begin at another place of its memory"
         if self.is_written(node):
             return "the copy is written to later"
@@ -408,7 +408,7 @@ class Aliases:
     def _pass_absolute_on(self) -> None:
         """What begins where another value does, and is addressed from its start, depends on where that one begins."""
         for node in reversed(self._nodes):
-            first = whose_place_it_keeps(node)
+            first = shares_offset_with(node)
             if first is not None and not self._absolute.isdisjoint(self._storages[node]):
                 self._absolute |= self._storages.get(first, frozenset())
 

@@ -108,20 +108,20 @@ def keeps_its_turn(node: Node) -> bool:
 #
 #     mm   side, turn 0                                     abs   side, turn 0
 #     event_record("done", "side", 1)     -- sorted -->     event_record("done", "side", 1)
-#     abs  side, turn 0                                     (in_turn puts `abs` back before its record)
+#     abs  side, turn 0                                     (in_epoch_order puts `abs` back before its record)
 #
 # A node without a turn was made by a later pass, and stands where it was put.
 
 
-TURN = "graphex_turn"
+EPOCH = "graphex_turn"
 
 
 def turn_of(node: Node) -> int | None:
-    turn: int | None = node.meta.get(TURN)
+    turn: int | None = node.meta.get(EPOCH)
     return turn
 
 
-def in_turn(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
+def in_epoch_order(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
     """The nodes in the order nearest to theirs that their turns, their values and their memory allow.
 
     Nothing crosses a barrier. Where there is no such order, the first node that cannot be placed.

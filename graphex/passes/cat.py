@@ -151,7 +151,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CatPlan:
     """The sizes of the result, as numbers and nodes, and its parts."""
 
     shape: list[Value | None]
@@ -176,7 +176,7 @@ class WritePartsOfCat(GraphPass):
                 else:
                     self._rewrite(work, node, plan)
 
-    def _rewrite(self, work: Work, node: Node, plan: Plan) -> None:
+    def _rewrite(self, work: Work, node: Node, plan: CatPlan) -> None:
         value, dim, parts = node.meta["val"], _dim(node), plan.parts
         direct = [part.node for part in parts if part.out is not None]
         order = {each: position for position, each in enumerate(work.graph.nodes)}
@@ -200,7 +200,7 @@ class WritePartsOfCat(GraphPass):
             work.graph.erase_node(each)
 
 
-def _plan(node: Node, sizes: Sizes) -> Plan | str:
+def _plan(node: Node, sizes: Sizes) -> CatPlan | str:
     """What to do for a cat, or why it stays."""
     operands, value = node.args[0], node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
@@ -221,7 +221,7 @@ def _plan(node: Node, sizes: Sizes) -> Plan | str:
     parts = _placed(outs, _dim(node), sizes)
     if parts is None or any(size is None for size in shape):
         return "the sizes of the result are not known before running"
-    return Plan(shape, parts)
+    return CatPlan(shape, parts)
 
 
 def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[Part] | None:

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
 
 from graphex.analysis import Aliases, known_equal, node_line, same_layout, written_arguments
-from graphex.analysis.aliasing import Storage, whose_place_it_keeps
+from graphex.analysis.aliasing import Storage, shares_offset_with
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
-from graphex.analysis.inplace_variants import has_unproven_twin, in_place_twin
+from graphex.analysis.inplace_variants import has_unproven_variant, in_place_twin
 from graphex.analysis.memory import bytes_of, unordered
 from graphex.analysis.program import NO_WRITES, writes_to
 from graphex.analysis.shapes import same_offset
@@ -41,7 +42,7 @@ from graphex.passes.updates import (
     why_seen,
 )
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
-from graphex.rewrite.metadata import Watch, fake_mode_of, repair
+from graphex.rewrite.metadata import PassWatch, fake_mode_of, repair
 from graphex.torch_private.mutable_ops import (
     WRAPPER,
     WRAPPERS,
@@ -152,7 +153,7 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
                     write_directly(node, base)
                     work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
     known = set(work.graph.nodes)
-    with Watch(work.gm) as watch:
+    with PassWatch(work.gm) as watch:
         unwrap(work.graph, mode)
         for node in [node for node in work.graph.nodes if node not in known and node.target is aten.as_strided.default]:
             _count_from_the_input(node)
@@ -179,7 +180,7 @@ def _count_from_the_input(view: Node) -> None:
 def _is_unread(work: Work, node: Node, base: Node) -> bool:
     """Whether nobody needs `base` as it was, and what the op writes of it is found there as it would be in a copy."""
     aliases = work.aliases
-    if finds_views_by_offset(node) and whose_place_it_keeps(base) is not None:
+    if finds_views_by_offset(node) and shares_offset_with(base) is not None:
         return False  # tracing has counted from the start of a copy; this begins where another value does
     readers = (value for each in aliases.readers_after(base, node) for value in each.all_input_nodes)
     if aliases.is_owned_elsewhere(base) or any(aliases.may_alias(value, base) for value in readers):
@@ -210,7 +211,7 @@ class RestoreInputWrites(GraphPass):
                 self._restore(work, node)
         if work.allows(self.rule):
             move_copies_up(work)
-        reinplace.call_marked_twins(work)
+        reinplace.call_marked_variants(work)
         unwrap_mutable_ops(work, self.name)
 
     def _restore(self, work: Work, epilogue: Node) -> None:
@@ -235,7 +236,7 @@ class RestoreInputWrites(GraphPass):
         target, value = node.args[0], node.args[1]
         if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(value, Node):
             return
-        if value.args and value.args[0] is target and has_unproven_twin(value.target):
+        if value.args and value.args[0] is target and has_unproven_variant(value.target):
             reason = f"'{value.target}' is not known to give the same bits in place"
             work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(target))
 
@@ -301,9 +302,9 @@ class _Proof:
             before = update.places
         steps = [place.node for place in chain.places if place.node is not chain.target]
         for step in steps:
-            obstacle = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
-            if obstacle is not None:
-                return Refusal(obstacle.sentence(), step), None
+            refusal = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
+            if refusal is not None:
+                return replace(refusal, node=step), None
         if any(aliases.is_handed_out(step, chain.target) for step in steps):
             return Refusal("an output would begin to share memory with an input", steps[-1]), None
         if any(aliases.is_written(step) for step in steps):
@@ -412,15 +413,15 @@ def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
 
 def _write(work: Work, target: Node, made: Place) -> None:
     step = made.node
-    twin = in_place_twin(step.target)
+    variant = in_place_twin(step.target)
     if reinplace.updated_argument(step) is not None:
         reinplace.write_directly(step, target)
     elif step.target is operator.getitem:
         _writer(step).replace_input_with(updated(step, declared=False), target)
         write_directly(_writer(step), target)
-    elif twin is not None:
+    elif variant is not None:
         window = _window(work, target, made)
-        step.target = twin
+        step.target = variant
         step.args = (window, *step.args[1:])
         step.meta["val"] = window.meta["val"]
     else:

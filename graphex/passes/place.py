@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line, placement
-from graphex.analysis.dependencies import TURN, in_turn, turn_of
+from graphex.analysis.dependencies import EPOCH, in_epoch_order, turn_of
 from graphex.analysis.effects import CURRENT, is_work, operator_of, placed_events
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES, PRIORITY
@@ -176,7 +176,7 @@ class PlaceNodes(GraphPass):
 
     def apply(self, work: Work) -> None:
         inline_control(work)
-        _put_in_turn(work)
+        _put_in_epoch_order(work)
         _Placing(work, self.rule).run()
         _number(work)
 
@@ -189,11 +189,11 @@ def _is_concerned(node: Node) -> bool:
     return op in _OPS or placement(node) is not None or (op is not None and op.namespace == "streams")
 
 
-def _put_in_turn(work: Work) -> None:
+def _put_in_epoch_order(work: Work) -> None:
     """Nodes that a pass has moved away from their events go back, before new events get their numbers."""
     if not any(placed_events(list(work.graph.nodes))):
         return
-    order = in_turn(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
+    order = in_epoch_order(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
     if isinstance(order, Node):
         if not work.config.post_grad_custom_post_pass:
             raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
@@ -331,5 +331,5 @@ def _number(work: Work) -> None:
             turns[stream] += 1
             node.args = (*node.args[:2], turns[stream])
         elif is_work(node) and turn_of(node) != turns[placement(node)]:
-            node.meta[TURN] = turns[placement(node)]
+            node.meta[EPOCH] = turns[placement(node)]
             work.changes += 1

@@ -195,7 +195,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FoldPlan:
     """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them."""
 
     linears: list[Linear]
@@ -223,7 +223,7 @@ class Planner:
         self.candidates: dict[str, set[Node]] = defaultdict(set)
         self.added: set[Node] = set()  # residual adds that belong to a plan
 
-    def plans(self, linears: list[Linear]) -> Iterator[Plan]:
+    def plans(self, linears: list[Linear]) -> Iterator[FoldPlan]:
         by_input: dict[Node, list[Linear]] = defaultdict(list)
         for linear in linears:
             by_input[linear.x].append(linear)
@@ -278,13 +278,13 @@ class Planner:
 
     # -- what joins them ---------------------------------------------------------------------------------------------
 
-    def _plan(self, group: list[Linear]) -> Plan:
+    def _plan(self, group: list[Linear]) -> FoldPlan:
         x = group[0].x
         before = self._norm(x, group) or self._gated(x, group)
-        plan = Plan(group, x, before)
+        plan = FoldPlan(group, x, before)
         for linear in group:
             found = self._residual(linear, plan)
-            if isinstance(found, Plan):
+            if isinstance(found, FoldPlan):
                 return found
         return plan
 
@@ -325,7 +325,7 @@ class Planner:
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
 
-    def _residual(self, linear: Linear, plan: Plan) -> Plan | None:
+    def _residual(self, linear: Linear, plan: FoldPlan) -> FoldPlan | None:
         """The plan with what is added to the only use of a layer's result."""
         if not self.work.allows(RESIDUAL):
             return None
@@ -338,9 +338,9 @@ class Planner:
         if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
             return None
         self.added.add(found.add)
-        return Plan(plan.linears, x, plan.before, found)
+        return FoldPlan(plan.linears, x, plan.before, found)
 
-    def _unfit_residual(self, linear: Linear, plan: Plan, found: Residual, x: Node) -> Refusal | None:
+    def _unfit_residual(self, linear: Linear, plan: FoldPlan, found: Residual, x: Node) -> Refusal | None:
         add, value, other = found.add, found.add.meta["val"], found.other.meta["val"]
         result = found.result.meta["val"]
         if len(plan.linears) > 1:

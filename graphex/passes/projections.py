@@ -27,7 +27,17 @@ from graphex.config import CompilerConfig
 from graphex.fusion.pattern_builder import fresh, key_of
 from graphex.fusion.rule import users_rules
 from graphex.ops import has_kernel
-from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Linear, Plan, Planner, is_reshape, linear_at
+from graphex.passes.projection_plans import (
+    GATED,
+    LINEARS,
+    NORM,
+    RESIDUAL,
+    FoldPlan,
+    Linear,
+    Planner,
+    is_reshape,
+    linear_at,
+)
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
@@ -98,7 +108,7 @@ class _Folding:
         self.now: dict[Node, Node] = {}  # what stands for a node that was replaced
         self.values: dict[Any, list[Any]] = {}
 
-    def fold_all(self, plans: list[Plan]) -> Counter[str]:
+    def fold_all(self, plans: list[FoldPlan]) -> Counter[str]:
         """How often each rule applied."""
         matches: Counter[str] = Counter()
         for plan in plans:
@@ -115,7 +125,7 @@ class _Folding:
 
     # -- the op ------------------------------------------------------------------------------------------------------
 
-    def _made(self, plan: Plan) -> Node | None:
+    def _made(self, plan: FoldPlan) -> Node | None:
         """The op that takes the place of the layers; None if its result cannot be told."""
         place = plan.place
         for linear in plan.linears:
@@ -133,7 +143,7 @@ class _Folding:
             return None
         return op
 
-    def _arguments(self, plan: Plan) -> tuple[Any, ...]:
+    def _arguments(self, plan: FoldPlan) -> tuple[Any, ...]:
         weights = [self._current(linear.weight) for linear in plan.linears]
         biases = [None if linear.bias is None else self._current(linear.bias) for linear in plan.linears]
         residual = () if plan.residual is None else (self._current(plan.residual.other),)
@@ -155,7 +165,7 @@ class _Folding:
 
     # -- the rest of the graph ---------------------------------------------------------------------------------------
 
-    def _connect(self, plan: Plan, op: Node) -> None:
+    def _connect(self, plan: FoldPlan, op: Node) -> None:
         place = op
         for index, linear in enumerate(plan.linears):
             with self.graph.inserting_after(place):
@@ -205,7 +215,7 @@ class _Folding:
             node = self.now[node]
         return node
 
-    def _tell(self, plan: Plan, op: Node) -> None:
+    def _tell(self, plan: FoldPlan, op: Node) -> None:
         products = [linear.node for linear in plan.linears]
         read = f"'{plan.linears[0].x.name}' is read by {len(products)} linear layer" + "s" * (len(products) > 1)
         self._note(LINEARS, products, op, read)
@@ -225,7 +235,7 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def _replaced(plan: Plan) -> list[Node]:
+def _replaced(plan: FoldPlan) -> list[Node]:
     found = [linear.node for linear in plan.linears]
     found += [] if plan.before is None else [plan.before]
     return found + ([] if plan.residual is None else [plan.residual.add])

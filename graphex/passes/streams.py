@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import placement
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.dependencies import in_turn
+from graphex.analysis.dependencies import in_epoch_order
 from graphex.analysis.effects import is_work, placed_events, synchronisation
 from graphex.analysis.happens_before import Access, Memory, Stream
 from graphex.analysis.races import Done, Walk, deadlock_risks, needing, racing, unordered
@@ -59,7 +59,7 @@ class ScheduleStreams(GraphPass):
         if streams <= {None}:
             _forget_events(work, self.rule)
             return
-        order = in_turn(work.graph)
+        order = in_epoch_order(work.graph)
         if isinstance(order, Node):
             raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
         relink(work, order)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.inplace_variants import declared_twin, in_place_twin
+from graphex.analysis.inplace_variants import declared_variant, in_place_twin
 from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
@@ -95,7 +95,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Update:
-    """One write: an op with an in-place twin, or a scatter. `put_back` are the nodes that only carry it outwards."""
+    """One write: an op with an in-place variant, or a scatter. `put_back` are the nodes that only carry it outwards."""
 
     made: Place
     put_back: tuple[Place, ...] = ()
@@ -144,14 +144,14 @@ def updated(step: Node, *, declared: bool) -> Any:
     """The argument that the result of an op with an in-place form is a new version of; None if it is no such result."""
     if declared and (argument := reinplace.updated_argument(step)) is not None:
         return argument
-    if (old := _updated_by_twin(step)) is not None:
+    if (old := _updated_by_variant(step)) is not None:
         return old
     if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:
         return base_of_result(step.args[0], int(step.args[1]))  # type: ignore[arg-type]
     return None
 
 
-def _updated_by_twin(step: Node) -> Any:
+def _updated_by_variant(step: Node) -> Any:
     return step.args[0] if step.args and in_place_twin(step.target) is not None else None
 
 
@@ -164,7 +164,7 @@ def _trace(
     while not is_root(value):
         if not isinstance(value, Node):
             return None
-        old = _updated_by_twin(value) if inside else updated(value, declared=declared)
+        old = _updated_by_variant(value) if inside else updated(value, declared=declared)
         if old is not None:
             updates, value = [Update(Place(value))], old
         elif value.target in WINDOWS:
@@ -320,8 +320,8 @@ def _who_sees(work: Work, writes: Writes, update: Update, start: int, end: int) 
 
 
 def _may_stop_halfway(call: Node) -> bool:
-    """Whether an op that writes may raise in the middle of it. A declared twin checks what it is given first."""
-    return declared_twin(call.target) is None and can_raise(call)
+    """Whether an op that writes may raise in the middle of it. A declared variant checks what it is given first."""
+    return declared_variant(call.target) is None and can_raise(call)
 
 
 def move_copies_up(work: Work) -> None:
