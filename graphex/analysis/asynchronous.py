@@ -15,7 +15,6 @@ record_stream                                to the end of the graph
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -32,33 +31,9 @@ from graphex.analysis.effects import (
     written_arguments,
 )
 from graphex.analysis.graphs import arguments
-from graphex.analysis.inplace_variants import is_declared
+from graphex.analysis.inplace_variants import Handle, is_declared
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
-
-# -- handles -----------------------------------------------------------------------------------------------------------
-# The handle of a declaration about operators.
-
-
-class Handle:
-    """A declaration that can be taken back; as a context manager it holds for the block."""
-
-    def __init__(self, text: str, take_back: Callable[[], object]) -> None:
-        self._text, self._take_back = text, take_back
-
-    def remove(self) -> None:
-        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
-        self._take_back()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"<{self._text}>"
-
 
 # -- asynchronous ------------------------------------------------------------------------------------------------------
 

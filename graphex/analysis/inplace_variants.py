@@ -9,7 +9,7 @@ variant over types and sizes. `register_inplace_twin` declares pairs of custom o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -138,28 +138,27 @@ def is_declared(op: Op) -> bool:
     return op in _declared or any(variant.inplace is op for variant in _declared.values())
 
 
-class VariantHandle:
+class Handle:
     """A declaration that can be taken back; as a context manager it holds for the block."""
 
-    def __init__(self, variant: DeclaredVariant) -> None:
-        self._pair = variant
+    def __init__(self, text: str, take_back: Callable[[], object]) -> None:
+        self._text, self._take_back = text, take_back
 
     def remove(self) -> None:
-        """Graphs compiled from now on are not rewritten; those that are compiled stay as they are."""
-        if _declared.get(self._pair.functional) is self._pair:
-            del _declared[self._pair.functional]
+        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
+        self._take_back()
 
-    def __enter__(self) -> VariantHandle:
+    def __enter__(self) -> Handle:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"VariantHandle({self._pair.functional} -> {self._pair.inplace})"
+        return f"<{self._text}>"
 
 
-def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> VariantHandle:
+def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> Handle:
     """Declare that `inplace` does what `functional` does, writing its new versions over the arguments `mutated`.
 
     Operators are given as `torch.ops.ns.name`, as one of its overloads, or as what `torch.library.custom_op` returned.
@@ -174,8 +173,13 @@ def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str |
     _check_arguments(who, one, other)
     written = _written(who, other, mutated)
     outs = _check_results(who, one, other, written)
-    variant = _declared[one] = DeclaredVariant(one, other, written, outs)
-    return VariantHandle(variant)
+    pair = _declared[one] = DeclaredVariant(one, other, written, outs)
+
+    def take_back() -> None:
+        if _declared.get(one) is pair:
+            del _declared[one]
+
+    return Handle(f"{other} is the in-place variant of {one}", take_back)
 
 
 def _operator(given: Any, role: str) -> Op:

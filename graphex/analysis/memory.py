@@ -15,9 +15,9 @@ from graphex.analysis.asynchronous import launch_of
 from graphex.analysis.contract import region_of
 from graphex.analysis.effects import Sync
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
-from graphex.analysis.refusal import Refusal
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line, placement
+from graphex.errors import Refusal
 from graphex.torch_private.symbolic import hint_of
 
 # -- memory ------------------------------------------------------------------------------------------------------------

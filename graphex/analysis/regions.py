@@ -18,7 +18,7 @@ from graphex.analysis.dependencies import keeps_its_turn
 from graphex.analysis.effects import is_work, synchronisation
 from graphex.analysis.memory import bytes_of, predicted_peak
 from graphex.analysis.program import can_raise
-from graphex.analysis.refusal import Refusal
+from graphex.errors import Refusal
 
 
 def contract_of(gm: GraphModule) -> RegionContract | Refusal:

@@ -4,21 +4,17 @@
 leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
 """
 
-from graphex.passes.auto_streams import PlaceBranches
 from graphex.passes.cat import WritePartsOfCat
-from graphex.passes.copies import RemoveRedundantCopies
-from graphex.passes.cse import MergeCommonSubexpressions, RemoveDeadCode
-from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftIdioms
-from graphex.passes.gates import FoldGates
+from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveRedundantCopies
+from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
-from graphex.passes.lift_attention import LiftAttention
 from graphex.passes.noop import RemoveNoops
 from graphex.passes.place import PlaceNodes
-from graphex.passes.projections import FoldProjections
+from graphex.passes.projections import FoldGates, FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
-from graphex.passes.streams import CheckDeadlocks, ScheduleStreams
+from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
 from graphex.rewrite.base import GraphPass, Refusal, Work
 
 __all__ = [

@@ -14,9 +14,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.happens_before import Order
 from graphex.analysis.program import Raising, raising_in
-from graphex.analysis.refusal import Refusal as Refusal
 from graphex.analysis.source import ORIGINS, origins
 from graphex.config import CompilerConfig
+from graphex.errors import Refusal as Refusal
 from graphex.records import Certificate, Record, Refused, Rewrote
 
 

@@ -16,8 +16,8 @@ import graphex
 from graphex.analysis import Aliases, is_effectful, written_arguments
 from graphex.analysis.contract import RegionContract, declare_region, region_of
 from graphex.analysis.memory import predicted_peak
-from graphex.analysis.refusal import Refusal
 from graphex.analysis.regions import contract_of
+from graphex.errors import Refusal
 from graphex.rewrite.partition import Partitioner
 
 aten = torch.ops.aten
