@@ -1,16 +1,16 @@
-"""Which values may share memory, who writes to it, and whether a rewrite would change what the user can see.
+"""Which values may share memory, which nodes write to it, and whether a rewrite would change what the user can see.
 
 A storage is named by the node that allocated it: an input, a constant, or an op that returns fresh memory. Views
-carry the storage of what they look at, by the alias annotations of the op's schema:
+carry the storage of their base, by the alias annotations of the op's schema:
 
     x = placeholder          storages(x) == {x}
     y = add(x, 1)            storages(y) == {y}
     z = view(y, [4])         storages(z) == {y}
 
-An op that is not understood may alias each of its inputs, and a value whose fake tensor shares its memory with that
-of another node shares it (some ops return their input although their schema does not say so). A node that waits for an
-op in flight reads and writes what that does (`in_use`). Facts can only be joined (`join`) after a rewrite, never taken
-back, so they stay safe while a pass changes the graph.
+A region has a contract that says the same of its outputs. An op that is not understood may alias each of its inputs,
+and two values whose fake tensors share memory share it (some ops return their input although their schema does not say
+so). A node that waits for an op in flight reads and writes the memory that this op does (`in_use`). Facts can only be
+joined (`join`) after a rewrite, never taken back, so they stay safe while a pass changes the graph.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
 from graphex.analysis.source import stream_of
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
-# -- beginnings --------------------------------------------------------------------------------------------------------
-# Where in its storage a value begins, which fake tensors do not always say, and who counts from that one's start.
+# -- storage offsets ---------------------------------------------------------------------------------------------------
+# Fake tensors report a storage offset of 0 for results that copy the whole storage of an argument; the real results
+# have the argument's offset. Some ops address their storage from its start, so that the offset matters.
 
 
 ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
@@ -58,16 +59,13 @@ _KEEPING_OFFSETS = frozenset(
 
 
 def with_true_offset(node: Node) -> Any:
-    """A (fake) tensor that begins where the node's value does.
-
-    Fake tensors say zero of what begins where an argument does.
-    """
+    """A (fake) tensor with the storage offset of the node's value."""
     first = shares_offset_with(node)
     return node.meta.get("val") if first is None else with_true_offset(first)
 
 
 def shares_offset_with(node: Node) -> Node | None:
-    """Some ops copy the whole storage of their argument: their result begins where that does."""
+    """The argument whose storage offset the result has, for ops that copy the argument's whole storage."""
     first = node.args[0] if node.args else None
     return first if node.target in _KEEPING_OFFSETS and isinstance(first, Node) else None
 
@@ -81,11 +79,11 @@ def absolutely_addressed(node: Node) -> list[Node]:
     return []
 
 
-# -- declared_results --------------------------------------------------------------------------------------------------
+# -- storages of results -----------------------------------------------------------------------------------------------
 # Where the results of an op may live, by the alias annotations of its schema.
 #
-# view(Tensor(a) self, ...) -> Tensor(a)      in the memory of `self`
-# add(Tensor self, ...) -> Tensor             in memory of its own
+#     view(Tensor(a) self, ...) -> Tensor(a)      in the memory of `self`
+#     add(Tensor self, ...) -> Tensor             in memory of its own
 
 
 class Result(NamedTuple):
@@ -129,7 +127,7 @@ def declared_results(op: torch._ops.OpOverload) -> tuple[Result, ...]:
     return tuple(results)
 
 
-# -- aliasing ----------------------------------------------------------------------------------------------------------
+# -- facts about one graph ---------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -202,7 +200,7 @@ class Aliases:
     def is_owned_elsewhere(self, node: Node) -> bool:
         """Whether the value may live in memory that somebody outside the graph holds on to.
 
-        Besides the caller that can be a custom op, which may hand out the same tensor every time.
+        Besides the caller this can be a custom op, which may hand out the same tensor every time.
         """
         storages = self.storages(node)
         return not storages or any(storage in self._inputs or storage in self._foreign for storage in storages)
@@ -308,7 +306,7 @@ class Aliases:
 
     @cached_property
     def strides(self) -> SeenStrides:
-        """Whose strides are in doubt, and can be seen."""
+        """The values whose strides are in doubt, and visible to the user."""
         return SeenStrides(self._nodes)
 
     def work_on(self, node: Node) -> Iterator[dict[Hashable, list[Node]]]:
@@ -406,7 +404,7 @@ class Aliases:
         return frozenset().union(self._resolved(besides), *map(self.storages, values))
 
     def _pass_absolute_on(self) -> None:
-        """What begins where another value does, and is addressed from its start, depends on where that one begins."""
+        """A value with the storage offset of another one, and addressed from the start, depends on that offset."""
         for node in reversed(self._nodes):
             first = shares_offset_with(node)
             if first is not None and not self._absolute.isdisjoint(self._storages[node]):

@@ -1,15 +1,17 @@
-"""Ops that work on after they have returned, and the ops that wait for them.
+"""Ops that use memory after they have returned: ops in flight, and ops that may keep a tensor.
 
-r = all_gather_into_tensor(h, 2, group)      reads `h` and writes `r` from here ...
-y = relu(h)
-w = wait_tensor(r)                           ... to here, and returns `r`
+    r = all_gather_into_tensor(h, 2, group)      reads `h` and writes `r` from here ...
+    y = relu(h)
+    w = wait_tensor(r)                           ... to here, and returns `r`
 
-functional collectives                       until `wait_tensor` of their results
-other ops of c10d                            to the end of the graph: their `Work` is no part of it
-copies from or to the host, non_blocking     to the end of the graph, as far as memory of the host is concerned: what
-                                             is on the device is used in the order of its stream
-record_stream                                to the end of the graph
-`register_asynchronous(op, waited_by=...)`   until `waited_by` of their results
+    functional collectives                       until `wait_tensor` of their results
+    other ops of c10d                            to the end of the graph: their `Work` is no part of it
+    copies from or to the host, non_blocking     to the end of the graph, as far as memory of the host is concerned:
+                                                 memory of the device is used in the order of its stream
+    record_stream                                to the end of the graph
+    `register_asynchronous(op, waited_by=...)`   until `waited_by` of their results
+
+A custom op may store a tensor that it is given, and read it again in a later call (second half).
 """
 
 from __future__ import annotations
@@ -34,9 +36,6 @@ from graphex.analysis.graphs import arguments
 from graphex.analysis.inplace_variants import Handle, is_declared
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
-
-# -- asynchronous ------------------------------------------------------------------------------------------------------
-
 
 Op = torch._ops.OpOverload
 
@@ -160,11 +159,9 @@ def register_asynchronous(op: object, *, waited_by: object) -> Handle:
     return Handle(f"{started} works on until {wait}", lambda: _declared.pop(started, None))
 
 
-# -- keeping -----------------------------------------------------------------------------------------------------------
-# Ops that may hold on to a tensor they were given, and read it again when they are called the next time.
-#
+# -- ops that may keep a tensor ----------------------------------------------------------------------------------------
 #     tap(h)               `tap` is a custom op: it may have stored `h` itself, no copy
-#     y = relu(h)          so `h` is not free memory, although nobody in the graph reads it any more
+#     y = relu(h)          so `h` is not free memory, although no node reads it any more
 #
 # The ops of torch and of graphex are known not to, and Triton kernels cannot. Tags say nothing about it: torch marks
 # every custom op as `pt2_compliant_tag`, which is about its schema. So an op of any other library counts as one that

@@ -1,4 +1,14 @@
-"""What has to run before what, whoever runs it."""
+"""The order of nodes: dependency edges, and the stream epochs that events ask for.
+
+`place` numbers the events of each stream, and gives every node the number of the last event of its stream before it,
+its epoch. A sort or a fusion that moves a node does not change the epoch:
+
+    mm   side, epoch 0                                    abs   side, epoch 0
+    event_record("done", "side", 1)     -- sorted -->     event_record("done", "side", 1)
+    abs  side, epoch 0                                    (in_epoch_order puts `abs` back before its record)
+
+A node without an epoch was made by a later pass, and stands where that pass put it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +34,6 @@ from graphex.analysis.graphs import topological_order
 from graphex.analysis.program import can_raise
 from graphex.analysis.source import placement
 
-# -- dependencies ------------------------------------------------------------------------------------------------------
-
 
 def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dict[Node, set[Node]]:
     """The dependency edges of a graph: for every node, others that have to run before it.
@@ -49,7 +57,7 @@ def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dic
 def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
     """Pairs of nodes of which the first reads or writes memory before the second writes or reads it.
 
-    A custom op may read all that was kept before it, so it keeps its place among the writes to that.
+    A custom op may read everything that was kept before it, so it keeps its place among the writes to that memory.
     """
     if not aliases.has_writes():
         return
@@ -100,19 +108,6 @@ def keeps_its_turn(node: Node) -> bool:
     return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable
 
 
-# -- turns -------------------------------------------------------------------------------------------------------------
-# The order that events ask for, kept on the nodes: where a node stands in the graph does not matter.
-#
-# `place` numbers the events of each stream, and gives every node the number of the last event of its stream before it,
-# its turn. A sort or a fusion that moves a node does not change that:
-#
-#     mm   side, turn 0                                     abs   side, turn 0
-#     event_record("done", "side", 1)     -- sorted -->     event_record("done", "side", 1)
-#     abs  side, turn 0                                     (in_epoch_order puts `abs` back before its record)
-#
-# A node without a turn was made by a later pass, and stands where it was put.
-
-
 EPOCH = "graphex_turn"
 
 
@@ -122,7 +117,7 @@ def turn_of(node: Node) -> int | None:
 
 
 def in_epoch_order(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
-    """The nodes in the order nearest to theirs that their turns, their values and their memory allow.
+    """The nodes in the order nearest to theirs that their epochs, their values and their memory allow.
 
     Nothing crosses a barrier. Where there is no such order, the first node that cannot be placed.
     """
@@ -157,8 +152,8 @@ def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> 
 
 
 def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
-    """Add to `before` what turns ask for: a node follows the event of its turn, and the next event of its stream
-    follows it. Events without a turn were added for what values and memory ask for already.
+    """Add to `before` the edges of epochs: a node follows the event of its epoch, and the next event of its stream
+    follows the node. Events without an epoch were added for values and memory, which have their edges already.
     """
     events: dict[object, dict[int, Node]] = defaultdict(dict)
     records: dict[object, Node] = {}

@@ -1,4 +1,10 @@
-"""What a node does besides computing its value: writes, randomness, communication, anything unknown."""
+"""What a node does besides computing its value, in four parts.
+
+effects         writes, randomness, communication, anything unknown
+node kinds      which nodes launch a kernel, and which touch data at all
+libraries       the libraries of kernels that a graph may call
+events          which nodes record and wait for events
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,6 @@ from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.torch_private.schemas import is_composite
-
-# -- effects -----------------------------------------------------------------------------------------------------------
-
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
@@ -92,7 +95,7 @@ def is_collective(node: Node) -> bool:
 
 
 def is_effectful(node: Node) -> bool:
-    """Whether the node must run, once, where it stands, even if nobody uses its value. Unknown means yes."""
+    """Whether the node must run, once, where it stands, even if its value is unused. Unknown means yes."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "get_attr":
@@ -193,8 +196,7 @@ def _submodule(node: Node, target: str) -> object | None:
     return found
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-# Which nodes give work to the device.
+# -- node kinds --------------------------------------------------------------------------------------------------------
 
 
 def is_number(node: Node) -> bool:
@@ -232,7 +234,7 @@ def is_work(node: Node) -> bool:
 
 
 # -- libraries ---------------------------------------------------------------------------------------------------------
-# Which libraries of kernels a graph may call: their switches are part of what a captured graph depends on.
+# The switches of these libraries are part of the capture key.
 
 
 aten = torch.ops.aten
@@ -255,7 +257,7 @@ _ATTENDING = {"graphex::attention", "graphex::rotary_attention_"}
 
 
 def libraries_of(graph: Graph) -> frozenset[str]:
-    """What may compute some of the ops, for all that is known: `cublas`, `cudnn`, `attention` (torch's choice among its
+    """The libraries that may compute some of the ops: `cublas`, `cudnn`, `attention` (torch's choice among its
     implementations of it) and `linalg`.
     """
     return _NOTHING.union(*map(_libraries_of, graph.nodes))
@@ -277,11 +279,9 @@ def _libraries_of(node: Node) -> frozenset[str]:
     return _NOTHING if is_plain or is_atens else _EVERYTHING
 
 
-# -- synchronisation ---------------------------------------------------------------------------------------------------
-# Events in a graph, whichever way they are written.
-#
-# streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
-# graphex.event_record("done", "side", 2)     graphex's own, after `place`
+# -- events ------------------------------------------------------------------------------------------------------------
+#     streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
+#     graphex.event_record("done", "side", 2)     graphex's own, after `place`
 
 
 CURRENT = "(current)"  # how an op names the stream that the compiled function is called on; nodes on it have no label
@@ -294,7 +294,7 @@ class Sync:
     kind: str  # record, wait or wait_stream
     stream: Hashable
     what: Hashable  # the event, or the other stream
-    turn: int = 0
+    turn: int = 0  # the epoch of its stream that begins with it
 
 
 def synchronisation(node: Node) -> Sync | None:

@@ -1,4 +1,9 @@
-"""How much memory a graph needs at one time, predicted from its shapes."""
+"""Memory over time: sizes, when a value is used for the last time, and whether its memory may be written over.
+
+`predicted_peak` predicts from shapes how many bytes a graph needs at one time. `last_uses` and `frees` say when memory
+may be given back, on one stream and on several. `why_not_reusable` is one question made of many facts: may this node
+leave its result in the memory of that argument?
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,6 @@ from graphex.analysis.shapes import known_equal, known_true, same_layout, same_o
 from graphex.analysis.source import node_line, placement
 from graphex.errors import Refusal
 from graphex.torch_private.symbolic import hint_of
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
 
 UNKNOWN_SIZE = 1  # of a dimension that is known only when the graph runs
 
@@ -60,18 +62,14 @@ def predicted_peak(graph: Graph, aliases: Aliases) -> int:
     return peak
 
 
-# -- liveness ----------------------------------------------------------------------------------------------------------
-# When a value is used for the last time, and when its memory may be given back.
-
-
 def last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node, the values that nobody needs after it, in the order they were defined.
+    """For each node, the values that are not needed after it, in the order they were defined.
 
         before:  a = f(x); b = g(a); c = h(a, b)
         result:  {b: [], c: [a, b]}        (and x dies at a)
 
-    A value that is never used dies where it is defined. What the output returns never dies. What an op in flight was
-    given lives until that is waited for, or to the end.
+    A value that is never used dies where it is defined. A returned value never dies. The arguments of an op in flight
+    live until the op is waited for, or to the end.
     """
     dying: dict[Node, list[Node]] = {}
     last: dict[Node, Node] = {}
@@ -98,8 +96,8 @@ def _hold_what_is_in_flight(graph: Graph, last: dict[Node, Node]) -> None:
 def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
     """`last_uses` for a graph with several streams: for each node, the values to let go of behind it.
 
-    Memory belongs to the stream it was allocated on, whose next allocation may take it. So a value is kept until that
-    stream waits for everybody who uses the memory:
+    Memory belongs to the stream it was allocated on, and the next allocation of that stream may take it. So a value is
+    kept until this stream has waited for every use of the memory:
 
         a = sin(x)  side;  b = cos(a)  main;  c = exp(x)  side           `a` stays: `exp` could be given its memory
         ...                event: side waits for b                       here it may go
@@ -135,10 +133,6 @@ def _nobody_else_runs(storages: frozenset[Storage], used: dict[Storage, dict[Str
         for storage in storages
         for stream, position in used.get(storage, {}).items()
     )
-
-
-# -- reuse -------------------------------------------------------------------------------------------------------------
-# Whether a value's memory may be written over: one question made of many facts.
 
 
 def why_not_reusable(

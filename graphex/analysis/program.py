@@ -1,8 +1,17 @@
-"""The program behind a graph: when its nodes would have run, and when it wrote to its inputs.
+"""The program behind a graph: which nodes can raise, when they would have run, when the program wrote to its inputs.
 
-Functionalisation moves all writes to inputs to the end of the graph. Where they were is noted on the inputs before the
-first pass (`graphex.passes.updates`), in the names of the nodes as they were traced: these stay with whatever
-replaces a node (`origins`).
+A caller that catches an exception looks at its inputs and buffers next. So a write to them keeps its place among the
+nodes that can raise:
+
+    new = add(st, 1); y = index(t, [i]); copy_(st, new)       a bad index leaves `st` as it was
+    add_(st, 1);      y = index(t, [i])                       a bad index finds `st` changed
+
+Indices out of bounds raise on a CPU; on CUDA they stop the device for good, and there is no state left to look at.
+Sizes and types are checked while tracing. Running out of memory can happen anywhere and is not counted.
+
+Functionalisation moves all writes to inputs to the end of the graph. Where the program had them is noted on the inputs
+before the first pass (`graphex.passes.updates`), by the names of the nodes as they were traced: these names stay with
+the nodes that replace them (`origins`).
 """
 
 from __future__ import annotations
@@ -21,20 +30,6 @@ from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_l
 from graphex.analysis.source import origins
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
 from graphex.torch_private.symbolic import free_unbacked_symbols
-
-# -- raising -----------------------------------------------------------------------------------------------------------
-# What can raise on the host while a graph runs.
-#
-# A caller that catches the exception looks at its inputs and buffers next. So a write to them keeps its place among
-# the
-# nodes that can raise:
-#
-#     new = add(st, 1); y = index(t, [i]); copy_(st, new)       a bad index leaves `st` as it was
-#     add_(st, 1);      y = index(t, [i])                       a bad index finds `st` changed
-#
-# Indices out of bounds raise on a CPU; on CUDA they stop the device for good, and there is no state left to look at.
-# Sizes and types are checked while tracing. Running out of memory can happen anywhere and is not counted.
-
 
 # `aten` ops whose kernels look at their data and raise, wherever they run. The names of in-place and out= forms, and
 # of those that torch derives from them, begin in the same way.
@@ -196,9 +191,6 @@ def _is_read_back(node: Node) -> bool:
     """Whether a value is a number that was read from a tensor: as an index or a size it may not fit."""
     value = node.meta.get("val")
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and bool(free_unbacked_symbols(value))
-
-
-# -- program -----------------------------------------------------------------------------------------------------------
 
 
 WRITES = "graphex_program_writes"  # on an input

@@ -1,7 +1,16 @@
-"""Graph passes: one per file, each a class with one `apply`.
+"""The graph passes, each a class with one `apply`. `pipeline` has their order; read it first.
 
-`base` says what a pass is, `adapter` turns every form a user may write into one, `metadata` repairs what foreign code
-leaves behind. `noop`, `copies`, `cse` and `dce` are the clean passes.
+    place, torch_streams                     scopes, records, waits and torch's streams become metadata and events
+    noop, clean                              no-ops, redundant copies, dead code, common subexpressions
+    fuse                                     lift idioms to named ops, fuse named ops; `graphex.fusion` has the rules
+    projections, projection_plans            linear layers of few rows, with the norms and gates around them
+    cat                                      the parts of a concatenation are computed where they belong
+    updates, input_reinplace, reinplace      inputs, then dead intermediate values, are written in place again
+    rotary_write, rotary_write_proof,
+    rotary_attention                         late rules that need a proven write in place: rotary embedding and cache
+    streams                                  events between streams, deadlocks, branches for a second stream
+
+`graphex.rewrite` says what a pass is; `partition` is the deprecated name of a module there.
 """
 
 from graphex.passes.cat import WritePartsOfCat

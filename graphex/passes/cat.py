@@ -27,8 +27,8 @@ from graphex.analysis.shapes import canonical_dim, known_contiguous
 from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.torch_private.symbolic import expression_of, kind_of
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-# Symbolic sizes as nodes: a pass that allocates memory needs `s0 + 2 * s1` computed in the graph.
+# -- sizes as nodes ----------------------------------------------------------------------------------------------------
+# A pass that allocates memory needs `s0 + 2 * s1` computed in the graph.
 #
 #     size s0 + 4  ->  s0 = sym_size.int(x, 0); n = add(s0, 4)        right after the inputs, once for each graph
 #
@@ -111,7 +111,7 @@ def _symbols_of_inputs(graph: Graph) -> dict[Any, tuple[Node, int | None]]:
     return found
 
 
-# -- cat ---------------------------------------------------------------------------------------------------------------
+# -- parts of a concatenation ------------------------------------------------------------------------------------------
 
 
 aten = torch.ops.aten

@@ -6,10 +6,10 @@
     before:  s = slice(cache, 2, a, b); t = add(s, k); new = slice_scatter(cache, t, 2, a, b); copy_(cache, new)
     after:   window = slice(cache, 2, a, b); add_(window, k)
 
-A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
-is overwritten, no update reads the memory it writes, the new value is not handed out as an output of its own (a view
-of the input that the user gets back is none), and whatever raises in between leaves the input as the program would
-(`program_writes`); the refusal names the read, or the node that may raise, that is in the way.
+A chain of updates becomes a chain of writes. It is done only if no older version of the memory is read after it is
+overwritten, no update reads the memory it writes, the new value is not handed out as an output of its own (a view of
+the input that the user gets back is none), and an exception in between leaves the input as the program would
+(`updates`). The refusal names the read, or the node that may raise, that is in the way.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ from graphex.torch_private.mutable_ops import (
 from graphex.torch_private.symbolic import FAKED_BY
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
-# What becomes of a graph if one of its values is laid out in memory otherwise.
+# The layouts of a graph if one of its values is laid out in memory otherwise.
 #
 #     before:  new = index_copy(transpose(cache), ...); t = transpose(new); s = sum(t)      new is contiguous, t is not
 #     after:   index_copy_(transpose(cache), ...);                          s = sum(cache)  cache is contiguous
 #
 # Views of the value are laid out otherwise too, as long as they can be taken at all. A computation must give a result
-# of
-# the same layout as before, so that nothing changes beyond it. Asked of sizes that are known only; nothing is guarded.
+# of the same layout as before, so that nothing changes beyond it. Asked of known sizes only; nothing is guarded.
 
 
 aten = torch.ops.aten
@@ -121,15 +120,13 @@ def _all_alike(left: Any, right: Any) -> bool:
     return _is_known(left) and same_layout(left, right)
 
 
-# -- mutable_ops -------------------------------------------------------------------------------------------------------
-# Let custom ops that write to their arguments do so.
-#
+# -- custom ops that write to their arguments --------------------------------------------------------------------------
 #     before:  new = auto_functionalized_v2(bump, x=..., _all_bases=[cache])[1]; copy_(cache, new)
 #     after:   bump(cache, x)
 #
 # AOTAutograd wraps such ops so that they write to copies. `restore_input_writes` finds the inputs that can be written
-# directly; here the same is found for intermediate values that nobody reads afterwards, and the wrappers are replaced
-# by the ops and the copies that remain.
+# directly; here the same is found for intermediate values that are not read afterwards, and the ops and the copies that
+# remain replace the wrappers.
 
 
 RULE = "write_argument_in_place"
@@ -188,7 +185,7 @@ def _is_unread(work: Work, node: Node, base: Node) -> bool:
     return not aliases.shares_with_operands(node, base)
 
 
-# -- input_reinplace ---------------------------------------------------------------------------------------------------
+# -- writes to inputs --------------------------------------------------------------------------------------------------
 
 
 Layouts = dict[Node, Any]  # nodes that are laid out otherwise when an input is written in place: their new values

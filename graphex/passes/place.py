@@ -1,7 +1,7 @@
-"""Turn scopes, records and waits into streams of nodes, and into events that say whose they are.
+"""Turn scopes, records and waits into streams of nodes, and into events that name their stream.
 
     before:  scope_enter(["_user_stream_label"], ["side"]); a = mm(x, x); r = record(); scope_exit(); wait([r])
-    after:   a = mm(x, x)                                      meta: stream "side", turn 0
+    after:   a = mm(x, x)                                      meta: stream "side", epoch 0
              event_record("r", "side", 1); event_wait("r", "(current)", 1)
 
 Runs after the user's passes: what they write means something by where it stands, and every later pass may move it.
@@ -30,7 +30,7 @@ from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.metadata import MADE_BY
 
 # -- scopes ------------------------------------------------------------------------------------------------------------
-# The scopes that are open while a graph is walked, and what they say about the nodes inside.
+# The scopes that are open while a graph is walked, and their settings for the nodes inside.
 
 
 _NOT_NEEDED = {"_user_stream_id", "_user_stream_device_index", "_user_stream_device_type"}
@@ -158,7 +158,7 @@ def made(node: Node) -> str:
     return f"node '{node.name}'{where}{f' ({line})' if line else ''}"
 
 
-# -- place -------------------------------------------------------------------------------------------------------------
+# -- placement ---------------------------------------------------------------------------------------------------------
 
 
 _TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by

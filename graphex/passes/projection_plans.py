@@ -1,7 +1,18 @@
-"""Which linear layers of a graph become one op, what of their surroundings joins them, and why the rest does not.
+"""Which linear layers of a graph become one op, which norm, activation and residual join them, and why others do not.
 
 Everything is proven on the graph as it stands before the first rewrite. A layer is computed where the first of those
-that it is joined with stands, or where its residual is added: what it reads must be there, and not be written since.
+that it is joined with stands, or where its residual is added: the values it reads must be there, and not be written
+since (`graphex.rewrite.motion`).
+
+A linear layer looks like this in a graph, a product with a transposed weight, between two reshapes:
+
+    view(x, [rows, K]); t(w); mm(view, t); view(mm, [..., N])         as AOTAutograd writes linear(x, w)
+    addmm(bias, view, t)                                              and linear(x, w, bias)
+    bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
+    linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
+
+`x` is the value before the reshape, so that layers that share it are seen to. A weight need not be a parameter: nothing
+is assumed of it but that it is there.
 """
 
 from __future__ import annotations
@@ -24,19 +35,6 @@ from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops import has_kernel
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.motion import Motion, Read, can_stand_before, elsewhere, used_by, where
-
-# -- projection_sites --------------------------------------------------------------------------------------------------
-# How a linear layer looks in a graph: a product with a transposed weight, between two reshapes.
-#
-#     view(x, [rows, K]); t(w); mm(view, t); view(mm, [..., N])         what AOTAutograd makes of linear(x, w)
-#     addmm(bias, view, t)                                              and of linear(x, w, bias)
-#     bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
-#     linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
-#
-# `x` is the value before the reshape, so that layers that share it are seen to. What is called a weight need not be
-# one:
-# nothing is assumed of it but that it is there.
-
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -178,7 +176,7 @@ def _kind(value: Tensor) -> str:
     return f"{dtype_text(value.dtype)} on {value.device}"
 
 
-# -- projection_plans --------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"

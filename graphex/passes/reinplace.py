@@ -1,12 +1,19 @@
-"""Compute into memory that nobody needs any more.
+"""Compute into memory that is not needed any more.
 
     before:  a = mul(x, y); b = add(a, x); c = relu(b)
     after:   a = mul(x, y); b = add_(a, x); c = relu_(a)
 
-An op that has an in-place variant writes over its first argument (an op whose variant was declared, over those that the
-declaration names) if the graph has allocated it (it is no input and no tensor that a custom op has returned), it is
-alone in its storage, has the result's layout, is read by nobody afterwards (not through a view either), shares no
-memory with the other arguments and is not in use: no op in flight works on it, and no custom op may have kept it.
+An op that has an in-place variant writes over its first argument if the graph has allocated it (it is no input and no
+tensor that a custom op has returned), it is alone in its storage, has the result's layout, is not read afterwards (not
+through a view either), shares no memory with the other arguments and is not in use: no op in flight works on it, and no
+custom op may have kept it. An op with a declared in-place variant writes over the arguments that the declaration names:
+
+    before:  t = update(x, k, v); y = t[0]; new_k = t[1]; new_v = t[2]
+    after:   y = update_(x, k, v)                                             and k, v stand for new_k, new_v
+
+Both memory passes call declared variants. `restore_input_writes` marks the arguments that are inputs to be written
+where they are; `reuse_dead_memory` takes intermediate values that are not read afterwards. An argument of a marked call
+that is neither is copied first, as the functional op would have done.
 """
 
 from __future__ import annotations
@@ -22,17 +29,6 @@ from graphex.analysis.inplace_variants import DeclaredVariant, declared_variant,
 from graphex.analysis.memory import bytes_of, why_not_reusable
 from graphex.analysis.shapes import known_contiguous
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
-
-# -- inplace_twins -----------------------------------------------------------------------------------------------------
-# Call the in-place variant that was declared for a functional op.
-#
-#     before:  t = update(x, k, v); y = t[0]; new_k = t[1]; new_v = t[2]
-#     after:   y = update_(x, k, v)                                             and k, v stand for new_k, new_v
-#
-# Both memory passes use it. `restore_input_writes` marks the arguments that are inputs to be written where they are;
-# `reuse_dead_memory` takes intermediate values that nobody reads afterwards. An argument of a marked call that is
-# neither is copied first, which is what the functional op would have done.
-
 
 RULE = "call_inplace_twin"
 
@@ -196,9 +192,6 @@ def _index(getitem: Node, variant: DeclaredVariant) -> int:
     index = getitem.args[1]
     assert isinstance(index, int)
     return index + len(variant.functional._schema.returns) if index < 0 else index
-
-
-# -- reinplace ---------------------------------------------------------------------------------------------------------
 
 
 class ReuseDeadMemory(GraphPass):

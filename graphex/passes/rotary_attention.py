@@ -4,8 +4,8 @@
              out = attention(q', keys, values, mask, scale)
     after:   out = rotary_attention_(q, k, v, cos, sin, keys, values, at, 2, False, mask, scale)
 
-For one token of each sequence, whose rotated query nobody else reads. The op stands where attention stood, or, if the
-caches or what is written to them are used in between, where they were written.
+For one token of each sequence, if nothing else reads the rotated query. The op stands where attention stood; if the
+caches, or the values written to them, are used in between, it stands where the caches were written.
 """
 
 from __future__ import annotations

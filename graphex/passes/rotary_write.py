@@ -6,10 +6,10 @@
     before:  k' = rotary(k, cos, sin); index_copy_(keys, 2, at, k')
     after:   rotary_write_(k, cos, sin, keys, at, 2)
 
-It comes after the passes that prove writes to be in place: what still makes a new cache is none of this. Nobody else
-may read k', and nobody may use a cache between the place where it was written and the place where it is written now,
-which is that of the later write. A rotary embedding that is joined to no write stays the op it was lifted to: that has
-a kernel of its own, so there is nothing to be gained by taking it apart again.
+It comes after the passes that prove writes to be in place: an op that still makes a new cache is left alone. No other
+node may read k', and none may use a cache between the place where it was written and the place where it is written now,
+the place of the later write. A rotary embedding that is joined to no write stays the op it was lifted to, which has a
+kernel of its own.
 """
 
 from __future__ import annotations

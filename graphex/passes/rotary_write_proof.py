@@ -1,4 +1,13 @@
-"""Whether a rotary embedding may be computed where its key is written: memory, streams, and what the op takes."""
+"""Whether a rotary embedding may be computed where its key is written: order, memory, and the arguments of the op.
+
+Models write rows into a KV cache in one of these ways (`row_write`):
+
+    index_copy_(cache, 2, positions, rows)
+    index_put_(cache, [None, None, positions], rows)                a negative position counts from the end
+    window = slice(cache, 2, a, b); copy_(window, rows)             all rows of a window, in order
+
+`why_not` asks `graphex.rewrite.motion` whether the writes may move, and then checks types, shapes and strides.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +23,6 @@ from graphex.analysis import known_equal
 from graphex.analysis.shapes import canonical_dim
 from graphex.rewrite.base import Refusal
 from graphex.rewrite.motion import Motion, Read
-
-# -- row_writes --------------------------------------------------------------------------------------------------------
-# Writes of rows into a tensor, as models write a KV cache, in whichever way they are spelled.
-#
-# index_copy_(cache, 2, positions, rows)
-# index_put_(cache, [None, None, positions], rows)                a negative position counts from the end
-# window = slice(cache, 2, a, b); copy_(window, rows)             all rows of a window, in order
-
 
 aten = torch.ops.aten
 
@@ -102,9 +103,6 @@ _SPELLINGS: dict[Any, Callable[..., RowWrite | None]] = {
 def _tensor(value: Any) -> Tensor | None:
     found = value.meta.get("val") if isinstance(value, Node) else None
     return found if isinstance(found, Tensor) else None
-
-
-# -- rotary_write_proof ------------------------------------------------------------------------------------------------
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -4,7 +4,9 @@
     x.t().mul_(2)       t = transpose(x, 0, 1); m = mul(t, 2); new = transpose(m, 0, 1);             copy_(x, new)
 
 The first is one update, `a`, of the window `slice(x, 0, 2, 4)`; `new` only puts it back in its place. So is the second,
-with another kind of window. Updates follow one another and lie inside one another to any depth.
+with another kind of window. Updates follow one another and lie inside one another to any depth (`find_chain`).
+
+The second half keeps writes where the program had them, among the nodes that can raise.
 """
 
 from __future__ import annotations
@@ -24,9 +26,6 @@ from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
 from graphex.torch_private.symbolic import FakeTensor, NewGuardError, no_new_guards
-
-# -- updates -----------------------------------------------------------------------------------------------------------
-
 
 aten = torch.ops.aten
 
@@ -230,18 +229,16 @@ def _turns_back(inner: Any, outer: Node) -> bool:
     return known_equal(tuple(again.shape), tuple(plain.shape)) and known_equal(again.stride(), plain.stride())
 
 
-# -- program_writes ----------------------------------------------------------------------------------------------------
-# Keep writes to inputs where the program had them, among the nodes that can raise.
-#
+# -- writes of the program ---------------------------------------------------------------------------------------------
 #     program      st.add_(1); y = t[i]                       new = st + 1; y = t[i]; st.copy_(new)
 #     as traced    a = add(st, 1); y = index(t, [i]);         a = add(st, 1); y = index(t, [i]); c = copy(st, a);
 #                  copy_(st, a)                               copy_(st, c)
 #
 # Every write of the program has left a node at its place: the op without its underscore, made from the version before
 # it. So the first program writes before `index` and the second behind it. This is noted before the first pass, because
-# `c` is a no-op and does not stay. A write is put back in place only where every node that can raise finds what it
-# would
-# have found in the program; a copy at the end moves up to the first node that would have found it written.
+# `c` is a no-op and does not stay, and before the partitioner of a training graph, which merges equal values. A write
+# is put back in place only where every node that can raise finds the state that it would have found in the program; a
+# copy at the end moves up to the first node that would have found it done.
 
 
 def note_program_writes(

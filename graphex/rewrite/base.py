@@ -1,4 +1,4 @@
-"""What a pass is, and the object it works on.
+"""A pass, and the object it works on.
 
 A pass author writes `apply`; `runner` does the timing, linting, dumping, recording and rolling back around it.
 """

@@ -30,7 +30,7 @@ from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, wr
 from graphex.torch_private.symbolic import pytree
 
 # -- interface ---------------------------------------------------------------------------------------------------------
-# What a pass has to leave as it was: a well-formed graph that takes and returns what it took and returned before.
+# A pass has to leave a well-formed graph that takes and returns what it took and returned before.
 
 
 MAY_NOT = "A pass may not change what the graph takes and returns."
