@@ -1,9 +1,17 @@
-"""Every error and warning graphex raises, so that `except graphex.GraphexError` catches all of them."""
+"""Every error and warning graphex raises, so that `except graphex.GraphexError` catches all of them.
+
+A rewrite that is not made is no error: it is a `Refusal`, the one type for "no, because".
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.fx import Node
 
 
 class GraphexError(Exception):
@@ -58,3 +66,21 @@ def one_line(reason: object) -> str:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"{type(reason).__name__}: {lines[0]}" if lines else type(reason).__name__
     return str(reason)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
+
+    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
+    `expected`: the program itself says so, by reading a value again for one. It is not worth a record.
+    """
+
+    reason: str
+    node: Node | None = None
+    edit: str = ""
+    nothing_lost: bool = False
+    expected: bool = False
+
+    def __bool__(self) -> bool:
+        return False

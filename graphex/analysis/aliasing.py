@@ -1,16 +1,16 @@
-"""Which values may share memory, who writes to it, and whether a rewrite would change what the user can see.
+"""Which values may share memory, which nodes write to it, and whether a rewrite would change what the user can see.
 
 A storage is named by the node that allocated it: an input, a constant, or an op that returns fresh memory. Views
-carry the storage of what they look at, by the alias annotations of the op's schema:
+carry the storage of their base, by the alias annotations of the op's schema:
 
     x = placeholder          storages(x) == {x}
     y = add(x, 1)            storages(y) == {y}
     z = view(y, [4])         storages(z) == {y}
 
-An op that is not understood may alias each of its inputs, and a value whose fake tensor shares its memory with that
-of another node shares it (some ops return their input although their schema does not say so). A node that waits for an
-op in flight reads and writes what that does (`in_use`). Facts can only be joined (`join`) after a rewrite, never taken
-back, so they stay safe while a pass changes the graph.
+A region has a contract that says the same of its outputs. An op that is not understood may alias each of its inputs,
+and two values whose fake tensors share memory share it (some ops return their input although their schema does not say
+so). A node that waits for an op in flight reads and writes the memory that this op does (`in_use`). Facts can only be
+joined (`join`) after a rewrite, never taken back, so they stay safe while a pass changes the graph.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.asynchronous import is_declared_to_keep_nothing, is_ordinary, returns_its_arguments
+from graphex.analysis.contract import RegionContract, region_of, touched_by
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     is_size_arithmetic,
@@ -39,13 +40,14 @@ from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
 from graphex.analysis.source import stream_of
 from graphex.torch_private.schemas import holds_tensors, is_composite
 
-# -- beginnings --------------------------------------------------------------------------------------------------------
-# Where in its storage a value begins, which fake tensors do not always say, and who counts from that one's start.
+# -- storage offsets ---------------------------------------------------------------------------------------------------
+# Fake tensors report a storage offset of 0 for results that copy the whole storage of an argument; the real results
+# have the argument's offset. Some ops address their storage from its start, so that the offset matters.
 
 
 ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
-_KEEPING_THEIR_PLACE = frozenset(
+_KEEPING_OFFSETS = frozenset(
     {
         torch.ops.aten.copy.default,
         torch.ops.aten.slice_scatter.default,
@@ -56,19 +58,16 @@ _KEEPING_THEIR_PLACE = frozenset(
 )
 
 
-def beginning_of(node: Node) -> Any:
-    """A (fake) tensor that begins where the node's value does.
-
-    Fake tensors say zero of what begins where an argument does.
-    """
-    first = whose_place_it_keeps(node)
-    return node.meta.get("val") if first is None else beginning_of(first)
+def with_true_offset(node: Node) -> Any:
+    """A (fake) tensor with the storage offset of the node's value."""
+    first = shares_offset_with(node)
+    return node.meta.get("val") if first is None else with_true_offset(first)
 
 
-def whose_place_it_keeps(node: Node) -> Node | None:
-    """Some ops copy the whole storage of their argument: their result begins where that does."""
+def shares_offset_with(node: Node) -> Node | None:
+    """The argument whose storage offset the result has, for ops that copy the argument's whole storage."""
     first = node.args[0] if node.args else None
-    return first if node.target in _KEEPING_THEIR_PLACE and isinstance(first, Node) else None
+    return first if node.target in _KEEPING_OFFSETS and isinstance(first, Node) else None
 
 
 def absolutely_addressed(node: Node) -> list[Node]:
@@ -80,11 +79,11 @@ def absolutely_addressed(node: Node) -> list[Node]:
     return []
 
 
-# -- declared_results --------------------------------------------------------------------------------------------------
+# -- storages of results -----------------------------------------------------------------------------------------------
 # Where the results of an op may live, by the alias annotations of its schema.
 #
-# view(Tensor(a) self, ...) -> Tensor(a)      in the memory of `self`
-# add(Tensor self, ...) -> Tensor             in memory of its own
+#     view(Tensor(a) self, ...) -> Tensor(a)      in the memory of `self`
+#     add(Tensor self, ...) -> Tensor             in memory of its own
 
 
 class Result(NamedTuple):
@@ -128,7 +127,7 @@ def declared_results(op: torch._ops.OpOverload) -> tuple[Result, ...]:
     return tuple(results)
 
 
-# -- aliasing ----------------------------------------------------------------------------------------------------------
+# -- facts about one graph ---------------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
@@ -201,7 +200,7 @@ class Aliases:
     def is_owned_elsewhere(self, node: Node) -> bool:
         """Whether the value may live in memory that somebody outside the graph holds on to.
 
-        Besides the caller that can be a custom op, which may hand out the same tensor every time.
+        Besides the caller this can be a custom op, which may hand out the same tensor every time.
         """
         storages = self.storages(node)
         return not storages or any(storage in self._inputs or storage in self._foreign for storage in storages)
@@ -238,7 +237,7 @@ class Aliases:
         """The storages a node reads, or looks at: those of its arguments, and all that an op in flight uses which it
         waits for.
         """
-        return self._accessed(node.all_input_nodes, self._besides.get(node, _NO_ACCESS).reads)
+        return self._accessed(touched_by(node), self._besides.get(node, _NO_ACCESS).reads)
 
     def written_by(self, node: Node) -> frozenset[Storage]:
         """The storages a node may write to, with what an op in flight writes which it waits for."""
@@ -307,7 +306,7 @@ class Aliases:
 
     @cached_property
     def strides(self) -> SeenStrides:
-        """Whose strides are in doubt, and can be seen."""
+        """The values whose strides are in doubt, and visible to the user."""
         return SeenStrides(self._nodes)
 
     def work_on(self, node: Node) -> Iterator[dict[Hashable, list[Node]]]:
@@ -338,7 +337,7 @@ class Aliases:
             return use.reason
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
-        if self.shows_its_offset(node) and not same_offset(beginning_of(node), beginning_of(kept)):
+        if self.shows_its_offset(node) and not same_offset(with_true_offset(node), with_true_offset(kept)):
             return "an output would begin at another place of its memory"
         if self.is_written(node):
             return "the copy is written to later"
@@ -368,13 +367,13 @@ class Aliases:
 
     def _visit(self, node: Node) -> None:
         position, known, reads = self._position[node], self._storages, self._reads
-        for value in node.all_input_nodes:
+        for value in touched_by(node):
             for storage in known.get(value, ()):
                 _append(reads, storage, position)
         if node.op == "output":
             leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
             self._outputs = [self._memory_of(leaf) for leaf in leaves]
-            inputs = [each for each in self._nodes if each.op == "placeholder"]
+            inputs = node.graph.find_nodes(op="placeholder")
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
             self._note_besides(node, self.in_use.end())
@@ -405,9 +404,9 @@ class Aliases:
         return frozenset().union(self._resolved(besides), *map(self.storages, values))
 
     def _pass_absolute_on(self) -> None:
-        """What begins where another value does, and is addressed from its start, depends on where that one begins."""
+        """A value with the storage offset of another one, and addressed from the start, depends on that offset."""
         for node in reversed(self._nodes):
-            first = whose_place_it_keeps(node)
+            first = shares_offset_with(node)
             if first is not None and not self._absolute.isdisjoint(self._storages[node]):
                 self._absolute |= self._storages.get(first, frozenset())
 
@@ -420,7 +419,9 @@ class Aliases:
         if node.target is operator.getitem:
             return self._part_of(node)
         op = operator_of(node)
-        if op is not None:
+        if (contract := region_of(node)) is not None:
+            parts = self._parts_by_contract(node, contract)
+        elif op is not None:
             parts = self._parts_by_schema(node, op)
         elif is_size_arithmetic(node):
             return frozenset()
@@ -481,6 +482,13 @@ class Aliases:
         if op is torch.ops.aten.native_dropout.default and may_be_empty(node.meta.get("val")):
             parts[0] |= self._memory_of(node.args[0])  # of nothing, it hands back its very argument
         return parts
+
+    def _parts_by_contract(self, node: Node, contract: RegionContract) -> Parts:
+        """One set of storages for each output of a region: the inputs it aliases, and the region's own allocations."""
+        return [
+            self._memory_of([node.args[place] for place in aliased]) | {(node, number) for number in own}
+            for aliased, own in zip(contract.aliases, contract.allocates, strict=True)
+        ]
 
     # -- joined storages ---------------------------------------------------------------------------------------
 
@@ -543,6 +551,8 @@ def _is_plain(op: torch._ops.OpOverload) -> bool:
 def _allocates_for_the_graph(node: Node) -> bool:
     """Whether fresh memory that the node returns certainly belongs to the graph alone."""
     if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
+        return True
+    if region_of(node) is not None:
         return True
     op = operator_of(node)
     return op is not None and (op.namespace in PURE_NAMESPACES or is_declared_to_keep_nothing(op))

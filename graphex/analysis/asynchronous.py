@@ -1,29 +1,30 @@
-"""Ops that work on after they have returned, and the ops that wait for them.
+"""Ops that use memory after they have returned: ops in flight, and ops that may keep a tensor.
 
-r = all_gather_into_tensor(h, 2, group)      reads `h` and writes `r` from here ...
-y = relu(h)
-w = wait_tensor(r)                           ... to here, and returns `r`
+    r = all_gather_into_tensor(h, 2, group)      reads `h` and writes `r` from here ...
+    y = relu(h)
+    w = wait_tensor(r)                           ... to here, and returns `r`
 
-functional collectives                       until `wait_tensor` of their results
-other ops of c10d                            to the end of the graph: their `Work` is no part of it
-copies from or to the host, non_blocking     to the end of the graph, as far as memory of the host is concerned: what
-                                             is on the device is used in the order of its stream
-record_stream                                to the end of the graph
-`register_asynchronous(op, waited_by=...)`   until `waited_by` of their results
+    functional collectives                       until `wait_tensor` of their results
+    other ops of c10d                            to the end of the graph: their `Work` is no part of it
+    copies from or to the host, non_blocking     to the end of the graph, as far as memory of the host is concerned:
+                                                 memory of the device is used in the order of its stream
+    record_stream                                to the end of the graph
+    `register_asynchronous(op, waited_by=...)`   until `waited_by` of their results
+
+A custom op may store a tensor that it is given, and read it again in a later call (second half).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
     COLLECTIVE_NAMESPACES,
     PURE_NAMESPACES,
@@ -31,36 +32,10 @@ from graphex.analysis.effects import (
     operator_called,
     written_arguments,
 )
-from graphex.analysis.inplace_variants import is_declared
+from graphex.analysis.graphs import arguments
+from graphex.analysis.inplace_variants import Handle, is_declared
 from graphex.errors import InputError
 from graphex.torch_private.schemas import holds_tensors, overload_of
-
-# -- handles -----------------------------------------------------------------------------------------------------------
-# The handle of a declaration about operators.
-
-
-class Handle:
-    """A declaration that can be taken back; as a context manager it holds for the block."""
-
-    def __init__(self, text: str, take_back: Callable[[], object]) -> None:
-        self._text, self._take_back = text, take_back
-
-    def remove(self) -> None:
-        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
-        self._take_back()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"<{self._text}>"
-
-
-# -- asynchronous ------------------------------------------------------------------------------------------------------
-
 
 Op = torch._ops.OpOverload
 
@@ -103,7 +78,7 @@ def launch_of(node: Node) -> Launch | None:
     if op.namespace in COLLECTIVE_NAMESPACES:
         return None if name in _AT_ONCE else _collective(node, op)
     if name in _COPIES:
-        return _copy(node, op)
+        return _copy(node)
     return Launch(tuple(node.all_input_nodes), writes_results=False) if name == _RECORD_STREAM else None
 
 
@@ -147,12 +122,12 @@ def _collective(node: Node, op: Op) -> Launch:
     return Launch(inputs, written, waits=frozenset() if op.namespace in _WAITED_BY_NOBODY else _WAITS)
 
 
-def _copy(node: Node, op: Op) -> Launch | None:
+def _copy(node: Node) -> Launch | None:
     """A copy between a device and the host that is not waited for."""
-    if not _argument(node, op, "non_blocking"):
+    given = arguments(node)
+    if not given.get("non_blocking"):
         return None
-    arguments = [argument.name for argument in op._schema.arguments]
-    into, source = node.meta.get("val"), _argument(node, op, "src" if "src" in arguments else arguments[0])
+    into, source = node.meta.get("val"), given["src"] if "src" in given else next(iter(given.values()))
     value = source.meta.get("val") if isinstance(source, Node) else None
     if not isinstance(into, Tensor) or not isinstance(value, Tensor) or into.device.type == value.device.type:
         return None
@@ -160,13 +135,6 @@ def _copy(node: Node, op: Op) -> Launch | None:
         assert isinstance(source, Node)
         return Launch((source,), writes_results=False)
     return Launch((), tuple(written_arguments(node))) if into.device.type == "cpu" else None
-
-
-def _argument(node: Node, op: Op, name: str) -> Any:
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def register_asynchronous(op: object, *, waited_by: object) -> Handle:
@@ -191,11 +159,9 @@ def register_asynchronous(op: object, *, waited_by: object) -> Handle:
     return Handle(f"{started} works on until {wait}", lambda: _declared.pop(started, None))
 
 
-# -- keeping -----------------------------------------------------------------------------------------------------------
-# Ops that may hold on to a tensor they were given, and read it again when they are called the next time.
-#
+# -- ops that may keep a tensor ----------------------------------------------------------------------------------------
 #     tap(h)               `tap` is a custom op: it may have stored `h` itself, no copy
-#     y = relu(h)          so `h` is not free memory, although nobody in the graph reads it any more
+#     y = relu(h)          so `h` is not free memory, although no node reads it any more
 #
 # The ops of torch and of graphex are known not to, and Triton kernels cannot. Tags say nothing about it: torch marks
 # every custom op as `pt2_compliant_tag`, which is about its schema. So an op of any other library counts as one that
@@ -220,6 +186,8 @@ _declared_keeping: set[Op] = set()
 def who_may_keep(node: Node) -> str:
     """The op that may hold on to what the node is given; empty if none does."""
     if node.op not in ("call_function", "call_module") or node.target is operator.getitem:
+        return ""
+    if region_of(node) is not None:
         return ""
     op = operator_called(node)
     if op is not None:

@@ -1,8 +1,17 @@
-"""What has to run before what, whoever runs it."""
+"""The order of nodes: dependency edges, and the stream epochs that events ask for.
+
+`place` numbers the events of each stream, and gives every node the number of the last event of its stream before it,
+its epoch. A sort or a fusion that moves a node does not change the epoch:
+
+    mm   side, epoch 0                                    abs   side, epoch 0
+    event_record("done", "side", 1)     -- sorted -->     event_record("done", "side", 1)
+    abs  side, epoch 0                                    (in_epoch_order puts `abs` back before its record)
+
+A node without an epoch was made by a later pass, and stands where that pass put it.
+"""
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +20,7 @@ from itertools import pairwise
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     is_effectful,
@@ -20,22 +30,22 @@ from graphex.analysis.effects import (
     placed_events,
     synchronisation,
 )
+from graphex.analysis.graphs import topological_order
 from graphex.analysis.program import can_raise
 from graphex.analysis.source import placement
 
-# -- dependencies ------------------------------------------------------------------------------------------------------
 
+def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dict[Node, set[Node]]:
+    """The dependency edges of a graph: for every node, others that have to run before it.
 
-def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
-    """For every node, others that have to run before it: values, uses of one memory, everything with an effect, and
-    writes that the caller sees where something raises.
-
-    Events are left out: what they order is the matter of `graphex.analysis.dependencies`.
+    Besides values these are uses of one memory, everything with an effect the graph does not show, and writes that
+    the caller sees where something raises. `events`: nodes that order streams keep their place among the effects;
+    without it they are left out, for a caller that knows what each of them orders (`keep_turns`).
     """
     before = {node: set(node.all_input_nodes) for node in graph.nodes}
     last_effect: Node | None = None
     for node in graph.nodes:
-        if keeps_its_turn(node):
+        if keeps_its_turn(node) or (events and synchronisation(node) is not None):
             if last_effect is not None:
                 before[node].add(last_effect)
             last_effect = node
@@ -47,7 +57,7 @@ def what_runs_before(graph: Graph, aliases: Aliases) -> dict[Node, set[Node]]:
 def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
     """Pairs of nodes of which the first reads or writes memory before the second writes or reads it.
 
-    A custom op may read all that was kept before it, so it keeps its place among the writes to that.
+    A custom op may read everything that was kept before it, so it keeps its place among the writes to that memory.
     """
     if not aliases.has_writes():
         return
@@ -92,33 +102,22 @@ def keeps_its_turn(node: Node) -> bool:
     """Whether the node has an effect besides writing to memory that it says it writes to."""
     if node.op in ("placeholder", "output") or not is_effectful(node) or synchronisation(node) is not None:
         return False
+    if region_of(node) is not None:
+        return False
     op = operator_of(node)
     return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable
 
 
-# -- turns -------------------------------------------------------------------------------------------------------------
-# The order that events ask for, kept on the nodes: where a node stands in the graph does not matter.
-#
-# `place` numbers the events of each stream, and gives every node the number of the last event of its stream before it,
-# its turn. A sort or a fusion that moves a node does not change that:
-#
-#     mm   side, turn 0                                     abs   side, turn 0
-#     event_record("done", "side", 1)     -- sorted -->     event_record("done", "side", 1)
-#     abs  side, turn 0                                     (in_turn puts `abs` back before its record)
-#
-# A node without a turn was made by a later pass, and stands where it was put.
-
-
-TURN = "graphex_turn"
+EPOCH = "graphex_turn"
 
 
 def turn_of(node: Node) -> int | None:
-    turn: int | None = node.meta.get(TURN)
+    turn: int | None = node.meta.get(EPOCH)
     return turn
 
 
-def in_turn(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
-    """The nodes in the order nearest to theirs that their turns, their values and their memory allow.
+def in_epoch_order(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
+    """The nodes in the order nearest to theirs that their epochs, their values and their memory allow.
 
     Nothing crosses a barrier. Where there is no such order, the first node that cannot be placed.
     """
@@ -127,13 +126,15 @@ def in_turn(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node]
     position = {node: index for index, node in enumerate(nodes)}
     if all(position[other] < position[node] for node, others in before.items() for other in others):
         return nodes
-    return _sorted(nodes, before, position)
+    found = topological_order(before, position)
+    placed = set(found)
+    return next((node for node in nodes if node not in placed), found)
 
 
 def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> dict[Node, set[Node]]:
-    before = what_runs_before(graph, Aliases(graph))
+    before = dependencies(graph, Aliases(graph))
     keep_turns(nodes, before)
-    first = [node for node in nodes if node.op == "placeholder"]
+    first = graph.find_nodes(op="placeholder")
     barrier: Node | None = None
     since: list[Node] = []
     for node in nodes:
@@ -151,8 +152,8 @@ def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> 
 
 
 def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
-    """Add to `before` what turns ask for: a node follows the event of its turn, and the next event of its stream
-    follows it. Events without a turn were added for what values and memory ask for already.
+    """Add to `before` the edges of epochs: a node follows the event of its epoch, and the next event of its stream
+    follows the node. Events without an epoch were added for values and memory, which have their edges already.
     """
     events: dict[object, dict[int, Node]] = defaultdict(dict)
     records: dict[object, Node] = {}
@@ -181,22 +182,3 @@ def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
         before[node].update(of_stream[number] for number in numbers[max(place - 1, 0) : place])
         for number in numbers[place : place + 1]:
             before[of_stream[number]].add(node)
-
-
-def _sorted(nodes: list[Node], before: dict[Node, set[Node]], position: dict[Node, int]) -> list[Node] | Node:
-    waiting = {node: len(others) for node, others in before.items()}
-    after: dict[Node, list[Node]] = defaultdict(list)
-    for node, others in before.items():
-        for other in others:
-            after[other].append(node)
-    ready = [position[node] for node in nodes if not waiting[node]]
-    heapq.heapify(ready)
-    found: list[Node] = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        found.append(node)
-        for following in after[node]:
-            waiting[following] -= 1
-            if not waiting[following]:
-                heapq.heappush(ready, position[following])
-    return found if len(found) == len(nodes) else next(node for node in nodes if waiting[node])

@@ -1,4 +1,10 @@
-"""What a node does besides computing its value: writes, randomness, communication, anything unknown."""
+"""What a node does besides computing its value, in four parts.
+
+effects         writes, randomness, communication, anything unknown
+node kinds      which nodes launch a kernel, and which touch data at all
+libraries       the libraries of kernels that a graph may call
+events          which nodes record and wait for events
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graphex.analysis.contract import nodes_at, region_of
+from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.torch_private.schemas import is_composite
-
-# -- effects -----------------------------------------------------------------------------------------------------------
-
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})
@@ -60,7 +65,9 @@ def operator_called(node: Node) -> torch._ops.OpOverload | None:
 
 
 def bodies_of(node: Node) -> list[GraphModule]:
-    """The graphs that a higher-order op, or a node that calls a module, runs."""
+    """The graphs that a higher-order op, or a node that calls a module, runs. A region's contract speaks for it."""
+    if region_of(node) is not None:
+        return []
     if node.op == "call_module":
         found = [_submodule(node, str(node.target))]
     elif isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -73,20 +80,13 @@ def bodies_of(node: Node) -> list[GraphModule]:
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers: two such nodes are never one, and dropping one shifts the rest."""
     op = operator_of(node)
-    return op is not None and torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(node, op)
+    return op is not None and torch.Tag.nondeterministic_seeded in op.tags and not _drops_nothing(node)
 
 
-def _drops_nothing(node: Node, op: torch._ops.OpOverload) -> bool:
+def _drops_nothing(node: Node) -> bool:
     """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = (
-                node.args[position]
-                if position < len(node.args)
-                else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return isinstance(given, (int, float)) and given == 0.0
-    return False
+    given = argument(node, "dropout_p")
+    return isinstance(given, (int, float)) and given == 0.0
 
 
 def is_collective(node: Node) -> bool:
@@ -95,11 +95,13 @@ def is_collective(node: Node) -> bool:
 
 
 def is_effectful(node: Node) -> bool:
-    """Whether the node must run, once, where it stands, even if nobody uses its value. Unknown means yes."""
+    """Whether the node must run, once, where it stands, even if its value is unused. Unknown means yes."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "get_attr":
         return False
+    if (contract := region_of(node)) is not None:
+        return bool(contract.writes)
     if node.op != "call_function":
         return True
     op = operator_of(node)
@@ -123,10 +125,13 @@ def is_size_arithmetic(node: Node) -> bool:
 def written_arguments(node: Node) -> list[Node]:
     """The inputs whose memory the node may write to.
 
-    By schema for operators, by the inner graph for higher-order ops, and all of them for what is not understood.
+    By schema for operators, by the contract for regions, by the inner graph for higher-order ops, and all of them for
+    a call that is not understood.
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return []
+    if (contract := region_of(node)) is not None:
+        return list(nodes_at(node, contract.writes))
     op = operator_of(node)
     if op is not None:
         return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
@@ -191,8 +196,7 @@ def _submodule(node: Node, target: str) -> object | None:
     return found
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-# Which nodes give work to the device.
+# -- node kinds --------------------------------------------------------------------------------------------------------
 
 
 def is_number(node: Node) -> bool:
@@ -230,7 +234,7 @@ def is_work(node: Node) -> bool:
 
 
 # -- libraries ---------------------------------------------------------------------------------------------------------
-# Which libraries of kernels a graph may call: their switches are part of what a captured graph depends on.
+# The switches of these libraries are part of the capture key.
 
 
 aten = torch.ops.aten
@@ -253,7 +257,7 @@ _ATTENDING = {"graphex::attention", "graphex::rotary_attention_"}
 
 
 def libraries_of(graph: Graph) -> frozenset[str]:
-    """What may compute some of the ops, for all that is known: `cublas`, `cudnn`, `attention` (torch's choice among its
+    """The libraries that may compute some of the ops: `cublas`, `cudnn`, `attention` (torch's choice among its
     implementations of it) and `linalg`.
     """
     return _NOTHING.union(*map(_libraries_of, graph.nodes))
@@ -275,11 +279,9 @@ def _libraries_of(node: Node) -> frozenset[str]:
     return _NOTHING if is_plain or is_atens else _EVERYTHING
 
 
-# -- synchronisation ---------------------------------------------------------------------------------------------------
-# Events in a graph, whichever way they are written.
-#
-# streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
-# graphex.event_record("done", "side", 2)     graphex's own, after `place`
+# -- events ------------------------------------------------------------------------------------------------------------
+#     streams.record_event(7, 1)                  torch's, from model code, bare or wrapped in `control_deps`
+#     graphex.event_record("done", "side", 2)     graphex's own, after `place`
 
 
 CURRENT = "(current)"  # how an op names the stream that the compiled function is called on; nodes on it have no label
@@ -292,7 +294,7 @@ class Sync:
     kind: str  # record, wait or wait_stream
     stream: Hashable
     what: Hashable  # the event, or the other stream
-    turn: int = 0
+    turn: int = 0  # the epoch of its stream that begins with it
 
 
 def synchronisation(node: Node) -> Sync | None:

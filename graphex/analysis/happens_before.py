@@ -1,12 +1,30 @@
-"""Vector clocks: for each stream, how far every other one is known to have come.
+"""What happens before what: nodes on several streams, and reads and writes of one memory.
 
-A clock maps streams to positions. What a stream has been given runs in order, so knowing that one of its nodes has
-finished is knowing that all before it have. A record keeps the clock of its stream; a wait joins it to that of another.
+`Clocks` are vector clocks. A clock maps streams to positions. The work of a stream runs in order, so a stream that
+knows one node of another to have finished knows it of all before that node. A record keeps the clock of its stream; a
+wait joins it to the clock of another.
 
     a = sin(x)      stream 1      clocks[1] = {1: 0}
     record(e)       stream 1      events[e] = {1: 0}
     wait(e)         stream 2      clocks[2] = {1: 0}
     b = cos(a)      stream 2      knows(2, 1, 0): `a` has finished
+
+`Order` answers whether one node has certainly finished before another one starts. Nodes of one stream run one after
+the other. Between streams only three things give an order: an event that one records and the other waits for, waiting
+for a stream, and data that one makes and the other uses. Nodes that none of them orders may run in any order.
+
+    s = sum(cache)          stream 1                     before(s, w) is False: stream 2 does not wait
+    w = add(cache, 1)       stream 2
+
+`stamp_order` is a lint. FX's own knows data dependencies only. In
+
+    s = sum(cache); copy_(cache, new)
+
+nothing but the order of the two lines says that `s` is the sum of the old values. So every node that touches memory
+which is written somewhere is stamped with how many writes came before it, and the stamps are compared after each pass.
+
+`accesses` lists which memory each node reads and writes, and on which stream. Views and parts of tuples touch nothing:
+the nodes that read and write through them do.
 """
 
 from __future__ import annotations
@@ -23,9 +41,6 @@ from torch.fx import Graph, Node
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.effects import Sync, is_work, synchronisation
 from graphex.analysis.source import placement, stream_of
-
-# -- clocks ------------------------------------------------------------------------------------------------------------
-
 
 Stream = Hashable
 Clock = dict[Stream, int]
@@ -62,26 +77,6 @@ class Clocks:
 
 def later(left: Clock, right: Clock) -> Clock:
     return {stream: max(left.get(stream, -1), right.get(stream, -1)) for stream in {**left, **right}}
-
-
-# -- order -------------------------------------------------------------------------------------------------------------
-# What happens before what: nodes on several streams, and reads and writes of one memory.
-#
-# `Order` answers whether one node has certainly finished before another one starts. Nodes of one stream run one after
-# the other. Between streams only three things give an order: an event that one records and the other waits for,
-# waiting
-# for a stream, and data that one makes and the other uses. What is not ordered by them may happen in any order.
-#
-#     s = sum(cache)          stream 1                     before(s, w) is False: stream 2 does not wait
-#     w = add(cache, 1)       stream 2
-#
-# The second half is a lint. FX's own knows data dependencies only. In
-#
-#     s = sum(cache); copy_(cache, new)
-#
-# nothing but the order of the two lines says that `s` is the sum of the old values. So every node that touches memory
-# which is written somewhere is stamped with how many writes came before it, and the stamps are compared after each
-# pass.
 
 
 _STAMP = "graphex_writes_before"
@@ -201,12 +196,6 @@ def _name(storage: Storage) -> str:
     """Memory by the name of the node that owns it."""
     owner, index = storage
     return f"{owner.name}[{index}]" if index else owner.name
-
-
-# -- accesses ----------------------------------------------------------------------------------------------------------
-# Which memory the work of a node reads and writes, and on which stream.
-#
-# Views and parts of tuples touch nothing: what matters is who reads and writes the memory they look at.
 
 
 class Memory(Protocol):

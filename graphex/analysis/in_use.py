@@ -1,11 +1,11 @@
 """Memory that is in use although no node reads it: ops in flight work on it, or a custom op may have kept it.
 
-An op in flight (`asynchronous`) uses the memory of its arguments and results until every result is waited for; so each
-wait counts as a read of all that memory, and as a write of what the op writes. Without a wait for every result in the
-graph that goes on to its end, and beyond. What was in flight before the graph began may be reading any of its inputs:
-a wait for one of these counts as a read of all of them.
+An op in flight (`asynchronous`) uses the memory of its arguments and results until every result is waited for. So each
+wait counts as a read of all that memory, and as a write of the part that the op writes. Without a wait for every result
+the use goes on to the end of the graph, and beyond. Ops in flight since before the graph may be reading any input: a
+wait for one of these counts as a read of all inputs.
 
-What a custom op was given (`keeping`) may be read at any later time: by that op or another one, in this call or a later
+A tensor that a custom op was given may be read at any later time: by that op or another one, in this call or a later
 one.
 """
 

@@ -1,12 +1,15 @@
-"""Functional ops and their in-place twins.
+"""In-place variants of functional ops: those of ATen that are known, and those that the author of an op has declared.
 
-A twin has the same arguments by schema and, which no schema says, gives the same bits: `mul.Scalar` and `mul_.Scalar`
-round differently in bfloat16. So the ops are listed, and a test compares each with its twin over types and sizes.
+    index_copy(cache, 2, at, k)    ->    index_copy_(cache, 2, at, k)
+
+The in-place variant has the same arguments by schema and, which no schema says, gives the same bits: `mul.Scalar` and
+`mul_.Scalar` round differently in bfloat16. So `SAME_BITS` lists the ops, and a test compares each with its in-place
+variant over types and sizes. `register_inplace_twin` declares pairs of custom ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,10 +20,8 @@ from torch.fx import Node
 from graphex.errors import InputError
 from graphex.torch_private.schemas import overload_of
 
-# -- twins -------------------------------------------------------------------------------------------------------------
-
-
-# `aten` overloads whose in-place twin computes the same bits (tests/analysis/test_twins.py), except on complex numbers.
+# `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_twins.py), except on complex
+# numbers.
 SAME_BITS = frozenset(
     """
     abs.default acos.default acosh.default add.Tensor addcdiv.default addcmul.default asin.default asinh.default
@@ -48,15 +49,15 @@ def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
-    return _twin_by_schema(target) if f"{name}.{target._overloadname}" in SAME_BITS else None
+    return _variant_by_schema(target) if f"{name}.{target._overloadname}" in SAME_BITS else None
 
 
 @cache
-def has_unproven_twin(target: Any) -> bool:
+def has_unproven_variant(target: Any) -> bool:
     """Whether there is an overload that would write the result to the first argument, but perhaps other bits."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or in_place_twin(target) is not None:
         return False
-    return _twin_by_schema(target) is not None
+    return _variant_by_schema(target) is not None
 
 
 @cache
@@ -66,30 +67,29 @@ def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | No
     if target.namespace != "aten" or not name.endswith("_"):
         return None
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    twin: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
-    return twin if twin is not None and _twin_by_schema(twin) is target else None
+    variant: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
+    return variant if variant is not None and _variant_by_schema(variant) is target else None
 
 
-def _twin_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _variant_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, f"{name}_", None)
-    twin: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
-    if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):
+    variant: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
+    if variant is None or len(variant._schema.arguments) != len(target._schema.arguments):
         return None
-    pairs = zip(target._schema.arguments, twin._schema.arguments, strict=True)
+    pairs = zip(target._schema.arguments, variant._schema.arguments, strict=True)
     same = all((mine.name, str(mine.type)) == (its.name, str(its.type)) for mine, its in pairs)
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in twin._schema.arguments]
-    return twin if same and writes[0] and not any(writes[1:]) else None
+    writes = [_is_written(argument) for argument in variant._schema.arguments]
+    return variant if same and writes[0] and not any(writes[1:]) else None
 
 
-# -- declared_twins ----------------------------------------------------------------------------------------------------
-# In-place twins of functional operators that their authors have declared.
+# -- declared pairs ----------------------------------------------------------------------------------------------------
 #
 #     functional:  ns::update(Tensor x, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)      out, new k, new v
 #     in-place:    ns::update_(Tensor x, Tensor(a!) k, Tensor(b!) v) -> Tensor               out
 #
 # A declaration says what no schema does: both compute the same bits, the functional op returns memory that nobody else
-# holds on to, and its last results are the new versions of the arguments that the twin writes, in the order they are
+# holds on to, and its last results are the new versions of the arguments that the variant writes, in the order they are
 # named. What the schemas do say is checked when the pair is declared.
 
 
@@ -97,8 +97,8 @@ Op = torch._ops.OpOverload
 
 
 @dataclass(frozen=True)
-class DeclaredTwin:
-    """What is known of a pair: the twin, which arguments it writes, and how the results of the two correspond.
+class DeclaredVariant:
+    """What is known of a pair: the variant, which arguments it writes, and how the results of the two correspond.
 
     The functional op returns `outs` results of its own, then one new version for each of `written`.
     """
@@ -121,45 +121,44 @@ class DeclaredTwin:
         ]
 
     def new_versions(self, node: Node) -> list[Any]:
-        """The (fake) values that the functional op returns for the arguments its twin writes."""
+        """The (fake) values that the functional op returns for the arguments its variant writes."""
         value = node.meta.get("val")
         return list(value[self.outs :]) if isinstance(value, (list, tuple)) else [value]
 
 
-_declared: dict[Op, DeclaredTwin] = {}
+_declared: dict[Op, DeclaredVariant] = {}
 
 
-def declared_twin(target: Any) -> DeclaredTwin | None:
+def declared_variant(target: Any) -> DeclaredVariant | None:
     return _declared.get(target) if isinstance(target, Op) else None
 
 
 def is_declared(op: Op) -> bool:
     """Whether the op is one of a pair: what it returns is the caller's alone."""
-    return op in _declared or any(twin.inplace is op for twin in _declared.values())
+    return op in _declared or any(variant.inplace is op for variant in _declared.values())
 
 
-class TwinHandle:
+class Handle:
     """A declaration that can be taken back; as a context manager it holds for the block."""
 
-    def __init__(self, twin: DeclaredTwin) -> None:
-        self._twin = twin
+    def __init__(self, text: str, take_back: Callable[[], object]) -> None:
+        self._text, self._take_back = text, take_back
 
     def remove(self) -> None:
-        """Graphs compiled from now on are not rewritten; those that are compiled stay as they are."""
-        if _declared.get(self._twin.functional) is self._twin:
-            del _declared[self._twin.functional]
+        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
+        self._take_back()
 
-    def __enter__(self) -> TwinHandle:
+    def __enter__(self) -> Handle:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
-        return f"TwinHandle({self._twin.functional} -> {self._twin.inplace})"
+        return f"<{self._text}>"
 
 
-def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> TwinHandle:
+def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> Handle:
     """Declare that `inplace` does what `functional` does, writing its new versions over the arguments `mutated`.
 
     Operators are given as `torch.ops.ns.name`, as one of its overloads, or as what `torch.library.custom_op` returned.
@@ -174,8 +173,13 @@ def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str |
     _check_arguments(who, one, other)
     written = _written(who, other, mutated)
     outs = _check_results(who, one, other, written)
-    twin = _declared[one] = DeclaredTwin(one, other, written, outs)
-    return TwinHandle(twin)
+    pair = _declared[one] = DeclaredVariant(one, other, written, outs)
+
+    def take_back() -> None:
+        if _declared.get(one) is pair:
+            del _declared[one]
+
+    return Handle(f"{other} is the in-place variant of {one}", take_back)
 
 
 def _operator(given: Any, role: str) -> Op:

@@ -1,25 +1,29 @@
-"""How much memory a graph needs at one time, predicted from its shapes."""
+"""Memory over time: sizes, when a value is used for the last time, and whether its memory may be written over.
+
+`predicted_peak` predicts from shapes how many bytes a graph needs at one time. `last_uses` and `frees` say when memory
+may be given back, on one stream and on several. `why_not_reusable` is one question made of many facts: may this node
+leave its result in the memory of that argument?
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.analysis.aliasing import Aliases, Storage, beginning_of
+from graphex.analysis.aliasing import Aliases, Storage, with_true_offset
 from graphex.analysis.asynchronous import launch_of
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import Sync
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
 from graphex.analysis.source import node_line, placement
+from graphex.errors import Refusal
 from graphex.torch_private.symbolic import hint_of
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
 
 UNKNOWN_SIZE = 1  # of a dimension that is known only when the graph runs
 
@@ -48,26 +52,24 @@ def predicted_peak(graph: Graph, aliases: Aliases) -> int:
                 born[position].append(storage)
                 dies[max(aliases.last_read(node), position)].append(storage)
             sizes[storage] = max(sizes[storage], bytes_of(node))
+    regions = ((position, region_of(node)) for position, node in enumerate(graph.nodes))
+    scratch = {position: contract.scratch for position, contract in regions if contract is not None}
     live = peak = 0
     for position in range(len(graph.nodes)):
         live += sum(sizes[storage] for storage in born[position])
-        peak = max(peak, live)
+        peak = max(peak, live + scratch.get(position, 0))
         live -= sum(sizes[storage] for storage in dies[position])
     return peak
 
 
-# -- liveness ----------------------------------------------------------------------------------------------------------
-# When a value is used for the last time, and when its memory may be given back.
-
-
 def last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node, the values that nobody needs after it, in the order they were defined.
+    """For each node, the values that are not needed after it, in the order they were defined.
 
         before:  a = f(x); b = g(a); c = h(a, b)
         result:  {b: [], c: [a, b]}        (and x dies at a)
 
-    A value that is never used dies where it is defined. What the output returns never dies. What an op in flight was
-    given lives until that is waited for, or to the end.
+    A value that is never used dies where it is defined. A returned value never dies. The arguments of an op in flight
+    live until the op is waited for, or to the end.
     """
     dying: dict[Node, list[Node]] = {}
     last: dict[Node, Node] = {}
@@ -94,8 +96,8 @@ def _hold_what_is_in_flight(graph: Graph, last: dict[Node, Node]) -> None:
 def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
     """`last_uses` for a graph with several streams: for each node, the values to let go of behind it.
 
-    Memory belongs to the stream it was allocated on, whose next allocation may take it. So a value is kept until that
-    stream waits for everybody who uses the memory:
+    Memory belongs to the stream it was allocated on, and the next allocation of that stream may take it. So a value is
+    kept until this stream has waited for every use of the memory:
 
         a = sin(x)  side;  b = cos(a)  main;  c = exp(x)  side           `a` stays: `exp` could be given its memory
         ...                event: side waits for b                       here it may go
@@ -133,62 +135,42 @@ def _nobody_else_runs(storages: frozenset[Storage], used: dict[Storage, dict[Str
     )
 
 
-# -- reuse -------------------------------------------------------------------------------------------------------------
-# Whether a value's memory may be written over: one question made of many facts.
-
-
-class Obstacle(NamedTuple):
-    """What is in the way of a write, and the node that still needs the old value.
-
-    `is_news`: no reader in the program says so, so that it is worth a record; `edit` is what the user can do about it.
-    """
-
-    reason: str
-    reader: Node | None = None
-    is_news: bool = False
-    edit: str = ""
-
-    def sentence(self) -> str:
-        line = node_line(self.reader) if self.reader is not None else ""
-        return f"{self.reason} ({line})" if line else self.reason
-
-
 def why_not_reusable(
     aliases: Aliases, order: Order, writer: Node, dead: Any, after: Any, result: Node | None
-) -> Obstacle | None:
-    """What keeps `writer` from leaving its result, of layout `after`, in the memory of its argument `dead`.
+) -> Refusal | None:
+    """Why `writer` may not leave its result, of layout `after`, in the memory of its argument `dead`; None if it may.
 
-    `result` is the node that stands for the result, if there is one.
+    `result` is the node that stands for the result, if there is one. The node of a refusal still needs the old value.
     """
     value = dead.meta.get("val") if isinstance(dead, Node) else None
     if not isinstance(value, Tensor) or not same_layout(after, value) or value.is_complex():
-        return Obstacle("the result has another layout than the argument")
+        return _expected("the result has another layout than the argument")
     if not fills_its_storage(value):
-        return Obstacle(f"'{dead.name}' is a part of a larger memory")
+        return _expected(f"'{dead.name}' is a part of a larger memory")
     if aliases.is_owned_elsewhere(dead) or aliases.is_absolute(dead):
-        return Obstacle(f"'{dead.name}' may be memory that somebody outside the graph holds on to")
+        return _expected(f"'{dead.name}' may be memory that somebody outside the graph holds on to")
     if result is not None and aliases.reaches_output(result) and not all(known_true(size != 1) for size in value.shape):
         # fake and real strides may differ where a dimension has one element, and the user can see them
-        return Obstacle("the strides of an output might change")
+        return _expected("the strides of an output might change")
     if result is not None and aliases.strides.may_change(result, dead):
-        return Obstacle("the strides of an output might change")
-    if result is not None and aliases.shows_its_offset(result) and not same_offset(beginning_of(result), value):
-        return Obstacle("an output would begin at another place of its memory")
+        return _expected("the strides of an output might change")
+    if result is not None and aliases.shows_its_offset(result) and not same_offset(with_true_offset(result), value):
+        return _expected("an output would begin at another place of its memory")
     if aliases.shares_with_operands(writer, dead):
-        return Obstacle(f"another argument may share memory with '{dead.name}'")
+        return _expected(f"another argument may share memory with '{dead.name}'")
     readers = aliases.readers_after(dead, writer)
     use = aliases.in_use.why(dead, writer)
     if use is not None and not any(
         aliases.may_alias(value, dead) for each in readers for value in each.all_input_nodes
     ):
-        return Obstacle(f"'{dead.name}' is not free: {use.reason}", use.until, is_news=True, edit=use.edit)
+        return Refusal(_with_line(f"'{dead.name}' is not free: {use.reason}", use.until), use.until, use.edit)
     if readers:
-        return Obstacle(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0])
+        return _expected(_with_line(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0]), readers[0])
     return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
 
 
-def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Node]) -> Obstacle | None:
-    """Somebody who uses the memory of `values` on another stream, with nothing that puts it before or after a write."""
+def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Node]) -> Refusal | None:
+    """Why a write may not be made: a node on another stream uses the memory of `values`, and nothing orders the two."""
     if order.one_stream:
         return None
     tables = (uses for value in values for uses in aliases.work_on(value))
@@ -196,7 +178,16 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
     if user is None:
         return None
     reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
-    return Obstacle(reason, user, is_news=True)
+    return Refusal(_with_line(reason, user), user)
+
+
+def _expected(reason: str, node: Node | None = None) -> Refusal:
+    return Refusal(reason, node, expected=True)
+
+
+def _with_line(reason: str, node: Node | None) -> str:
+    line = node_line(node) if node is not None else ""
+    return f"{reason} ({line})" if line else reason
 
 
 def fills_its_storage(value: Tensor) -> bool:

@@ -1,8 +1,17 @@
-"""The program behind a graph: when its nodes would have run, and when it wrote to its inputs.
+"""The program behind a graph: which nodes can raise, when they would have run, when the program wrote to its inputs.
 
-Functionalisation moves all writes to inputs to the end of the graph. Where they were is noted on the inputs before the
-first pass (`graphex.passes.updates`), in the names of the nodes as they were traced: these stay with whatever
-replaces a node (`origins`).
+A caller that catches an exception looks at its inputs and buffers next. So a write to them keeps its place among the
+nodes that can raise:
+
+    new = add(st, 1); y = index(t, [i]); copy_(st, new)       a bad index leaves `st` as it was
+    add_(st, 1);      y = index(t, [i])                       a bad index finds `st` changed
+
+Indices out of bounds raise on a CPU; on CUDA they stop the device for good, and there is no state left to look at.
+Sizes and types are checked while tracing. Running out of memory can happen anywhere and is not counted.
+
+Functionalisation moves all writes to inputs to the end of the graph. Where the program had them is noted on the inputs
+before the first pass (`graphex.passes.updates`), by the names of the nodes as they were traced: these names stay with
+the nodes that replace them (`origins`).
 """
 
 from __future__ import annotations
@@ -16,24 +25,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.aliasing import Aliases
+from graphex.analysis.contract import region_of
 from graphex.analysis.effects import PURE_NAMESPACES, is_size_arithmetic, node_leaves, operator_of, synchronisation
 from graphex.analysis.source import origins
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
 from graphex.torch_private.symbolic import free_unbacked_symbols
-
-# -- raising -----------------------------------------------------------------------------------------------------------
-# What can raise on the host while a graph runs.
-#
-# A caller that catches the exception looks at its inputs and buffers next. So a write to them keeps its place among
-# the
-# nodes that can raise:
-#
-#     new = add(st, 1); y = index(t, [i]); copy_(st, new)       a bad index leaves `st` as it was
-#     add_(st, 1);      y = index(t, [i])                       a bad index finds `st` changed
-#
-# Indices out of bounds raise on a CPU; on CUDA they stop the device for good, and there is no state left to look at.
-# Sizes and types are checked while tracing. Running out of memory can happen anywhere and is not counted.
-
 
 # `aten` ops whose kernels look at their data and raise, wherever they run. The names of in-place and out= forms, and
 # of those that torch derives from them, begin in the same way.
@@ -87,6 +83,8 @@ def can_raise(node: Node) -> bool:
     """Whether running the node may raise, depending on data. Unknown means yes."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
+    if (contract := region_of(node)) is not None:
+        return contract.may_raise
     if node.op == "call_module":
         inner = getattr(node.graph.owning_module, str(node.target), None)
         return not isinstance(inner, GraphModule) or any(map(can_raise, inner.graph.nodes))
@@ -195,9 +193,6 @@ def _is_read_back(node: Node) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and bool(free_unbacked_symbols(value))
 
 
-# -- program -----------------------------------------------------------------------------------------------------------
-
-
 WRITES = "graphex_program_writes"  # on an input
 NEVER, UNKNOWN = 2**62, -1
 
@@ -224,14 +219,18 @@ class Program:
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of the program to one input: the time of each that is known, how many there are, and the number of
-    the one that a node belongs to.
+    """The writes of the program to one input: the time of each that is known, and the number of the one that a node
+    belongs to. `versions` are the nodes that are the input, written in place, in the program.
     """
 
     program: Program
     times: tuple[int, ...]
-    count: int
     number: dict[str, int] = field(default_factory=dict)
+    versions: frozenset[str] = frozenset()
+
+    @property
+    def count(self) -> int:
+        return len(self.times)
 
     def last_by(self, *nodes: Node) -> int | None:
         """The number of the last write that some nodes stand for."""
@@ -240,6 +239,15 @@ class Writes:
     def is_own(self, node: Node) -> bool:
         """Whether the program itself has called the op of this node in place."""
         return any(name in self.number for name in origins(node)[:1])
+
+    def is_version(self, node: Node) -> bool:
+        """Whether a node is the input itself in the program. A value that a pass finds to be the same (`n` in
+        `x.copy_(n)`) has memory of its own there.
+        """
+        return not self.versions.isdisjoint(origins(node)[:1])
+
+
+NO_WRITES = Writes(Program({}, {}), ())
 
 
 def writes_to(target: Node) -> Writes | None:

@@ -3,9 +3,9 @@
     a = sin(x)  side
     b = add(a, 1)                      Race("'add' ... uses what 'sin' makes ..."): nothing makes it wait
 
-Four things need an order: a value behind the one who makes it, a write to memory behind the reads before it, a stream
-behind what the caller has done, and the end of the graph behind all streams. What is free of races in this sense gives
-the same results in every order that its events allow (`graphex.random_orders` tries them).
+Four things need an order: a value behind the node that makes it, a write to memory behind the reads before it, a
+stream behind the caller's work, and the end of the graph behind all streams. A graph that is free of races in this
+sense gives the same results in every order that its events allow (`graphex.random_orders` tries them).
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from graphex.analysis.source import node_line, placement, stream_name
 from graphex.errors import InputError
 from graphex.ops.scope import CORES
 from graphex.torch_private.schemas import overload_of
-
-# -- races -------------------------------------------------------------------------------------------------------------
-
 
 BEGIN = 0  # the position of everything that the caller has done
 
@@ -175,13 +172,12 @@ def _lines(*nodes: Node) -> str:
     return f" ({'; '.join(lines)})" if lines else ""
 
 
-# -- deadlock ----------------------------------------------------------------------------------------------------------
+# -- deadlocks ---------------------------------------------------------------------------------------------------------
 # Kernels that may run at one time and together need more cores than there are.
 #
 # A kernel that holds its cores until another process, or another kernel, has answered must be on all of them at once.
-# Two of these on two streams, with nothing that orders them, can each get a part of the cores and wait for the rest
-# for
-# ever. Three can even if no two of them would. What an op needs is declared:
+# Two of these on two streams, with nothing that orders them, can each get a part of the cores and wait for the rest for
+# ever. Three can even if no two of them would. The need of an op is declared:
 #
 #     graphex.register_core_need(torch.ops.my.all_to_all, vectorcore=32)
 

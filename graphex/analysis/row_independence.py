@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis.effects import is_random, node_leaves, operator_of, written_arguments
+from graphex.analysis.graphs import argument
 from graphex.analysis.inplace_variants import functional_twin
 from graphex.analysis.shapes import canonical_dim, known_equal
 from graphex.torch_private.symbolic import free_symbols, multiple_of
@@ -177,15 +178,6 @@ Rule = Callable[["Rows", Node], "Place | None"]
 """The row dimension of a node's result, from those of its arguments; `rows.refuse` where there is none."""
 
 
-def _argument(node: Node, name: str) -> Any:
-    op = operator_of(node)
-    assert op is not None
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
-
-
 def _reshaped(rows: Rows, node: Node) -> Place | None:
     """Rows stay rows if as many elements come before them as did before."""
     source, value = node.args[0], node.meta["val"]
@@ -214,9 +206,9 @@ def _permuted(rows: Rows, node: Node) -> Place | None:
     rank, place = len(source.meta["val"].shape), rows.place_of(source)
     order = list(range(rank))
     if "dims" in (argument.name for argument in node.target._schema.arguments):  # type: ignore[union-attr]
-        order = [canonical_dim(each, rank) for each in _argument(node, "dims")]
+        order = [canonical_dim(each, rank) for each in argument(node, "dims")]
     else:
-        one, other = (canonical_dim(_argument(node, name), rank) for name in ("dim0", "dim1"))
+        one, other = (canonical_dim(argument(node, name), rank) for name in ("dim0", "dim1"))
         order[one], order[other] = other, one
     return place and place._replace(dim=order.index(place.dim))
 
@@ -233,25 +225,25 @@ def _within_row(*names: str, removes: bool = False, keep: str = "keepdim") -> Ru
         first = source if isinstance(source, Node) else source[0]  # type: ignore[index]
         assert isinstance(first, Node)
         rank, place = len(first.meta["val"].shape), rows.place_of(first)
-        given = next((found for name in names if (found := _argument(node, name)) is not None), None)
+        given = next((found for name in names if (found := argument(node, name)) is not None), None)
         dims = [given] if isinstance(given, int) else list(given or range(rank))
         along = {canonical_dim(each, rank) for each in dims if isinstance(each, int)}
         if place is None or place.dim in along or len(along) != len(dims):
             rows.refuse(node, "it works across rows")
-        gone = removes and not _argument(node, keep)
+        gone = removes and not argument(node, keep)
         return place._replace(dim=place.dim - sum(each < place.dim for each in along)) if gone else place
 
     return rule
 
 
 def _unsqueezed(rows: Rows, node: Node) -> Place | None:
-    place, new = rows.place_of(node.args[0]), canonical_dim(_argument(node, "dim"), len(node.meta["val"].shape))
+    place, new = rows.place_of(node.args[0]), canonical_dim(argument(node, "dim"), len(node.meta["val"].shape))
     return place and place._replace(dim=place.dim + (new <= place.dim))
 
 
 def _normalised(rows: Rows, node: Node) -> Place | None:
     """Layer norms work along the last dimensions, as many as `normalized_shape` has."""
-    source, shape = node.args[0], _argument(node, "normalized_shape")
+    source, shape = node.args[0], argument(node, "normalized_shape")
     assert isinstance(source, Node)
     place = rows.place_of(source)
     if place is None or place.dim >= len(source.meta["val"].shape) - len(shape):
@@ -292,7 +284,7 @@ def _along_the_last(*names: str) -> Rule:
     """Our norms and linear layers: each row of these arguments for itself, what else they take is the same for all."""
 
     def rule(rows: Rows, node: Node) -> Place | None:
-        given = [each for name in names if isinstance(each := _argument(node, name), Node)]
+        given = [each for name in names if isinstance(each := argument(node, name), Node)]
         places = {rows.place_of(each) for each in given}
         others = set(node_leaves((node.args, node.kwargs))).difference(given)
         place = places.pop()
@@ -331,7 +323,7 @@ def _batched(*names: str) -> Rule:
         if len(places) != 1 or any(place.dim for place in places):
             rows.refuse(node, "rows are not its batch dimension")
         for name in names:
-            if rows.place_of(_argument(node, name)) is None:
+            if rows.place_of(argument(node, name)) is None:
                 rows.refuse(node, f"'{name}' has no rows")
         return places.pop()
 

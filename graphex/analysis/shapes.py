@@ -1,4 +1,14 @@
-"""Questions about sizes that never add a guard: what is not statically known is answered with no."""
+"""Questions about sizes and strides that never add a guard: where the answer is not statically known, it is no.
+
+`SeenStrides` is about dimensions with one element, for which fake tensors and kernels report different strides:
+
+    t = transpose(x, 0, 1)      (5, 1, 1), strides (1, 5, 1)        for an x of (1, 5, 1)
+    a = mul(t, 2)               fake: (1, 1, 1)    kernel: (1, 5, 1)
+    b = relu(a)                 fake: (1, 1, 1)    kernel: (1, 1, 1)
+
+They agree on values computed from contiguous ones. Other values with such dimensions are in doubt: where the user can
+see their strides, in a result or in one that is computed from it, they are computed as the program has it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +21,6 @@ from torch.fx import Node
 
 from graphex.analysis.effects import node_leaves, operator_of
 from graphex.torch_private.symbolic import statically_known_true
-
-# -- shapes ------------------------------------------------------------------------------------------------------------
-
 
 Size = int | torch.SymInt
 Sizes = tuple[Size, ...] | list[Size]
@@ -76,17 +83,6 @@ def may_be_empty(value: Any) -> bool:
 def canonical_dim(dim: int, rank: int) -> int:
     """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
     return dim + max(rank, 1) if dim < 0 else dim
-
-
-# -- strides -----------------------------------------------------------------------------------------------------------
-# Strides of dimensions with one element, of which fake tensors and kernels say different things.
-#
-#     t = transpose(x, 0, 1)      (5, 1, 1), strides (1, 5, 1)        for an x of (1, 5, 1)
-#     a = mul(t, 2)               fake: (1, 1, 1)    kernel: (1, 5, 1)
-#     b = relu(a)                 fake: (1, 1, 1)    kernel: (1, 1, 1)
-#
-# They agree on what is computed from values that lie in memory row by row. What else has such dimensions is in doubt:
-# where the user can see its strides, in a result or in one that is computed from it, it is computed as it was written.
 
 
 # ops whose results lie row by row whatever they are given

@@ -1,4 +1,4 @@
-"""Where a node comes from: the user's source line, and where it is to run."""
+"""A node as the user knows it: its source line, its stream, its origins, and the text and equality of its arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-
-# -- source ------------------------------------------------------------------------------------------------------------
-
 
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")  # <string>: code that was made
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?.*\n?(?P<code>[^\n]*)')
@@ -86,7 +83,7 @@ def origins(node: Node) -> tuple[str, ...]:
     return found
 
 
-# -- notation ----------------------------------------------------------------------------------------------------------
+# -- formatting --------------------------------------------------------------------------------------------------------
 # Types and tensors as a user would write them: `float32`, `float32[2, s0]`.
 
 
@@ -103,12 +100,9 @@ def text_of(tensor: torch.Tensor) -> str:
     return tensor_text(tensor.dtype, tensor.shape)
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-# Arguments of nodes, compared as an op sees them.
-#
-# Python takes 1, 1.0 and True for equal, and 0.0 and -0.0; an op does not. An object of any other type may say of
-# itself
-# whatever it likes, so it is equal to itself only.
+# -- equality of arguments ---------------------------------------------------------------------------------------------
+# Python takes 1, 1.0 and True for equal, and 0.0 and -0.0; an op does not. An object of any other type may define its
+# equality as it likes, so it is equal to itself only.
 
 
 _BY_VALUE = frozenset(

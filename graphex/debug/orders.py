@@ -192,7 +192,7 @@ class _Memory:
         self._like = like  # for each node, how to allocate a result like that of the first run
         self._inputs = inputs
         self._given = clone_together(list(inputs))
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        placeholders = gm.graph.find_nodes(op="placeholder")
         self._values: dict[Node, Any] = dict(zip(placeholders, self._given, strict=True))
         self._promised: set[Node] = set()
         self.left: tuple[list[Any], list[Any]] = ([], [])  # results and inputs, when the current stream has finished

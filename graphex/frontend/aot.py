@@ -24,7 +24,7 @@ from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.compiler import compile_graph, compile_joint
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
-from graphex.passes.updates import mark_versions, note_program_writes
+from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.above import COUNTED, TANGENT, carry_tangents
@@ -226,11 +226,12 @@ def _aot(
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
             nonlocal trains
             trains = trains or phase == "forward"
-            _note_writes(graph, has_out=has_out)
+            if phase != "forward":  # noted on the joint graph, before equal values were merged
+                note_program_writes(graph.graph, has_out=has_out, exact=phase == "inference")
+            _note_counted(graph)
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
-                mark_versions(graph.graph)
             return compile_graph(graph, inputs, compilation, phase, static)
 
         return compile_phase
@@ -249,7 +250,7 @@ def _aot(
             fw_compiler=compiler("forward"),
             bw_compiler=_untraced(compiler("backward")),
             inference_compiler=compile_inference,
-            partition_fn=functools.partial(_partition, compilation=compilation),
+            partition_fn=functools.partial(_partition, compilation=compilation, has_out=has_out),
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
@@ -284,10 +285,9 @@ def _may_write_to_out(gm: Any) -> bool:
     return any(node.kwargs.get("out") is not None for graph in graphs for node in graph.nodes)
 
 
-def _note_writes(gm: GraphModule, *, has_out: bool) -> None:
-    """Say, on each input, when the program writes to it, and whether AOTAutograd counts that."""
-    note_program_writes(gm.graph, has_out=has_out)
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+def _note_counted(gm: GraphModule) -> None:
+    """Say, on each input, whether AOTAutograd counts the writes to it."""
+    inputs = gm.graph.find_nodes(op="placeholder")
     for place in counted_inputs(len(inputs)):
         inputs[place].meta[COUNTED] = True
 
@@ -298,8 +298,15 @@ def _note_regenerated(gm: GraphModule) -> None:
     output.meta[REGENERATED] = regenerated_outputs(len(pytree.tree_leaves(output.args)))
 
 
-def _partition(joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, **kwargs: Any) -> Any:
-    """Run the passes that ask for the joint graph, cut it, and say which outputs of the forward are the user's."""
+def _partition(
+    joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, has_out: bool, **kwargs: Any
+) -> Any:
+    """Run the passes that ask for the joint graph, cut it, and say which outputs of the forward are the user's.
+
+    The partitioner merges equal values, of which one may be a write of the program and another one none. So the writes
+    are noted before it runs.
+    """
+    note_program_writes(joint.graph, has_out=has_out)
     joint = compile_joint(joint, inputs, compilation)
     forward, backward = _cut(joint, inputs, compilation, kwargs)
     forward.graph.output_node().meta[RETURNED] = kwargs["num_fwd_outputs"]

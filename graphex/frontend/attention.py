@@ -30,7 +30,7 @@ from graphex.analysis.shapes import canonical_dim
 from graphex.config import CompilerConfig
 from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
-from graphex.passes.lift_attention import Decided, LiftAttention
+from graphex.passes.fuse import Decided, LiftAttention
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import guard_or_false
 

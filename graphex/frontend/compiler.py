@@ -103,7 +103,7 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
     if not any(stages(compilation.config, joint=True)):
         return gm
     name = _begin(gm, compilation, "joint")
-    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     runner = Runner(compilation, name, gm, values, "joint")
     optimise_joint(runner)
     if runner.steps:

@@ -332,7 +332,7 @@ def _is_traced(node: Node) -> bool:
 
 
 def _inputs_of(gm: GraphModule) -> list[Input]:
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    nodes = gm.graph.find_nodes(op="placeholder")
     return [Input.of(node.name, node.meta.get("val")) for node in nodes]
 
 
@@ -363,7 +363,7 @@ def _one_for_each_input(gm: GraphModule, example_inputs: Sequence[Any] | None) -
 
 def _example_values(gm: GraphModule, example_inputs: Sequence[Any] | None) -> list[Any]:
     """Fake values for the inputs: those the graph carries, or fakes of the examples given."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     missing = [node for node in placeholders if "val" not in node.meta]
     if missing and example_inputs is None:
         raise InputError(f"input '{missing[0].name}' has no value; pass example_inputs.")

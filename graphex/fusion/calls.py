@@ -24,6 +24,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import known_equal
+from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import canonical_dim
 
 aten = torch.ops.aten
@@ -146,17 +147,6 @@ def call_of(node: Node) -> Call:
         if name in args and isinstance(value, torch.Tensor):
             args[name] = _dims(args[name], value.dim())
     return Call(op, args)
-
-
-def arguments(node: Node) -> Args:
-    """The arguments of a node by name, schema defaults filled in."""
-    names = parameters_of(node.target)
-    if names is None:
-        return {**{str(index): value for index, value in enumerate(node.args)}, **node.kwargs}
-    args: Args = dict(zip((name for name, _ in names), node.args, strict=False))
-    for name, default in names[len(node.args) :]:
-        args[name] = node.kwargs.get(name, default)
-    return args
 
 
 def value_of(argument: Any) -> Any:
@@ -297,15 +287,3 @@ def _names() -> dict[Any, Any]:
     if hasattr(torch.ops.npu, "_npu_dtype_cast"):
         names[torch.ops.npu._npu_dtype_cast.default] = CAST
     return names
-
-
-@cache
-def parameters_of(target: Any) -> list[tuple[str, Any]] | None:
-    """The names and defaults of an op's parameters, in schema order; None for a plain function."""
-    if target is operator.getitem or not isinstance(target, torch._ops.OpOverload):
-        return None
-    return [(argument.name, _default(argument)) for argument in target._schema.arguments]
-
-
-def _default(argument: Any) -> Any:
-    return argument.default_value if argument.has_default_value() else None

@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import Aliases, written_arguments
-from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, parameters_of, value_of
+from graphex.analysis.graphs import parameters_of
+from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, value_of
 from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.ops.decompositions import Table, decompositions
 from graphex.torch_private.aot import joint_trace, symbolic_trace
@@ -98,7 +99,7 @@ class Replacement:
     @cached_property
     def shared_with_inputs(self) -> list[tuple[int, int]]:
         """Results, by number, and the arguments in whose memory they may lie."""
-        aliases, inputs = Aliases(self.module.graph), [node for node in self.nodes if node.op == "placeholder"]
+        aliases, inputs = Aliases(self.module.graph), self.module.graph.find_nodes(op="placeholder")
         pairs = ((index, place) for index in range(len(self.results)) for place in range(len(inputs)))
         return [(index, place) for index, place in pairs if aliases.may_alias(self.results[index], inputs[place])]
 

@@ -27,8 +27,8 @@ from graphex.analysis.shapes import canonical_dim, known_contiguous
 from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.torch_private.symbolic import expression_of, kind_of
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-# Symbolic sizes as nodes: a pass that allocates memory needs `s0 + 2 * s1` computed in the graph.
+# -- sizes as nodes ----------------------------------------------------------------------------------------------------
+# A pass that allocates memory needs `s0 + 2 * s1` computed in the graph.
 #
 #     size s0 + 4  ->  s0 = sym_size.int(x, 0); n = add(s0, 4)        right after the inputs, once for each graph
 #
@@ -111,7 +111,7 @@ def _symbols_of_inputs(graph: Graph) -> dict[Any, tuple[Node, int | None]]:
     return found
 
 
-# -- cat ---------------------------------------------------------------------------------------------------------------
+# -- parts of a concatenation ------------------------------------------------------------------------------------------
 
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CatPlan:
     """The sizes of the result, as numbers and nodes, and its parts."""
 
     shape: list[Value | None]
@@ -176,7 +176,7 @@ class WritePartsOfCat(GraphPass):
                 else:
                     self._rewrite(work, node, plan)
 
-    def _rewrite(self, work: Work, node: Node, plan: Plan) -> None:
+    def _rewrite(self, work: Work, node: Node, plan: CatPlan) -> None:
         value, dim, parts = node.meta["val"], _dim(node), plan.parts
         direct = [part.node for part in parts if part.out is not None]
         order = {each: position for position, each in enumerate(work.graph.nodes)}
@@ -200,7 +200,7 @@ class WritePartsOfCat(GraphPass):
             work.graph.erase_node(each)
 
 
-def _plan(node: Node, sizes: Sizes) -> Plan | str:
+def _plan(node: Node, sizes: Sizes) -> CatPlan | str:
     """What to do for a cat, or why it stays."""
     operands, value = node.args[0], node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
@@ -221,7 +221,7 @@ def _plan(node: Node, sizes: Sizes) -> Plan | str:
     parts = _placed(outs, _dim(node), sizes)
     if parts is None or any(size is None for size in shape):
         return "the sizes of the result are not known before running"
-    return Plan(shape, parts)
+    return CatPlan(shape, parts)
 
 
 def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[Part] | None:

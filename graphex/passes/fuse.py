@@ -1,23 +1,28 @@
 """Fusion by rule, as passes: lift idioms to named ops, fuse named ops, fuse in the joint graph of training.
 
     x -> pow -> mean -> add -> rsqrt -> mul -> mul          x -> graphex.rms_norm                       lift
+    F.scaled_dot_product_attention(q, k, v, mask)           graphex.attention(q, k, v, mask, scale)     lift
     x1, x2 -> add -> npu_rms_norm -> y, s                   x1, x2 -> npu_add_rms_norm -> y, s          fuse
 
-The rules, the matcher and the reasons for what did not match live in `graphex.fusion`.
+The rules, the matcher and the reasons for what did not match live in `graphex.fusion`. Attention is lifted earlier:
+torch takes a call of it apart while it is traced, so `graphex.frontend.attention` replaces the call before, where no
+graph has a name yet, and leaves a note on the nodes that come of it. `LiftAttention` takes the notes to the journal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
 from graphex.fusion.rule import users_rules
 from graphex.fusion.rules import FUSIONS, LIFTS, load_for
 from graphex.ops import SPECS, has_kernel
-from graphex.rewrite.base import GraphPass, Work
+from graphex.records import RuleTried
+from graphex.rewrite.base import GraphPass, Refusal, Work
 
 
 class FusePatterns(GraphPass):
@@ -82,3 +87,61 @@ def _has_kernels(graph: Graph) -> bool:
     values = (node.meta.get("val") for node in graph.nodes)
     devices = {value.device for value in values if isinstance(value, torch.Tensor)}
     return any(has_kernel(name, device) for device in devices for name in SPECS)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+_KEY = "graphex_attention"
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A call of attention, by its name in Dynamo's graph, and why it was left as it is (empty: it was lifted)."""
+
+    call: str
+    refusal: str = ""
+    nothing_lost: bool = False  # torch's own kernels are as good for it
+
+    def as_note(self) -> dict[str, Decided]:
+        """What to annotate the nodes with that are made for the call."""
+        return {_KEY: self}
+
+
+class LiftAttention(GraphPass):
+    """Say which calls of attention were lifted, and why others were not."""
+
+    name = "lift_attention"
+    option = "pattern_fusion_pass"
+    rule = "lift_attention"
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        return super().enabled(config) and config.lift_idioms != "never" and self.rule not in config.disable_rules
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(_note(node) is not None for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        last: dict[Decided, Node] = {}  # of all nodes that a call came to, the last one has its result
+        for node in work.graph.nodes:
+            if (decided := _note(node)) is not None:
+                last[decided] = node
+                node.meta["custom"] = {key: value for key, value in node.meta["custom"].items() if key != _KEY}
+        if work.phase == "backward":  # the forward graph has told it
+            return
+        lifted = 0
+        candidates = sum(not decided.nothing_lost for decided in last)
+        for decided, node in last.items():
+            if decided.refusal:
+                work.refuse(node, Refusal(decided.refusal, nothing_lost=decided.nothing_lost), rule=self.rule)
+                continue
+            lifted += 1
+            work.rewired(node, rule=self.rule, because=f"'{decided.call}' was not taken apart while it was traced")
+        if candidates:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
+
+
+def _note(node: Node) -> Decided | None:
+    custom = node.meta.get("custom")
+    found = custom.get(_KEY) if isinstance(custom, dict) else None
+    return found if isinstance(found, Decided) else None

@@ -6,26 +6,28 @@
     before:  s = slice(cache, 2, a, b); t = add(s, k); new = slice_scatter(cache, t, 2, a, b); copy_(cache, new)
     after:   window = slice(cache, 2, a, b); add_(window, k)
 
-A chain of updates becomes a chain of writes. It is done only if nobody reads an older version of the memory after it
-is overwritten, no update reads the memory it writes, the new value is not handed out as an output of its own (a view
-of the input that the user gets back is none), and whatever raises in between leaves the input as the program would
-(`program_writes`); the refusal names the read, or the node that may raise, that is in the way.
+A chain of updates becomes a chain of writes. It is done only if no older version of the memory is read after it is
+overwritten, no update reads the memory it writes, the new value is not handed out as an output of its own (a view of
+the input that the user gets back is none), and an exception in between leaves the input as the program would
+(`updates`). The refusal names the read, or the node that may raise, that is in the way.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node, map_arg
 
 from graphex.analysis import Aliases, known_equal, node_line, same_layout, written_arguments
-from graphex.analysis.aliasing import Storage, whose_place_it_keeps
+from graphex.analysis.aliasing import Storage, shares_offset_with
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
-from graphex.analysis.inplace_variants import has_unproven_twin, in_place_twin
+from graphex.analysis.inplace_variants import has_unproven_variant, in_place_twin
 from graphex.analysis.memory import bytes_of, unordered
+from graphex.analysis.program import NO_WRITES, writes_to
 from graphex.analysis.shapes import same_offset
 from graphex.passes import reinplace
 from graphex.passes.updates import (
@@ -35,13 +37,12 @@ from graphex.passes.updates import (
     Update,
     View,
     find_chain,
-    is_version,
     move_copies_up,
     updated,
     why_seen,
 )
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
-from graphex.rewrite.metadata import Watch, fake_mode_of, repair
+from graphex.rewrite.metadata import PassWatch, fake_mode_of, repair
 from graphex.torch_private.mutable_ops import (
     WRAPPER,
     WRAPPERS,
@@ -53,14 +54,13 @@ from graphex.torch_private.mutable_ops import (
 from graphex.torch_private.symbolic import FAKED_BY
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
-# What becomes of a graph if one of its values is laid out in memory otherwise.
+# The layouts of a graph if one of its values is laid out in memory otherwise.
 #
 #     before:  new = index_copy(transpose(cache), ...); t = transpose(new); s = sum(t)      new is contiguous, t is not
 #     after:   index_copy_(transpose(cache), ...);                          s = sum(cache)  cache is contiguous
 #
 # Views of the value are laid out otherwise too, as long as they can be taken at all. A computation must give a result
-# of
-# the same layout as before, so that nothing changes beyond it. Asked of sizes that are known only; nothing is guarded.
+# of the same layout as before, so that nothing changes beyond it. Asked of known sizes only; nothing is guarded.
 
 
 aten = torch.ops.aten
@@ -120,15 +120,13 @@ def _all_alike(left: Any, right: Any) -> bool:
     return _is_known(left) and same_layout(left, right)
 
 
-# -- mutable_ops -------------------------------------------------------------------------------------------------------
-# Let custom ops that write to their arguments do so.
-#
+# -- custom ops that write to their arguments --------------------------------------------------------------------------
 #     before:  new = auto_functionalized_v2(bump, x=..., _all_bases=[cache])[1]; copy_(cache, new)
 #     after:   bump(cache, x)
 #
 # AOTAutograd wraps such ops so that they write to copies. `restore_input_writes` finds the inputs that can be written
-# directly; here the same is found for intermediate values that nobody reads afterwards, and the wrappers are replaced
-# by the ops and the copies that remain.
+# directly; here the same is found for intermediate values that are not read afterwards, and the ops and the copies that
+# remain replace the wrappers.
 
 
 RULE = "write_argument_in_place"
@@ -152,7 +150,7 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
                     write_directly(node, base)
                     work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
     known = set(work.graph.nodes)
-    with Watch(work.gm) as watch:
+    with PassWatch(work.gm) as watch:
         unwrap(work.graph, mode)
         for node in [node for node in work.graph.nodes if node not in known and node.target is aten.as_strided.default]:
             _count_from_the_input(node)
@@ -179,7 +177,7 @@ def _count_from_the_input(view: Node) -> None:
 def _is_unread(work: Work, node: Node, base: Node) -> bool:
     """Whether nobody needs `base` as it was, and what the op writes of it is found there as it would be in a copy."""
     aliases = work.aliases
-    if finds_views_by_offset(node) and whose_place_it_keeps(base) is not None:
+    if finds_views_by_offset(node) and shares_offset_with(base) is not None:
         return False  # tracing has counted from the start of a copy; this begins where another value does
     readers = (value for each in aliases.readers_after(base, node) for value in each.all_input_nodes)
     if aliases.is_owned_elsewhere(base) or any(aliases.may_alias(value, base) for value in readers):
@@ -187,7 +185,7 @@ def _is_unread(work: Work, node: Node, base: Node) -> bool:
     return not aliases.shares_with_operands(node, base)
 
 
-# -- input_reinplace ---------------------------------------------------------------------------------------------------
+# -- writes to inputs --------------------------------------------------------------------------------------------------
 
 
 Layouts = dict[Node, Any]  # nodes that are laid out otherwise when an input is written in place: their new values
@@ -210,7 +208,7 @@ class RestoreInputWrites(GraphPass):
                 self._restore(work, node)
         if work.allows(self.rule):
             move_copies_up(work)
-        reinplace.call_marked_twins(work)
+        reinplace.call_marked_variants(work)
         unwrap_mutable_ops(work, self.name)
 
     def _restore(self, work: Work, epilogue: Node) -> None:
@@ -235,7 +233,7 @@ class RestoreInputWrites(GraphPass):
         target, value = node.args[0], node.args[1]
         if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(value, Node):
             return
-        if value.args and value.args[0] is target and has_unproven_twin(value.target):
+        if value.args and value.args[0] is target and has_unproven_variant(value.target):
             reason = f"'{value.target}' is not known to give the same bits in place"
             work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(target))
 
@@ -301,9 +299,9 @@ class _Proof:
             before = update.places
         steps = [place.node for place in chain.places if place.node is not chain.target]
         for step in steps:
-            obstacle = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
-            if obstacle is not None:
-                return Refusal(obstacle.sentence(), step), None
+            refusal = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
+            if refusal is not None:
+                return replace(refusal, node=step), None
         if any(aliases.is_handed_out(step, chain.target) for step in steps):
             return Refusal("an output would begin to share memory with an input", steps[-1]), None
         if any(aliases.is_written(step) for step in steps):
@@ -316,6 +314,7 @@ class _Proof:
         Where a version was an update of the input in the user's program, it lived in the input's memory there too.
         """
         chain, aliases = self.chain, self.aliases
+        is_version = (writes_to(chain.target) or NO_WRITES).is_version
         for step in steps:
             if not is_version(step) and (use := aliases.in_use.why_escaped(step)):
                 return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None
@@ -411,15 +410,15 @@ def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
 
 def _write(work: Work, target: Node, made: Place) -> None:
     step = made.node
-    twin = in_place_twin(step.target)
+    variant = in_place_twin(step.target)
     if reinplace.updated_argument(step) is not None:
         reinplace.write_directly(step, target)
     elif step.target is operator.getitem:
         _writer(step).replace_input_with(updated(step, declared=False), target)
         write_directly(_writer(step), target)
-    elif twin is not None:
+    elif variant is not None:
         window = _window(work, target, made)
-        step.target = twin
+        step.target = variant
         step.args = (window, *step.args[1:])
         step.meta["val"] = window.meta["val"]
     else:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true, same_layout
-from graphex.analysis.effects import operator_of
+from graphex.analysis.graphs import argument
 from graphex.analysis.program import lost_without
 from graphex.passes.input_reinplace import first_write_in_place
 from graphex.rewrite.base import GraphPass, Work
@@ -39,15 +39,10 @@ class Noop:
     keeps: int = 0
 
 
-def argument(node: Node, name: str, default: Any = None) -> Any:
-    """An argument by its schema name, wherever the call put it. Nodes are replaced by their (fake) values."""
-    op = operator_of(node)
-    assert op is not None
-    for position, declared in enumerate(op._schema.arguments):
-        if declared.name == name:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(name, declared.default_value)
-            return given.meta.get("val") if isinstance(given, Node) else given
-    return default
+def _value(node: Node, name: str) -> Any:
+    """An argument by its schema name; the (fake) value of one that is a node."""
+    given = argument(node, name)
+    return given.meta.get("val") if isinstance(given, Node) else given
 
 
 def _always(node: Node) -> bool:
@@ -56,30 +51,30 @@ def _always(node: Node) -> bool:
 
 def _scatters_everything(node: Node) -> bool:
     """slice_scatter(x, src, dim, 0, size or more, 1) is src"""
-    tensor, dim = argument(node, "self"), argument(node, "dim")
+    tensor, dim = _value(node, "self"), _value(node, "dim")
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
         return False
-    start, end, size = argument(node, "start"), argument(node, "end"), tensor.shape[dim]
+    start, end, size = _value(node, "start"), _value(node, "end"), tensor.shape[dim]
     from_zero = start is None or known_equal(start, 0)
     to_end = end is None or known_equal(end, MAXIMUM) or known_true(end >= size)
-    return from_zero and to_end and known_equal(argument(node, "step"), 1)
+    return from_zero and to_end and known_equal(_value(node, "step"), 1)
 
 
 def _all_ones(node: Node) -> bool:
-    return all(known_equal(repeat, 1) for repeat in argument(node, "repeats"))
+    return all(known_equal(repeat, 1) for repeat in _value(node, "repeats"))
 
 
 def _all_zeros(node: Node) -> bool:
-    return all(known_equal(pad, 0) for pad in argument(node, "pad"))
+    return all(known_equal(pad, 0) for pad in _value(node, "pad"))
 
 
 def _integer_input(node: Node) -> bool:
-    tensor = argument(node, "self")
+    tensor = _value(node, "self")
     return isinstance(tensor, torch.Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _exponent_one(node: Node) -> bool:
-    exponent = argument(node, "exponent")
+    exponent = _value(node, "exponent")
     return isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent == 1
 
 

@@ -1,7 +1,7 @@
-"""Turn scopes, records and waits into streams of nodes, and into events that say whose they are.
+"""Turn scopes, records and waits into streams of nodes, and into events that name their stream.
 
     before:  scope_enter(["_user_stream_label"], ["side"]); a = mm(x, x); r = record(); scope_exit(); wait([r])
-    after:   a = mm(x, x)                                      meta: stream "side", turn 0
+    after:   a = mm(x, x)                                      meta: stream "side", epoch 0
              event_record("r", "side", 1); event_wait("r", "(current)", 1)
 
 Runs after the user's passes: what they write means something by where it stands, and every later pass may move it.
@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line, placement
-from graphex.analysis.dependencies import TURN, in_turn, turn_of
+from graphex.analysis.dependencies import EPOCH, in_epoch_order, turn_of
 from graphex.analysis.effects import CURRENT, is_work, operator_of, placed_events
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES, PRIORITY
@@ -30,7 +30,7 @@ from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.metadata import MADE_BY
 
 # -- scopes ------------------------------------------------------------------------------------------------------------
-# The scopes that are open while a graph is walked, and what they say about the nodes inside.
+# The scopes that are open while a graph is walked, and their settings for the nodes inside.
 
 
 _NOT_NEEDED = {"_user_stream_id", "_user_stream_device_index", "_user_stream_device_type"}
@@ -158,7 +158,7 @@ def made(node: Node) -> str:
     return f"node '{node.name}'{where}{f' ({line})' if line else ''}"
 
 
-# -- place -------------------------------------------------------------------------------------------------------------
+# -- placement ---------------------------------------------------------------------------------------------------------
 
 
 _TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by
@@ -176,7 +176,7 @@ class PlaceNodes(GraphPass):
 
     def apply(self, work: Work) -> None:
         inline_control(work)
-        _put_in_turn(work)
+        _put_in_epoch_order(work)
         _Placing(work, self.rule).run()
         _number(work)
 
@@ -189,11 +189,11 @@ def _is_concerned(node: Node) -> bool:
     return op in _OPS or placement(node) is not None or (op is not None and op.namespace == "streams")
 
 
-def _put_in_turn(work: Work) -> None:
+def _put_in_epoch_order(work: Work) -> None:
     """Nodes that a pass has moved away from their events go back, before new events get their numbers."""
     if not any(placed_events(list(work.graph.nodes))):
         return
-    order = in_turn(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
+    order = in_epoch_order(work.graph, frozenset(node for node in work.graph.nodes if operator_of(node) in _OPS))
     if isinstance(order, Node):
         if not work.config.post_grad_custom_post_pass:
             raise RuntimeError(f"no order of the nodes keeps all events ('{order.name}')")
@@ -331,5 +331,5 @@ def _number(work: Work) -> None:
             turns[stream] += 1
             node.args = (*node.args[:2], turns[stream])
         elif is_work(node) and turn_of(node) != turns[placement(node)]:
-            node.meta[TURN] = turns[placement(node)]
+            node.meta[EPOCH] = turns[placement(node)]
             work.changes += 1

@@ -1,7 +1,18 @@
-"""Which linear layers of a graph become one op, what of their surroundings joins them, and why the rest does not.
+"""Which linear layers of a graph become one op, which norm, activation and residual join them, and why others do not.
 
 Everything is proven on the graph as it stands before the first rewrite. A layer is computed where the first of those
-that it is joined with stands, or where its residual is added: what it reads must be there, and not be written since.
+that it is joined with stands, or where its residual is added: the values it reads must be there, and not be written
+since (`graphex.rewrite.motion`).
+
+A linear layer looks like this in a graph, a product with a transposed weight, between two reshapes:
+
+    view(x, [rows, K]); t(w); mm(view, t); view(mm, [..., N])         as AOTAutograd writes linear(x, w)
+    addmm(bias, view, t)                                              and linear(x, w, bias)
+    bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
+    linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
+
+`x` is the value before the reshape, so that layers that share it are seen to. A weight need not be a parameter: nothing
+is assumed of it but that it is there.
 """
 
 from __future__ import annotations
@@ -9,35 +20,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement
-from graphex.analysis.dependencies import turn_of
-from graphex.analysis.effects import is_work
+from graphex.analysis import known_equal, known_true
+from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import known_contiguous
 from graphex.analysis.source import dtype_text
-from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, arguments, call_of, op_of
+from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops import has_kernel
-from graphex.ops.scope import CORES
 from graphex.rewrite.base import Refusal, Work
-
-# -- projection_sites --------------------------------------------------------------------------------------------------
-# How a linear layer looks in a graph: a product with a transposed weight, between two reshapes.
-#
-#     view(x, [rows, K]); t(w); mm(view, t); view(mm, [..., N])         what AOTAutograd makes of linear(x, w)
-#     addmm(bias, view, t)                                              and of linear(x, w, bias)
-#     bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
-#     linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
-#
-# `x` is the value before the reshape, so that layers that share it are seen to. What is called a weight need not be
-# one:
-# nothing is assumed of it but that it is there.
-
+from graphex.rewrite.motion import Motion, Read, can_stand_before, elsewhere, used_by, where
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -179,7 +176,7 @@ def _kind(value: Tensor) -> str:
     return f"{dtype_text(value.dtype)} on {value.device}"
 
 
-# -- projection_plans --------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
@@ -196,7 +193,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FoldPlan:
     """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them."""
 
     linears: list[Linear]
@@ -220,10 +217,11 @@ class Planner:
 
     def __init__(self, work: Work, claimed: Mapping[Node, str]) -> None:
         self.work, self.aliases, self.claimed = work, work.aliases, claimed
+        self.motion = Motion(work)
         self.candidates: dict[str, set[Node]] = defaultdict(set)
         self.added: set[Node] = set()  # residual adds that belong to a plan
 
-    def plans(self, linears: list[Linear]) -> Iterator[Plan]:
+    def plans(self, linears: list[Linear]) -> Iterator[FoldPlan]:
         by_input: dict[Node, list[Linear]] = defaultdict(list)
         for linear in linears:
             by_input[linear.x].append(linear)
@@ -253,7 +251,9 @@ class Planner:
             if group is None:
                 if open_:
                     other = next(iter(open_.values()))[0].node
-                    self._refused(LINEARS, Refusal(f"not joined: {elsewhere(other, linear.node)}", linear.node))
+                    apart = elsewhere(other, linear.node)
+                    assert apart is not None
+                    self._refused(LINEARS, Refusal(f"not joined: {apart.reason}", linear.node))
                 open_[here] = [linear]
             elif self._refused(LINEARS, self._cannot_join(group, linear)):
                 yield group
@@ -270,19 +270,19 @@ class Planner:
             if not can_stand_before(operand, first):
                 return Refusal(f"not joined with '{first.name}': '{operand.name}' is computed later", linear.node)
         for operand in (linear.x, *linear.operands):
-            if self.aliases.written_between(operand, first, self.aliases.position(linear.node)):
+            if self.motion.writer_between(operand, first, linear.node):
                 return Refusal(f"not joined with '{first.name}': '{operand.name}' is written in between", linear.node)
         return None
 
     # -- what joins them ---------------------------------------------------------------------------------------------
 
-    def _plan(self, group: list[Linear]) -> Plan:
+    def _plan(self, group: list[Linear]) -> FoldPlan:
         x = group[0].x
         before = self._norm(x, group) or self._gated(x, group)
-        plan = Plan(group, x, before)
+        plan = FoldPlan(group, x, before)
         for linear in group:
             found = self._residual(linear, plan)
-            if isinstance(found, Plan):
+            if isinstance(found, FoldPlan):
                 return found
         return plan
 
@@ -306,7 +306,7 @@ class Planner:
             self._is_claimed(node),
             self._no_kernel(rule, group[0].node),
             self._is_used_elsewhere(node, y, group),
-            self._written([(each, node) for each in node.all_input_nodes], group[0].node),
+            self._written([Read(each, node) for each in node.all_input_nodes], group[0].node),
         )
         return None if refused else node
 
@@ -317,13 +317,13 @@ class Planner:
                 return Refusal(f"the norm's rstd, '{part.name}', is used too", node)
         if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
             return Refusal(f"the result of '{node.name}' is also {used_by(stranger)}", node)
-        if where(node) != where(first):
-            return Refusal(elsewhere(node, first), node)
+        if (apart := elsewhere(node, first)) is not None:
+            return replace(apart, node=node)
         if node.all_input_nodes[0].meta["val"].dtype != y.meta["val"].dtype:
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
 
-    def _residual(self, linear: Linear, plan: Plan) -> Plan | None:
+    def _residual(self, linear: Linear, plan: FoldPlan) -> FoldPlan | None:
         """The plan with what is added to the only use of a layer's result."""
         if not self.work.allows(RESIDUAL):
             return None
@@ -336,9 +336,9 @@ class Planner:
         if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
             return None
         self.added.add(found.add)
-        return Plan(plan.linears, x, plan.before, found)
+        return FoldPlan(plan.linears, x, plan.before, found)
 
-    def _unfit_residual(self, linear: Linear, plan: Plan, found: Residual, x: Node) -> Refusal | None:
+    def _unfit_residual(self, linear: Linear, plan: FoldPlan, found: Residual, x: Node) -> Refusal | None:
         add, value, other = found.add, found.add.meta["val"], found.other.meta["val"]
         result = found.result.meta["val"]
         if len(plan.linears) > 1:
@@ -357,23 +357,22 @@ class Planner:
             return Refusal(f"the residual is {dtype_text(other.dtype)} on {other.device}", add)
         if not known_contiguous(value):
             return Refusal("the sum is laid out differently from the op's result", add)
-        if where(add) != where(linear.node):
-            return Refusal(elsewhere(linear.node, add), add)
+        if (apart := elsewhere(linear.node, add)) is not None:
+            return apart
         for user in readers(add):
             if user.target is aten.copy_.default and self.aliases.may_alias(user.args[0], found.other):  # type: ignore[arg-type]
                 return Refusal(f"the sum is written back to '{user.args[0]}', where it is", add)
-        reads = [(each, linear.node) for each in (*linear.operands, plan.x)]
+        reads = [Read(each, linear.node) for each in (*linear.operands, plan.x)]
         if plan.before is not None:
-            reads = [*reads[:-1], *((each, plan.before) for each in plan.before.all_input_nodes)]
+            reads = [*reads[:-1], *(Read(each, plan.before) for each in plan.before.all_input_nodes)]
         return self._written(reads, add)
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
-    def _written(self, reads: list[tuple[Node, Node]], place: Node) -> Refusal | None:
-        """Whether something that is read at `place` instead of earlier changes in between."""
-        end = self.aliases.position(place)
+    def _written(self, reads: list[Read], place: Node) -> Refusal | None:
+        """Whether a value that is read at `place` instead of earlier changes in between."""
         for operand, reader in reads:
-            if self.aliases.written_between(operand, reader, end):
+            if self.motion.writer_between(operand, reader, place):
                 return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)
         return None
 
@@ -395,15 +394,6 @@ class Planner:
         return refusal is not None
 
 
-def can_stand_before(node: Node, place: Node) -> bool:
-    """Whether a value is there at `place`, or can be: views and sizes of what is there can be made anywhere."""
-    if node < place or node.op in ("placeholder", "get_attr"):
-        return True
-    if node.op != "call_function" or is_work(node) or is_effectful(node):
-        return False
-    return all(can_stand_before(value, place) for value in node.all_input_nodes)
-
-
 def _added_to(linear: Linear) -> Residual | None:
     """The sum that reads a layer's product, or a reshape of it."""
     for result in (linear.node, *(user for user in linear.node.users if is_reshape(user))):
@@ -414,25 +404,6 @@ def _added_to(linear: Linear) -> Residual | None:
             if len(others) == 1 and isinstance(others[0], Node) and isinstance(others[0].meta.get("val"), Tensor):
                 return Residual(add, others[0], result)
     return None
-
-
-def where(node: Node) -> Hashable:
-    """The stream, its turn and the limits under which a node runs."""
-    return repr(placement(node)), turn_of(node), repr((node.meta.get("custom") or {}).get(CORES))
-
-
-def elsewhere(one: Node, other: Node) -> str:
-    if placement(one) != placement(other):
-        return f"'{one.name}' and '{other.name}' run on different streams"
-    if turn_of(one) != turn_of(other):
-        return f"their stream records or waits between '{one.name}' and '{other.name}'"
-    return f"'{one.name}' and '{other.name}' have different limits of cores"
-
-
-def used_by(user: Node) -> str:
-    if user.op == "output":
-        return "returned"
-    return f"used by '{user.name}'" + (f" ({line})" if (line := node_line(user)) else "")
 
 
 def _device(node: Node) -> torch.device:

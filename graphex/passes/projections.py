@@ -9,6 +9,13 @@
 Layers that read one value become one op over their separate weights: nothing is copied or assumed to be constant. For
 inference alone (the ops have no derivative), in float16 and bfloat16, up to 64 rows; where the number of rows is not
 known the op decides when it runs. What a rule of the user's is going to take is left to it.
+
+    before:  gate, up = rms_norm_linears(x, g, ..., [wg, wu], ...); y, = silu_mul_linears(gate, up, [w], [None], r)
+    after:   h = rms_norm_gated_linears(x, g, ..., [wg, wu], ...);  y, = linears(h, [w], [None], r)
+
+`FoldGates` runs behind `FoldProjections`, on the ops that it has made: one op makes a gate and the values that it lets
+through, and neither is written to memory. The new op stands where the two layers stood: it reads what they read.
+`projection_plans` decides which layers join.
 """
 
 from __future__ import annotations
@@ -22,15 +29,27 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, known_equal, node_line
+from graphex.analysis.effects import node_leaves
+from graphex.analysis.graphs import arguments
 from graphex.config import CompilerConfig
-from graphex.fusion.calls import arguments
 from graphex.fusion.pattern_builder import fresh, key_of
 from graphex.fusion.rule import users_rules
 from graphex.ops import has_kernel
-from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Linear, Plan, Planner, is_reshape, linear_at
+from graphex.passes.projection_plans import (
+    GATED,
+    LINEARS,
+    NORM,
+    RESIDUAL,
+    FoldPlan,
+    Linear,
+    Planner,
+    is_reshape,
+    linear_at,
+)
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.motion import bring_before, elsewhere, used_by
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -97,7 +116,7 @@ class _Folding:
         self.now: dict[Node, Node] = {}  # what stands for a node that was replaced
         self.values: dict[Any, list[Any]] = {}
 
-    def fold_all(self, plans: list[Plan]) -> Counter[str]:
+    def fold_all(self, plans: list[FoldPlan]) -> Counter[str]:
         """How often each rule applied."""
         matches: Counter[str] = Counter()
         for plan in plans:
@@ -114,12 +133,12 @@ class _Folding:
 
     # -- the op ------------------------------------------------------------------------------------------------------
 
-    def _made(self, plan: Plan) -> Node | None:
+    def _made(self, plan: FoldPlan) -> Node | None:
         """The op that takes the place of the layers; None if its result cannot be told."""
         place = plan.place
         for linear in plan.linears:
             for operand in linear.operands:
-                _bring_before(self._current(operand), place)
+                bring_before(self._current(operand), place)
         with self.graph.inserting_before(place):
             op = self.graph.call_function(plan.op, self._arguments(plan))
         inherit_all(op, _replaced(plan))
@@ -132,7 +151,7 @@ class _Folding:
             return None
         return op
 
-    def _arguments(self, plan: Plan) -> tuple[Any, ...]:
+    def _arguments(self, plan: FoldPlan) -> tuple[Any, ...]:
         weights = [self._current(linear.weight) for linear in plan.linears]
         biases = [None if linear.bias is None else self._current(linear.bias) for linear in plan.linears]
         residual = () if plan.residual is None else (self._current(plan.residual.other),)
@@ -154,7 +173,7 @@ class _Folding:
 
     # -- the rest of the graph ---------------------------------------------------------------------------------------
 
-    def _connect(self, plan: Plan, op: Node) -> None:
+    def _connect(self, plan: FoldPlan, op: Node) -> None:
         place = op
         for index, linear in enumerate(plan.linears):
             with self.graph.inserting_after(place):
@@ -204,7 +223,7 @@ class _Folding:
             node = self.now[node]
         return node
 
-    def _tell(self, plan: Plan, op: Node) -> None:
+    def _tell(self, plan: FoldPlan, op: Node) -> None:
         products = [linear.node for linear in plan.linears]
         read = f"'{plan.linears[0].x.name}' is read by {len(products)} linear layer" + "s" * (len(products) > 1)
         self._note(LINEARS, products, op, read)
@@ -224,19 +243,10 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def _replaced(plan: Plan) -> list[Node]:
+def _replaced(plan: FoldPlan) -> list[Node]:
     found = [linear.node for linear in plan.linears]
     found += [] if plan.before is None else [plan.before]
     return found + ([] if plan.residual is None else [plan.residual.add])
-
-
-def _bring_before(node: Node, place: Node) -> None:
-    """Move a view, and what it is made of, in front of `place` (`can_stand_before` says that this can be done)."""
-    if node < place or node.op == "placeholder":
-        return
-    for value in node.all_input_nodes:
-        _bring_before(value, place)
-    place.prepend(node)
 
 
 def _erase_unused(nodes: list[Node]) -> None:
@@ -248,3 +258,109 @@ def _erase_unused(nodes: list[Node]) -> None:
         if not node.users and not is_effectful(node):
             pending.update(node.all_input_nodes)
             node.graph.erase_node(node)
+
+
+# -- gates -------------------------------------------------------------------------------------------------------------
+
+
+ops = torch.ops.graphex
+
+GATE = "gated_linears"
+_WITH_GATE: dict[Any, Any] = {
+    ops.linears.default: ops.gated_linears.default,
+    ops.rms_norm_linears.default: ops.rms_norm_gated_linears.default,
+}
+_ACTIVATIONS = (ops.silu_mul.default, ops.silu_mul_linears.default)
+
+
+class FoldGates(GraphPass):
+    name = "fold_gates"
+    option = "pattern_fusion_pass"
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        return super().enabled(config) and config.lift_idioms != "never"
+
+    def rules(self) -> tuple[str, ...]:
+        return (GATE,)
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(node.target in _WITH_GATE for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        mode = fake_mode_of(work.gm)
+        if mode is None or not work.allows(GATE):
+            return
+        matches = candidates = 0
+        for node in list(work.graph.nodes):
+            layers = _layers_before(node)
+            if layers is None:
+                continue
+            candidates += 1
+            refusal = _why_no_gate(work, node, layers)
+            if refusal is None:
+                _fold_gate(work, mode, node, layers)
+                matches += 1
+            else:
+                work.refuse(node, refusal, rule=GATE)
+        if candidates:
+            work.note(lambda graph, name: RuleTried(graph, name, GATE, matches, candidates))
+
+
+def _layers_before(node: Node) -> Node | None:
+    """The two layers that make the gate and the rest of an activation."""
+    if node.target not in _ACTIVATIONS:
+        return None
+    gate, up = (arguments(node)[name] for name in ("gate", "up"))
+    parts = [each for each in (gate, up) if isinstance(each, Node) and each.target is operator.getitem]
+    if len(parts) != 2 or parts[0].args[0] is not parts[1].args[0] or gate is up:
+        return None
+    layers = parts[0].args[0]
+    return layers if isinstance(layers, Node) and layers.target in _WITH_GATE else None
+
+
+def _why_no_gate(work: Work, node: Node, layers: Node) -> Refusal | None:
+    given = arguments(layers)
+    if len(given["weights"]) != 2:
+        return Refusal(f"'{layers.name}' is {len(given['weights'])} layers", node)
+    if given.get("residual") is not None:
+        return Refusal(f"'{layers.name}' adds a residual", node)
+    for part in layers.users:
+        if (stranger := next((user for user in part.users if user is not node), None)) is not None:
+            return Refusal(f"'{part.name}' is also {used_by(stranger)}", node)
+    if sum(leaf in layers.users for leaf in node_leaves((node.args, node.kwargs))) > 2:
+        return Refusal(f"'{node.name}' reads the gate or what it lets through once more", node)
+    if (apart := elsewhere(layers, node)) is not None:
+        return apart
+    device = layers.meta["val"][0].device
+    if work.config.lift_idioms != "always" and not has_kernel(f"graphex::{GATE}", device):
+        return Refusal(f"'graphex::{GATE}' has no kernel on {device.type}", node)
+    return None
+
+
+def _fold_gate(work: Work, mode: FakeTensorMode, node: Node, layers: Node) -> None:
+    given, call = arguments(layers), arguments(node)
+    parts = list(layers.users)
+    order = [part.args[1] for part in (call["gate"], call["up"])]
+    weights, biases = ([given[name][index] for index in order] for name in ("weights", "biases"))
+    first = [value for name, value in given.items() if name not in ("weights", "biases", "residual")]
+    made = _made(work, mode, _WITH_GATE[layers.target], (*first, weights, biases), [layers, *parts, node], layers)
+    if node.target is ops.silu_mul.default:
+        result = made
+    else:
+        rest = (made, call["weights"], call["biases"], call["residual"])
+        result = _made(work, mode, ops.linears.default, rest, [node], node)
+    line = node_line(node)
+    because = f"'{parts[0].name}' and '{parts[-1].name}' are read by '{node.name}' alone"
+    work.fused([layers.name, node.name], list(dict.fromkeys([made, result])), rule=GATE, because=because, line=line)
+    node.replace_all_uses_with(result)
+    for old in (node, *parts, layers):
+        work.graph.erase_node(old)
+
+
+def _made(work: Work, mode: FakeTensorMode, op: Any, args: tuple[Any, ...], replaced: list[Node], before: Node) -> Node:
+    with work.graph.inserting_before(before):
+        made = work.graph.call_function(op, args)
+    inherit_all(made, replaced)
+    with no_new_guards(mode.shape_env):
+        made.meta["val"] = evaluate(work.gm, made, mode)
+    return made

@@ -4,8 +4,8 @@
              out = attention(q', keys, values, mask, scale)
     after:   out = rotary_attention_(q, k, v, cos, sin, keys, values, at, 2, False, mask, scale)
 
-For one token of each sequence, whose rotated query nobody else reads. The op stands where attention stood, or, if the
-caches or what is written to them are used in between, where they were written.
+For one token of each sequence, if nothing else reads the rotated query. The op stands where attention stood; if the
+caches, or the values written to them, are used in between, it stands where the caches were written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis import known_equal, node_line, placement
-from graphex.analysis.aliasing import Storage
+from graphex.analysis import known_equal, node_line
+from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import canonical_dim
 from graphex.ops import has_kernel
-from graphex.passes.rotary_write_proof import only_looks, ordering_between
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
+from graphex.rewrite.motion import Motion, Read
 
 ops = torch.ops.graphex
 
@@ -42,14 +42,14 @@ class JoinRotaryAndAttention(GraphPass):
         if not work.allows(self.rule):
             return
         found = [site for node in work.graph.nodes if (site := _site(node)) is not None and _is_worth_it(work, node)]
-        moved: set[Storage] = set()  # memory that is now written at another place than the facts say
+        motion = Motion(work)
         made = 0
         for site in found:
-            place = _Proof(work, site, moved).place()
+            place = _Proof(motion, site).place()
             if isinstance(place, Refusal):
                 work.refuse(site.attention, place, rule=self.rule)
                 continue
-            moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
+            motion.moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
             self._join(work, site, place)
             made += 1
         if found:
@@ -58,9 +58,9 @@ class JoinRotaryAndAttention(GraphPass):
     def _join(self, work: Work, site: Site, place: Node) -> None:
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
-        arguments = (*_arguments(write), site.mask, *site.numbers)
+        given = (*_arguments(write), site.mask, *site.numbers)
         with work.graph.inserting_before(place):
-            joined = work.graph.call_function(ops.rotary_attention_.default, arguments)
+            joined = work.graph.call_function(ops.rotary_attention_.default, given)
         inherit_all(joined, [write, attention])
         joined.meta["val"] = attention.meta["val"]
         attention.replace_all_uses_with(joined)
@@ -113,10 +113,7 @@ def _site(node: Node) -> Site | None:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """What an op is called with, its defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    wanted = node.target._schema.arguments[len(node.args) :]
-    return *node.args, *(node.kwargs.get(each.name, each.default_value) for each in wanted)
+    return tuple(arguments(node).values())
 
 
 def _is_worth_it(work: Work, node: Node) -> bool:
@@ -125,36 +122,31 @@ def _is_worth_it(work: Work, node: Node) -> bool:
 
 
 class _Proof:
-    def __init__(self, work: Work, site: Site, moved: set[Storage]) -> None:
-        self.work, self.aliases, self.site, self.moved = work, work.aliases, site, moved
+    def __init__(self, motion: Motion, site: Site) -> None:
+        self.motion, self.aliases, self.site = motion, motion.aliases, site
 
     def place(self) -> Node | Refusal:
         """Where the op may stand, or why nowhere."""
         for refusal in self._checks():
             if refusal is not None:
                 return refusal
-        late = self._not_later()
+        late = next(filter(lambda refusal: refusal is not None, self._not_later()), None)
         if late is None:
             return self.site.attention
         return self.site.write if self._can_be_earlier() else late
 
     def _checks(self) -> Iterator[Refusal | None]:
-        yield self._unknown()
+        site, touched = self.site, self._touched()
+        yield self.motion.unknown((*touched, site.write, site.attention))
         yield self._query_is_used_elsewhere()
         yield self._unfit()
-        yield self._streams()
+        yield self.motion.across_streams(site.write, site.attention)
         yield self._shared_memory()
+        yield self.motion.moved_before(touched)
 
     def _touched(self) -> list[Node]:
         site = self.site
         return [*site.rows, site.positions, *site.caches, *([] if site.mask is None else [site.mask])]
-
-    # -- what the op takes -----------------------------------------------------------------------------------------
-
-    def _unknown(self) -> Refusal | None:
-        if all(map(self.aliases.knows, (*self._touched(), self.site.write, self.site.attention))):
-            return None
-        return Refusal("it needs the result of another rewrite of this pass")
 
     def _query_is_used_elsewhere(self) -> Refusal | None:
         others = [user for user in self.site.write.users if user is not self.site.attention]
@@ -177,50 +169,26 @@ class _Proof:
         types = {each.meta["val"].dtype for each in (*self.site.rows, *self.site.caches)}
         return None if len(types) == 1 else Refusal("query, key, value, angles and caches are not of one type")
 
-    # -- order -----------------------------------------------------------------------------------------------------
-
-    def _streams(self) -> Refusal | None:
-        write, attention = self.site.write, self.site.attention
-        if placement(write) != placement(attention):
-            return Refusal(f"'{write.name}' and '{attention.name}' run on different streams")
-        if not self.work.order.one_stream and (between := ordering_between(write, attention)):
-            return Refusal(f"'{between.name}', which may order streams, stands in between")
-        return None
-
     def _shared_memory(self) -> Refusal | None:
         for cache in self.site.caches:
             others = [each for each in self._touched() if each is not cache]
             if sharing := next((each for each in others if self.aliases.may_alias(each, cache)), None):
                 return Refusal(f"'{sharing.name}' may live in the memory of a cache")
-        if any(not self.moved.isdisjoint(self.aliases.storages(each)) for each in self._touched()):
-            return Refusal("another rewrite of this pass has moved a write to the same memory")
         return None
 
-    def _not_later(self) -> Refusal | None:
+    def _not_later(self) -> Iterator[Refusal | None]:
         """Why the caches may not be written where attention reads them."""
+        write, attention = self.site.write, self.site.attention
         for cache in self.site.caches:
-            for user in self.aliases.users_of_memory(cache):
-                if self._is_between(user) and not only_looks(user):
-                    return Refusal(f"'{user.name}' uses '{cache.name}' before attention does")
-            if reader := self.aliases.in_use.keeper_between(cache, self.site.write, self.site.attention):
-                return Refusal(f"'{reader.name}' may read '{cache.name}', which a custom op may have kept")
-        for raiser in self.work.raising.between(*map(self.aliases.position, (self.site.write, self.site.attention))):
-            return Refusal(f"'{raiser.name}' may raise before attention reads the caches")
-        for operand in (*self.site.rows, self.site.positions):
-            if writer := self._writer_between(operand):
-                return Refusal(f"'{writer.name}' writes to '{operand.name}' in between")
-        return None
+            yield self.motion.used_between(cache, write, attention, "attention does")
+        yield self.motion.raised_between(write, attention, "before attention reads the caches")
+        reads = [Read(each, write) for each in (*self.site.rows, self.site.positions)]
+        yield self.motion.written_between(reads, attention)
 
     def _can_be_earlier(self) -> bool:
         """Whether attention may read the caches, and its mask, where they are written."""
-        ready = self.aliases.position(self.site.write)
-        read = [each for each in self.site.attention.all_input_nodes if each is not self.site.write]
+        write, attention = self.site.write, self.site.attention
+        ready = self.aliases.position(write)
+        read = [each for each in attention.all_input_nodes if each is not write]
         is_there = all(self.aliases.knows(each) and self.aliases.position(each) < ready for each in read)
-        return is_there and not any(map(self._writer_between, read))
-
-    def _writer_between(self, node: Node) -> Node | None:
-        return next(filter(self._is_between, self.aliases.writes(node)), None)
-
-    def _is_between(self, node: Node) -> bool:
-        first, last = map(self.aliases.position, (self.site.write, self.site.attention))
-        return first < self.aliases.position(node) < last
+        return is_there and not any(self.motion.writer_between(each, write, attention) for each in read)

@@ -6,10 +6,10 @@
     before:  k' = rotary(k, cos, sin); index_copy_(keys, 2, at, k')
     after:   rotary_write_(k, cos, sin, keys, at, 2)
 
-It comes after the passes that prove writes to be in place: what still makes a new cache is none of this. Nobody else
-may read k', and nobody may use a cache between the place where it was written and the place where it is written now,
-which is that of the later write. A rotary embedding that is joined to no write stays the op it was lifted to: that has
-a kernel of its own, so there is nothing to be gained by taking it apart again.
+It comes after the passes that prove writes to be in place: an op that still makes a new cache is left alone. No other
+node may read k', and none may use a cache between the place where it was written and the place where it is written now,
+the place of the later write. A rotary embedding that is joined to no write stays the op it was lifted to, which has a
+kernel of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import node_line
-from graphex.analysis.aliasing import Storage
 from graphex.ops import has_kernel
 from graphex.passes.rotary_write_proof import COPIES, Rotary, RowWrite, row_write, why_not
-from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.metadata import inherit_all
+from graphex.rewrite.motion import Motion
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -72,7 +72,7 @@ class _Joiner:
         self.work = work
         self.writes = [node for node in work.graph.nodes if row_write(node) is not None]
         self.place = {node: index for index, node in enumerate(self.writes)}
-        self.moved: set[Storage] = set()  # memory that is now written at another place than the facts say
+        self.motion = Motion(work)
         self.rows: dict[Any, Node] = {}
 
     def join_all(self, nodes: list[Node]) -> None:
@@ -97,10 +97,11 @@ class _Joiner:
         if found:
             other = next((user for user in users if user is not found[0].node), found[0].node)
             what = "returned" if other.op == "output" else f"used by '{other.name}'"
-            self._refuse(ONE, Refusal(f"the rotated key is also {what}", found[0].node))
+            self.work.refuse(found[0].node, f"the rotated key is also {what}", rule=ONE)
             return None
         for copy in (user for user in users if user.target in COPIES and user.args[0] is not turned):
-            self._refuse(ONE, Refusal(f"'{copy.name}' makes a new cache: it is not proven to write in place", copy))
+            reason = f"'{copy.name}' makes a new cache: it is not proven to write in place"
+            self.work.refuse(copy, reason, rule=ONE)
         return None
 
     def _through_view(self, turned: Node, user: Node) -> list[Node]:
@@ -122,16 +123,12 @@ class _Joiner:
     def _try(self, rule: str, rotary: Rotary, writes: list[RowWrite]) -> bool:
         if not self.work.allows(rule):
             return False
-        refusal = why_not(self.work, rotary, writes, self.moved)
+        refusal = why_not(self.motion, rotary, writes)
         if refusal is None:
             self._join(rule, rotary, writes)
         else:
-            self._refuse(rule, refusal)
+            self.work.refuse(writes[0].node, refusal, rule=rule)
         return refusal is None
-
-    def _refuse(self, rule: str, refusal: Refusal) -> None:
-        assert refusal.node is not None
-        self.work.refuse(refusal.node, refusal, rule=rule)
 
     # -- rewriting -------------------------------------------------------------------------------------------------
 
@@ -144,7 +141,7 @@ class _Joiner:
         if rule == ALL:
             first: list[Any] = [rotary.query, rotary.key, writes[1].rows]
             for write in writes:
-                self.moved |= self.work.aliases.storages(write.cache)
+                self.motion.moved |= self.work.aliases.storages(write.cache)
         else:
             first = [rotary.key]
         op = ops.rotary_qkv_write_.default if rule == ALL else ops.rotary_write_.default

@@ -1,4 +1,13 @@
-"""Whether a rotary embedding may be computed where its key is written: memory, streams, and what the op takes."""
+"""Whether a rotary embedding may be computed where its key is written: order, memory, and the arguments of the op.
+
+Models write rows into a KV cache in one of these ways (`row_write`):
+
+    index_copy_(cache, 2, positions, rows)
+    index_put_(cache, [None, None, positions], rows)                a negative position counts from the end
+    window = slice(cache, 2, a, b); copy_(window, rows)             all rows of a window, in order
+
+`why_not` asks `graphex.rewrite.motion` whether the writes may move, and then checks types, shapes and strides.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +19,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis import is_effectful, known_equal, placement, written_arguments
-from graphex.analysis.aliasing import Storage
-from graphex.analysis.effects import operator_of
+from graphex.analysis import known_equal
 from graphex.analysis.shapes import canonical_dim
-from graphex.rewrite.base import Refusal, Work
-
-# -- row_writes --------------------------------------------------------------------------------------------------------
-# Writes of rows into a tensor, as models write a KV cache, in whichever way they are spelled.
-#
-# index_copy_(cache, 2, positions, rows)
-# index_put_(cache, [None, None, positions], rows)                a negative position counts from the end
-# window = slice(cache, 2, a, b); copy_(window, rows)             all rows of a window, in order
-
+from graphex.rewrite.base import Refusal
+from graphex.rewrite.motion import Motion, Read
 
 aten = torch.ops.aten
 
@@ -105,9 +105,6 @@ def _tensor(value: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-# -- rotary_write_proof ------------------------------------------------------------------------------------------------
-
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -125,67 +122,49 @@ class Rotary:
     turned_key: Node
 
 
-def why_not(work: Work, rotary: Rotary, writes: list[RowWrite], moved: set[Storage]) -> Refusal | None:
-    """Why the key, and the value if there are two writes, may not be written by one op at the last of the writes.
-
-    `moved` is memory whose writes stand elsewhere than the facts of `work` say.
-    """
-    proof = _Proof(work, rotary, writes, moved)
-    return next((refusal for check in proof.checks() if (refusal := check) is not None), None)
+def why_not(motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> Refusal | None:
+    """Why the key, and the value if there are two writes, may not be written by one op at the last of the writes."""
+    return next(filter(lambda refusal: refusal is not None, _Proof(motion, rotary, writes).checks()), None)
 
 
 class _Proof:
-    def __init__(self, work: Work, rotary: Rotary, writes: list[RowWrite], moved: set[Storage]) -> None:
-        self.work, self.aliases = work, work.aliases
-        self.rotary, self.writes, self.moved = rotary, writes, moved
+    def __init__(self, motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> None:
+        self.motion, self.aliases = motion, motion.aliases
+        self.rotary, self.writes = rotary, writes
         self.place = max(write.node for write in writes)
         self.own = {rotary.node, rotary.turned_key, *(write.node for write in writes)}
         self.joins_query = len(writes) == 2
 
     def checks(self) -> Iterator[Refusal | None]:
-        yield self._unknown()
-        yield self._streams()
+        motion, reads = self.motion, self._reads()
+        operands, caches = [read.value for read in reads], [write.cache for write in self.writes]
+        yield motion.unknown((*operands, *caches, *self.own))
+        yield motion.across_streams(self.rotary.node, self.place, self._beside())
         yield self._query_is_used_before()
-        yield self._shared_memory()
-        yield self._caches_are_used_between()
-        yield self._raises_between()
-        yield self._operands_are_written_between()
+        yield self._shared_memory([*operands, self.rotary.turned_key])
+        yield motion.moved_before((*operands, self.rotary.turned_key, *caches))
+        for write in self.writes:
+            yield motion.used_between(write.cache, write.node, self.place, "the other cache is written", self.own)
+        first = min(write.node for write in self.writes)
+        yield motion.raised_between(first, self.place, "between the two writes", self.own)
+        yield motion.written_between(reads, self.place)
         yield from map(self._unfit_write, self.writes)
         yield self._unfit_rotary()
         if self.joins_query:
             yield self._unfit_query_and_value()
 
-    def _operands(self) -> list[tuple[Node, Node]]:
+    def _reads(self) -> list[Read]:
         """What the op will read, each with the node that reads it now."""
         rotary, writes = self.rotary, self.writes
-        found = [(each, rotary.node) for each in (rotary.key, rotary.cos, rotary.sin)]
+        found = [Read(each, rotary.node) for each in (rotary.key, rotary.cos, rotary.sin)]
         if self.joins_query and rotary.query is not None:
-            found += [(rotary.query, rotary.node), (writes[1].rows, writes[1].node)]
-        return found + [(write.positions, write.node) for write in writes if write.positions is not None]
+            found += [Read(rotary.query, rotary.node), Read(writes[1].rows, writes[1].node)]
+        return found + [Read(write.positions, write.node) for write in writes if write.positions is not None]
 
-    def _refusal(self, reason: str, node: Node | None = None) -> Refusal:
-        return Refusal(reason, node or self.writes[0].node)
-
-    # -- order -----------------------------------------------------------------------------------------------------
-
-    def _unknown(self) -> Refusal | None:
-        touched = [*(each for each, _ in self._operands()), *(write.cache for write in self.writes), *self.own]
-        if not all(map(self.aliases.knows, touched)):
-            return self._refusal("it needs the result of another rewrite of this pass")
-        return None
-
-    def _streams(self) -> Refusal | None:
-        here = placement(self.rotary.node)
-        involved = [*self.own, *(user for write in self.writes for user in write.node.users if user.op != "output")]
-        if self.rotary.turned_query is not None:
-            involved.append(self.rotary.turned_query)
-        if other := next((node for node in involved if placement(node) != here), None):
-            return self._refusal(f"'{self.rotary.node.name}' and '{other.name}' run on different streams")
-        if self.work.order.one_stream:
-            return None
-        if between := ordering_between(self.rotary.node, self.place):
-            return self._refusal(f"'{between.name}', which may order streams, stands in between")
-        return None
+    def _beside(self) -> list[Node]:
+        """The nodes that have to be on the stream of the rotary embedding."""
+        users = [user for write in self.writes for user in write.node.users if user.op != "output"]
+        return [*self.own, *users, *([] if self.rotary.turned_query is None else [self.rotary.turned_query])]
 
     def _query_is_used_before(self) -> Refusal | None:
         if not self.joins_query or self.rotary.turned_query is None:
@@ -193,48 +172,16 @@ class _Proof:
         early = next((user for user in self.rotary.turned_query.users if not self.place < user), None)
         if early is None:
             return None
-        return self._refusal(f"the rotated query is used by '{early.name}' before the caches are written")
+        return Refusal(f"the rotated query is used by '{early.name}' before the caches are written")
 
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def _shared_memory(self) -> Refusal | None:
-        operands = [*(each for each, _ in self._operands()), self.rotary.turned_key]
+    def _shared_memory(self, operands: list[Node]) -> Refusal | None:
         for write in self.writes:
             if sharing := next((each for each in operands if self.aliases.may_alias(each, write.cache)), None):
-                return self._refusal(f"'{sharing.name}' may live in the memory of the cache")
+                return Refusal(f"'{sharing.name}' may live in the memory of the cache")
             if any(user.op == "output" for user in write.node.users):
-                return self._refusal("the written cache is returned")
+                return Refusal("the written cache is returned")
         if self.joins_query and self.aliases.may_alias(self.writes[0].cache, self.writes[1].cache):
-            return self._refusal("the caches of key and value may share memory")
-        touched = [*operands, *(write.cache for write in self.writes)]
-        if any(not self.moved.isdisjoint(self.aliases.storages(each)) for each in touched):
-            return self._refusal("another rewrite of this pass has moved a write to the same memory")
-        return None
-
-    def _caches_are_used_between(self) -> Refusal | None:
-        end = self.aliases.position(self.place)
-        for write in self.writes:
-            start = self.aliases.position(write.node)
-            for user in self.aliases.users_of_memory(write.cache):
-                between = start < self.aliases.position(user) < end
-                if between and user not in self.own and not only_looks(user):
-                    return self._refusal(f"'{user.name}' uses '{write.cache.name}' before the other cache is written")
-            if reader := self.aliases.in_use.keeper_between(write.cache, write.node, self.place):
-                return self._refusal(f"'{reader.name}' may read '{write.cache.name}', which a custom op may have kept")
-        return None
-
-    def _raises_between(self) -> Refusal | None:
-        """Whoever catches what is raised between two writes finds the first one done."""
-        first, last = (find(self.aliases.position(write.node) for write in self.writes) for find in (min, max))
-        raiser = next((node for node in self.work.raising.between(first, last) if node not in self.own), None)
-        return None if raiser is None else self._refusal(f"'{raiser.name}' may raise between the two writes")
-
-    def _operands_are_written_between(self) -> Refusal | None:
-        end = self.aliases.position(self.place)
-        for operand, reader in self._operands():
-            for writer in self.aliases.writes(operand):
-                if self.aliases.position(reader) < self.aliases.position(writer) <= end:
-                    return self._refusal(f"'{writer.name}' writes to '{operand.name}' in between")
+            return Refusal("the caches of key and value may share memory")
         return None
 
     # -- what the op takes -----------------------------------------------------------------------------------------
@@ -243,81 +190,61 @@ class _Proof:
         cache, rows = write.cache.meta["val"], write.rows.meta["val"]
         last = rows.dim() - 1
         if cache.dtype != rows.dtype or cache.device != rows.device or cache.dim() != rows.dim():
-            return self._refusal("the cache differs from what is written in type, device or rank")
+            return Refusal("the cache differs from what is written in type, device or rank")
         if not 0 <= write.dim < last:
-            return self._refusal("the cache is not written along a dimension before its last")
+            return Refusal("the cache is not written along a dimension before its last")
         others = [dim for dim in range(last + 1) if dim != write.dim]
         if not all(known_equal(cache.shape[dim], rows.shape[dim]) for dim in others):
-            return self._refusal("what is written does not fill the other dimensions of the cache")
+            return Refusal("what is written does not fill the other dimensions of the cache")
         if not known_equal(cache.stride(-1), 1):
-            return self._refusal("the rows of the cache are not adjacent elements")
+            return Refusal("the rows of the cache are not adjacent elements")
         if write.positions is not None:
             return self._unfit_positions(write, write.positions.meta["val"])
         if not known_equal(cache.shape[write.dim], rows.shape[write.dim]):
-            return self._refusal("one row is written to many places")
+            return Refusal("one row is written to many places")
         return None
 
     def _unfit_positions(self, write: RowWrite, positions: Any) -> Refusal | None:
         rows, cache = write.rows.meta["val"], write.cache.meta["val"]
         if not isinstance(positions, Tensor) or positions.dim() != 1 or positions.dtype != torch.int64:
-            return self._refusal("the positions are not a vector of int64")
+            return Refusal("the positions are not a vector of int64")
         one_for_each = write.one_for_each or known_equal(positions.shape[0], rows.shape[write.dim])
         if positions.device != rows.device or not one_for_each:
-            return self._refusal("it is not known that there is one position, on the same device, for each row")
+            return Refusal("it is not known that there is one position, on the same device, for each row")
         if not known_equal(positions.stride(0), 1) and not known_equal(positions.shape[0], 1):
-            return self._refusal("the positions are not adjacent elements")
+            return Refusal("the positions are not adjacent elements")
         if write.may_count_from_end:
             assert write.positions is not None
             if not isinstance(cache.shape[write.dim], int):
-                return self._refusal("a position may count from the end of a cache whose length is not known")
+                return Refusal("a position may count from the end of a cache whose length is not known")
             if self.aliases.is_written(write.positions):
-                return self._refusal("the positions are written to")
+                return Refusal("the positions are written to")
         return None
 
     def _unfit_rotary(self) -> Refusal | None:
         x, cos, sin = (each.meta["val"] for each in (self.rotary.key, self.rotary.cos, self.rotary.sin))
         if any(each.dtype not in FLOATS for each in (x, cos, sin)) or x.dim() > 4:
-            return self._refusal("the key is not of float16, bfloat16 or float32, or has more than four dimensions")
+            return Refusal("the key is not of float16, bfloat16 or float32, or has more than four dimensions")
         if any(each.device != x.device for each in (cos, sin)):
-            return self._refusal("key and angles are on different devices")
+            return Refusal("key and angles are on different devices")
         if not all(known_equal(each.stride(-1), 1) for each in (x, cos, sin)):
-            return self._refusal("the rows of the key or of the angles are not adjacent elements")
-        return (
-            None if known_equal(cos.stride(), sin.stride()) else self._refusal("cos and sin are laid out differently")
-        )
+            return Refusal("the rows of the key or of the angles are not adjacent elements")
+        return None if known_equal(cos.stride(), sin.stride()) else Refusal("cos and sin are laid out differently")
 
     def _unfit_query_and_value(self) -> Refusal | None:
         key_write, value_write = self.writes
         assert self.rotary.query is not None
         q, k, v = (each.meta["val"] for each in (self.rotary.query, self.rotary.key, value_write.rows))
         if q.dtype != k.dtype or q.dim() != k.dim() or q.device != k.device:
-            return self._refusal("query and key differ in type, device or rank")
+            return Refusal("query and key differ in type, device or rank")
         differing = [dim for dim in range(q.dim()) if not known_equal(q.shape[dim], k.shape[dim])]
         if len(differing) > 1 or key_write.dim in differing:
-            return self._refusal("query and key differ in more than their heads")
+            return Refusal("query and key differ in more than their heads")
         if v.dtype not in FLOATS or not known_equal(tuple(v.shape[:-1]), tuple(k.shape[:-1])):
-            return self._refusal("key and value differ in more than their last dimension")
+            return Refusal("key and value differ in more than their last dimension")
         lengths = [write.cache.meta["val"].shape[write.dim] for write in self.writes]
         if not known_equal(lengths[0], lengths[1]):
-            return self._refusal("the caches differ in length")
+            return Refusal("the caches differ in length")
         if not all(known_equal(each.stride(-1), 1) for each in (q, v)):
-            return self._refusal("the rows of the query or of the value are not adjacent elements")
+            return Refusal("the rows of the query or of the value are not adjacent elements")
         return None
-
-
-def ordering_between(first: Node, last: Node) -> Node | None:
-    """A node between two that has an effect and writes to nothing: it may order streams."""
-    node = first.next
-    while node is not last:
-        if is_effectful(node) and not written_arguments(node):
-            return node
-        node = node.next
-    return None
-
-
-def only_looks(node: Node) -> bool:
-    """A view: it reads no element."""
-    op = operator_of(node)
-    if op is None or op._schema.is_mutable:
-        return False
-    return all(result.alias_info is not None for result in op._schema.returns)

@@ -4,7 +4,9 @@
     x.t().mul_(2)       t = transpose(x, 0, 1); m = mul(t, 2); new = transpose(m, 0, 1);             copy_(x, new)
 
 The first is one update, `a`, of the window `slice(x, 0, 2, 4)`; `new` only puts it back in its place. So is the second,
-with another kind of window. Updates follow one another and lie inside one another to any depth.
+with another kind of window. Updates follow one another and lie inside one another to any depth (`find_chain`).
+
+The second half keeps writes where the program had them, among the nodes that can raise.
 """
 
 from __future__ import annotations
@@ -18,15 +20,12 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.inplace_variants import declared_twin, in_place_twin
-from graphex.analysis.program import NEVER, WRITES, Program, Writes, can_raise, writes_to
+from graphex.analysis.inplace_variants import declared_variant, in_place_twin
+from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
 from graphex.torch_private.symbolic import FakeTensor, NewGuardError, no_new_guards
-
-# -- updates -----------------------------------------------------------------------------------------------------------
-
 
 aten = torch.ops.aten
 
@@ -53,9 +52,6 @@ ARRANGEMENTS = frozenset(
         aten.view.default,
     }
 )
-
-
-_VERSION = "graphex_version_of_input"
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Update:
-    """One write: an op with an in-place twin, or a scatter. `put_back` are the nodes that only carry it outwards."""
+    """One write: an op with an in-place variant, or a scatter. `put_back` are the nodes that only carry it outwards."""
 
     made: Place
     put_back: tuple[Place, ...] = ()
@@ -143,35 +139,18 @@ def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain 
     return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
 
 
-def mark_versions(graph: Graph) -> None:
-    """Mark, in an inference graph as AOTAutograd made it, the nodes that stand for an input after one of its updates.
-
-    In the user's program each of them is the input, written in place. A value that a pass finds to be the same (`n` in
-    `x.copy_(n)`) has memory of its own there, and no mark. Training graphs are not marked: their partitioner has merged
-    equal values.
-    """
-    for node in graph.nodes:
-        chain = find_chain(node, (), declared=False)
-        for place in chain.places[1:] if chain is not None else ():
-            place.node.meta[_VERSION] = True
-
-
-def is_version(node: Node) -> bool:
-    return _VERSION in node.meta
-
-
 def updated(step: Node, *, declared: bool) -> Any:
     """The argument that the result of an op with an in-place form is a new version of; None if it is no such result."""
     if declared and (argument := reinplace.updated_argument(step)) is not None:
         return argument
-    if (old := _updated_by_twin(step)) is not None:
+    if (old := _updated_by_variant(step)) is not None:
         return old
     if step.target is operator.getitem and isinstance(step.args[0], Node) and step.args[0].target is WRAPPER:
         return base_of_result(step.args[0], int(step.args[1]))  # type: ignore[arg-type]
     return None
 
 
-def _updated_by_twin(step: Node) -> Any:
+def _updated_by_variant(step: Node) -> Any:
     return step.args[0] if step.args and in_place_twin(step.target) is not None else None
 
 
@@ -184,7 +163,7 @@ def _trace(
     while not is_root(value):
         if not isinstance(value, Node):
             return None
-        old = _updated_by_twin(value) if inside else updated(value, declared=declared)
+        old = _updated_by_variant(value) if inside else updated(value, declared=declared)
         if old is not None:
             updates, value = [Update(Place(value))], old
         elif value.target in WINDOWS:
@@ -250,27 +229,27 @@ def _turns_back(inner: Any, outer: Node) -> bool:
     return known_equal(tuple(again.shape), tuple(plain.shape)) and known_equal(again.stride(), plain.stride())
 
 
-# -- program_writes ----------------------------------------------------------------------------------------------------
-# Keep writes to inputs where the program had them, among the nodes that can raise.
-#
+# -- writes of the program ---------------------------------------------------------------------------------------------
 #     program      st.add_(1); y = t[i]                       new = st + 1; y = t[i]; st.copy_(new)
 #     as traced    a = add(st, 1); y = index(t, [i]);         a = add(st, 1); y = index(t, [i]); c = copy(st, a);
 #                  copy_(st, a)                               copy_(st, c)
 #
 # Every write of the program has left a node at its place: the op without its underscore, made from the version before
 # it. So the first program writes before `index` and the second behind it. This is noted before the first pass, because
-# `c` is a no-op and does not stay. A write is put back in place only where every node that can raise finds what it
-# would
-# have found in the program; a copy at the end moves up to the first node that would have found it written.
+# `c` is a no-op and does not stay, and before the partitioner of a training graph, which merges equal values. A write
+# is put back in place only where every node that can raise finds the state that it would have found in the program; a
+# copy at the end moves up to the first node that would have found it done.
 
 
 def note_program_writes(
-    graph: Graph, *, has_out: bool = False, is_own: Callable[[Node], bool] = lambda node: False
+    graph: Graph, *, has_out: bool = False, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
 ) -> None:
-    """Note on each input when the program wrote to it.
+    """Note on each input when the program wrote to it, and which nodes are the input after such a write.
 
     `has_out`: some call of the program may have an `out=`, whose result is a version of an input without being made
-    from the one before. `is_own` tells the program's own copies over an input from those by functionalisation.
+    from the one before. `exact`: every value of the program is a node of its own, as in an inference graph by
+    AOTAutograd; the partitioner of training graphs merges equal ones. `is_own` tells the program's own copies over an
+    input from those by functionalisation.
     """
     nodes = list(graph.nodes)
     program = Program(
@@ -283,9 +262,9 @@ def note_program_writes(
         target = epilogue.args[0]
         assert isinstance(target, Node)
         if is_own(epilogue) or target.meta.get(WRITES) is not None:
-            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), 1, {epilogue.name: 0})
+            target.meta[WRITES] = Writes(program, (program.time[epilogue.name],), {epilogue.name: 0})
         else:
-            target.meta[WRITES] = _writes(epilogue, program, only_last=has_out)
+            target.meta[WRITES] = _writes(epilogue, program, only_last=has_out, exact=exact)
 
 
 def is_copy_over_input(node: Node) -> bool:
@@ -296,20 +275,21 @@ def is_copy_over_input(node: Node) -> bool:
     return is_input and isinstance(value, Node)
 
 
-def _writes(epilogue: Node, program: Program, *, only_last: bool) -> Writes:
+def _writes(epilogue: Node, program: Program, *, only_last: bool, exact: bool) -> Writes:
     chain, value = find_chain(epilogue, (), declared=False), epilogue.args[1]
     assert isinstance(value, Node)
     if chain is None:
-        return Writes(program, (program.time[value.name],), 1, {value.name: 0})
+        return Writes(program, (program.time[value.name],), {value.name: 0})
     updates = chain.updates[-1:] if only_last else chain.updates
     times = tuple(max(program.time[place.node.name] for place in update.places) for update in updates)
     number = {place.node.name: number for number, update in enumerate(updates) for place in update.places}
-    return Writes(program, times, len(updates), number)
+    versions = frozenset(place.node.name for place in chain.places[1:]) if exact else frozenset[str]()
+    return Writes(program, times, number, versions)
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
     """What may raise and leave the input of a chain in a state that it never had there in the program."""
-    writes = writes_to(chain.target) or Writes(Program({}, {}), (), 0)
+    writes = writes_to(chain.target) or NO_WRITES
     starts = [work.aliases.position(reinplace.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is
     for update, start, end in zip(chain.updates, starts, ends, strict=True):
@@ -337,8 +317,8 @@ def _who_sees(work: Work, writes: Writes, update: Update, start: int, end: int) 
 
 
 def _may_stop_halfway(call: Node) -> bool:
-    """Whether an op that writes may raise in the middle of it. A declared twin checks what it is given first."""
-    return declared_twin(call.target) is None and can_raise(call)
+    """Whether an op that writes may raise in the middle of it. A declared variant checks what it is given first."""
+    return declared_variant(call.target) is None and can_raise(call)
 
 
 def move_copies_up(work: Work) -> None:

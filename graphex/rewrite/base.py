@@ -1,4 +1,4 @@
-"""What a pass is, and the object it works on.
+"""A pass, and the object it works on.
 
 A pass author writes `apply`; `runner` does the timing, linting, dumping, recording and rolling back around it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch.fx import Graph, GraphModule, Node
@@ -17,23 +16,8 @@ from graphex.analysis.happens_before import Order
 from graphex.analysis.program import Raising, raising_in
 from graphex.analysis.source import ORIGINS, origins
 from graphex.config import CompilerConfig
+from graphex.errors import Refusal as Refusal
 from graphex.records import Certificate, Record, Refused, Rewrote
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
-
-    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
-    """
-
-    reason: str
-    node: Node | None = None
-    edit: str = ""
-    nothing_lost: bool = False
-
-    def __bool__(self) -> bool:
-        return False
 
 
 class Work:

@@ -1,4 +1,17 @@
-"""What one compilation carries from room to room: the options, the journal, and where debug files go."""
+"""One call of the backend: its options, its journal, and its debug files.
+
+`TORCH_COMPILE_DEBUG=1` writes these files, and the same graphs as structured-trace artifacts for tlparse:
+
+    <torch's debug directory>/graphex[-rank_R]/
+        debug.log
+        model__K/dynamo_out_graph.txt
+        model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
+        model__K/{forward,backward,inference}/output_code.py
+        model__K/journal.json
+        model__K/report.html
+
+There is one `model__K` for each call of the backend. Under a graph with several streams stands the timeline of each.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +33,6 @@ from graphex.quoting import file_name, remark
 from graphex.records import FellBack, Journal
 from graphex.torch_private.dynamo import is_traced, trace_artifact
 
-# -- timelines ---------------------------------------------------------------------------------------------------------
-# A graph with several streams as text: what each stream does, in order.
-
 
 def timelines(graph: Graph) -> dict[str, list[str]]:
     """Per stream, its nodes and the events it records and waits for; empty for a graph with one stream."""
@@ -42,20 +52,6 @@ def timelines_text(graph: Graph) -> str:
     """The same as comments under the text of a graph."""
     lines = [f"#   {remark(stream)}: {', '.join(map(remark, names))}" for stream, names in timelines(graph).items()]
     return "\n".join(["", "# streams", *lines, ""]) if lines else ""
-
-
-# -- dump --------------------------------------------------------------------------------------------------------------
-# Debug files: what `TORCH_COMPILE_DEBUG=1` writes, and the same graphs as structured-trace artifacts for tlparse.
-#
-#     <torch's debug directory>/graphex[-rank_R]/
-#         debug.log
-#         model__K/dynamo_out_graph.txt
-#         model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
-#         model__K/{forward,backward,inference}/output_code.py
-#         model__K/journal.json
-#         model__K/report.html
-#
-# One `model__K` for each call of the backend.
 
 
 log = logging.getLogger("graphex")
@@ -138,9 +134,6 @@ def _is_distributed() -> bool:
     import torch.distributed
 
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-# -- compilation -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import known_equal, placement
-from graphex.analysis.dependencies import TURN, turn_of
+from graphex.analysis.dependencies import EPOCH, turn_of
 from graphex.analysis.effects import is_work
 from graphex.analysis.source import ORIGINS, value_key
 from graphex.errors import PassError
@@ -35,7 +35,7 @@ def stamp_origins(graph: Graph) -> None:
         node.meta[ORIGINS] = (node.name,)
 
 
-class Watch:
+class PassWatch:
     """Notes, while a foreign pass runs, what it replaces by what."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -43,11 +43,11 @@ class Watch:
         self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
         self.calls = {node: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
-        self.placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.metas = {node: dict(node.meta) for node in gm.graph.nodes}
         self.replaced: dict[str, list[Node]] = {}
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PassWatch:
         self._gm._register_replace_node_hook(self._note)
         return self
 
@@ -70,7 +70,7 @@ class Watch:
             known.append(old)
 
 
-def repair(gm: GraphModule, watch: Watch, pass_name: str) -> None:
+def repair(gm: GraphModule, watch: PassWatch, pass_name: str) -> None:
     """Restore metadata after a foreign pass that turned `watch.before` into `gm`."""
     _restore_placeholders(gm, watch)
     for node in watch.dropped(gm):
@@ -121,13 +121,13 @@ def correct_layouts(gm: GraphModule) -> None:
     propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
 
 
-def _restore_placeholders(gm: GraphModule, watch: Watch) -> None:
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+def _restore_placeholders(gm: GraphModule, watch: PassWatch) -> None:
+    placeholders = gm.graph.find_nodes(op="placeholder")
     for node, old in zip(placeholders, watch.placeholders, strict=True):
         node.meta.update({key: value for key, value in watch.metas[old].items() if key not in node.meta})
 
 
-def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
+def _restore_copies(gm: GraphModule, watch: PassWatch) -> set[Node]:
     """Recognise nodes of a rebuilt graph that are the old ones again, in the order they are computed."""
     counterpart: dict[Node, Node] = {}
     placeholders = iter(watch.placeholders)
@@ -148,13 +148,13 @@ def _restore_copies(gm: GraphModule, watch: Watch) -> set[Node]:
     return {node for node in counterpart if node.op != "placeholder"}
 
 
-def _source_node(node: Node, watch: Watch) -> Node | None:
+def _source_node(node: Node, watch: PassWatch) -> Node | None:
     """The node that an interpreter was running when this one was made, by torch's own provenance."""
     sources = node.meta.get("from_node") or ()
     return watch.before.get(sources[-1].name) if sources else None
 
 
-def _ancestors(node: Node, watch: Watch, elsewhere: set[str]) -> list[Node]:
+def _ancestors(node: Node, watch: PassWatch, elsewhere: set[str]) -> list[Node]:
     """What a new node stands for: the nodes whose users it took over, and what disappeared along with them.
 
     `elsewhere` names nodes that did not disappear, or that another node stands for.
@@ -193,16 +193,16 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
     turns = {turn_of(old) for old in kernels}
     if len(turns) == 1 and (turn := turns.pop()) is not None:
-        node.meta.setdefault(TURN, turn)
+        node.meta.setdefault(EPOCH, turn)
 
 
-def _is_changed(node: Node, watch: Watch) -> bool:
+def _is_changed(node: Node, watch: PassWatch) -> bool:
     call = watch.calls.get(node)
     return call is None or value_key(call) != value_key((node.target, node.args, node.kwargs))
 
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
-    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     values += [node.meta.get("val") for node in gm.graph.nodes if node.op != "placeholder"]
     return detect_fake_mode([value for value in values if isinstance(value, FakeTensor)])
 

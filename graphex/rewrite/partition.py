@@ -13,24 +13,23 @@ Reads and writes of one memory, random numbers and nodes with effects keep their
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from graphex.analysis import Aliases
-from graphex.analysis.dependencies import hazards, seen_when_raising
-from graphex.analysis.effects import is_effectful, is_random, written_arguments
+from graphex.analysis.dependencies import dependencies
+from graphex.analysis.graphs import extract, topological_order, values_from_outside
 from graphex.rewrite.base import inherit
-from graphex.torch_private.graphs import graph_module, qualified_name, write_code
+from graphex.torch_private.graphs import qualified_name, write_code
 
 NEVER_ALONE = frozenset({"torch.ops.aten.view", "_operator.getitem"})  # torch's defaults
 
-Edges = dict[Node, list[Node]]  # for each node, what has to run before it
+Edges = dict[Node, set[Node]]  # for each node, those that have to run before it
 
 
 class Partitioner:
@@ -61,7 +60,7 @@ class Partitioner:
 
     def propose_partitions(self) -> list[Partition]:
         """The partitions, in an order in which they can run."""
-        before = order_of(self.graph_module)
+        before = _dependencies(self.graph_module)
         supported = self._supported()
         levels: dict[Node, int] = {}
         for node, earlier in before.items():
@@ -120,24 +119,8 @@ class Partitioner:
         return sum(name not in ignored for name in names) + may_be_alone > 1
 
 
-def order_of(gm: GraphModule) -> Edges:
-    """What has to run before each node: its inputs, and what memory, randomness and effects ask for."""
-    before: Edges = {node: list(node.all_input_nodes) for node in gm.graph.nodes}
-    last: dict[str, Node] = {}
-    for node in before:
-        for kind, has_it in (("random", is_random(node)), ("effect", _has_effect(node))):
-            if has_it:
-                if kind in last:
-                    before[node].append(last[kind])
-                last[kind] = node
-    aliases = Aliases(gm.graph)
-    for earlier, later in (*hazards(gm.graph, aliases), *seen_when_raising(gm.graph, aliases)):
-        before[later].append(earlier)
-    return before
-
-
-def _has_effect(node: Node) -> bool:
-    return node.op.startswith("call") and is_effectful(node) and not is_random(node) and not written_arguments(node)
+def _dependencies(gm: GraphModule) -> Edges:
+    return dependencies(gm.graph, Aliases(gm.graph), events=True)
 
 
 def _connected(before: Edges, supported: set[Node], levels: dict[Node, int]) -> dict[Node, Node]:
@@ -159,7 +142,7 @@ def _connected(before: Edges, supported: set[Node], levels: dict[Node, int]) -> 
 
 def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
     """Bring the nodes of each unit together, at the place of its last one, moving as little as possible."""
-    before = order_of(gm)
+    before = _dependencies(gm)
     position = {node: place for place, node in enumerate(before)}
     unit_of: dict[Node, int] = {node: number for number, unit in enumerate(units) for node in unit}
     members: dict[int, list[Node]] = {}
@@ -167,24 +150,10 @@ def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
         members.setdefault(unit_of.setdefault(node, len(units) + position[node]), []).append(node)
     waits: dict[int, set[int]] = {number: set() for number in members}
     for node, earlier in before.items():
-        waits[unit_of[node]].update(unit_of[e] for e in earlier)
-    followers: dict[int, list[int]] = {number: [] for number in members}
-    missing: dict[int, int] = {}
-    for number, needed in waits.items():
-        needed.discard(number)
-        missing[number] = len(needed)
-        for other in needed:
-            followers[other].append(number)
-    ready = [(position[nodes[-1]], number) for number, nodes in members.items() if not missing[number]]
-    heapq.heapify(ready)
-    done: list[Node] = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        done.extend(members[number])
-        for follower in followers[number]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, (position[members[follower][-1]], follower))
+        number = unit_of[node]
+        waits[number].update(unit_of[e] for e in earlier if unit_of[e] != number)
+    order = topological_order(waits, {number: position[nodes[-1]] for number, nodes in members.items()})
+    done = [node for number in order for node in members[number]]
     if len(done) != len(before):
         raise ValueError("the partitions wait for each other in a circle: one of them is not convex")
     for node, after in itertools.pairwise(done):
@@ -193,7 +162,10 @@ def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
 
 
 def _fuse(gm: GraphModule, nodes: list[Node], name: str) -> None:
-    inner, inputs, outputs = _extracted(gm, nodes, name)
+    members = set(nodes)
+    inputs = values_from_outside(nodes)
+    outputs = [node for node in nodes if any(user not in members for user in node.users)]
+    inner, _ = extract(gm, nodes, inputs, outputs[0] if len(outputs) == 1 else tuple(outputs), name)
     gm.add_submodule(name, inner)
     with gm.graph.inserting_after(nodes[-1]):
         call = gm.graph.call_module(name, tuple(inputs))
@@ -211,28 +183,6 @@ def _fuse(gm: GraphModule, nodes: list[Node], name: str) -> None:
         output.replace_all_uses_with(replacement)
     for node in reversed(nodes):
         gm.graph.erase_node(node)
-
-
-def _extracted(gm: GraphModule, nodes: list[Node], name: str) -> tuple[GraphModule, list[Node], list[Node]]:
-    """A module of copies of some nodes, the nodes it takes its inputs from, and those it returns."""
-    graph, copies, inputs = Graph(), dict[Node, Node](), list[Node]()
-    members = set(nodes)
-
-    def copy_of(node: Node) -> Node:
-        if node not in copies:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-            inputs.append(node)
-        return copies[node]
-
-    for value in (value for node in nodes for value in node.all_input_nodes if value not in members):
-        copy_of(value)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copy_of)
-    outputs = [node for node in nodes if any(user not in members for user in node.users)]
-    returned = [copies[node] for node in outputs]
-    graph.output(returned[0] if len(returned) == 1 else tuple(returned))
-    return graph_module(gm, graph, class_name=name), inputs, outputs
 
 
 def _inputs(node: Node) -> Iterable[Node]:

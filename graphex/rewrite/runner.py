@@ -25,12 +25,12 @@ from graphex.errors import PassError, RuleError, StreamError, one_line
 from graphex.records import PassRan, Record
 from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.compilation import Compilation, readable
-from graphex.rewrite.metadata import Watch, repair
+from graphex.rewrite.metadata import PassWatch, repair
 from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, write_code
 from graphex.torch_private.symbolic import pytree
 
 # -- interface ---------------------------------------------------------------------------------------------------------
-# What a pass has to leave as it was: a well-formed graph that takes and returns what it took and returned before.
+# A pass has to leave a well-formed graph that takes and returns what it took and returned before.
 
 
 MAY_NOT = "A pass may not change what the graph takes and returns."
@@ -219,7 +219,7 @@ class Runner:
             return work.changes > 0, work.remark
         write_code(self.gm)  # a user's pass may look at the code or run the module
         signature = _signature(self.gm.graph)
-        with Watch(self.gm) as watch:
+        with PassWatch(self.gm) as watch:
             graph_pass.apply(work)
         changed = work.gm is not self.gm or _signature(self.gm.graph) != signature
         dropped = watch.dropped(work.gm)

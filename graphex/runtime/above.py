@@ -108,7 +108,7 @@ class Count:
 
 def counts(gm: GraphModule) -> dict[int, Count]:
     """What is known of the writes to the inputs of a graph, by place."""
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = gm.graph.find_nodes(op="placeholder")
     noted = {place: found for place, node in enumerate(inputs) if (found := writes_to(node)) is not None}
     return {place: Count(found.count, int(COUNTED in inputs[place].meta)) for place, found in noted.items()}
 
@@ -138,7 +138,7 @@ def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 def counted(run: Boxed, gm: GraphModule, *, in_pieces: bool = False) -> Boxed:
     """`run` counts the writes of its ops, or, in pieces, of each piece. This counts those of the user's program."""
-    aliases, inputs = Aliases(gm.graph), [node for node in gm.graph.nodes if node.op == "placeholder"]
+    aliases, inputs = Aliases(gm.graph), gm.graph.find_nodes(op="placeholder")
     wrong = {
         place: count
         for place, count in counts(gm).items()

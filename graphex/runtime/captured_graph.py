@@ -69,7 +69,7 @@ class Plan:
         ways: dict[int, str],
         given: Given | None = None,
     ) -> Plan:
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        nodes = gm.graph.find_nodes(op="placeholder")
         values = [node.meta.get("val") for node in nodes]
         tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         hosts = [index for index in tensors if not device.holds(values[index])]

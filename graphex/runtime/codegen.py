@@ -35,6 +35,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from graphex.analysis import last_uses, node_line, placement
 from graphex.analysis.effects import does_nothing, is_work, node_leaves, operator_of, synchronisation
+from graphex.analysis.graphs import named_arguments
 from graphex.analysis.happens_before import Memory
 from graphex.analysis.memory import frees
 from graphex.device import Cores, Device
@@ -189,24 +190,13 @@ def _is_same_call(candidate: Spelling, node: Node, op: torch._ops.OpOverload) ->
             pass
     if arrivals.call is None or arrivals.call[0] is not op:
         return False
-    arrived = _by_name(op, arrivals.call[1], arrivals.call[2])
-    wanted = _by_name(op, wanted_args, wanted_kwargs)
+    arrived = named_arguments(op, arrivals.call[1], arrivals.call[2])
+    wanted = named_arguments(op, wanted_args, wanted_kwargs)
     return arrived.keys() == wanted.keys() and all(_identical(arrived[name], wanted[name]) for name in wanted)
 
 
 def _fake(value: Node) -> Any:
     return value.meta.get("val")
-
-
-def _by_name(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by schema name, those left at their default included."""
-    named = {}
-    for position, argument in enumerate(op._schema.arguments):
-        if position < len(args):
-            named[argument.name] = args[position]
-        else:
-            named[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return named
 
 
 def _identical(left: Any, right: Any) -> bool:
@@ -302,7 +292,7 @@ class _Writer:
 
     def write(self) -> Code:
         dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph, self.memory)
-        placeholders = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
         if placeholders:
             self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = {self._inputs}")
         self.lines.append(f"{self._inputs}.clear()")

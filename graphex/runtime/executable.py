@@ -164,7 +164,7 @@ def _kept_by_torch(compilation: Compilation, gm: GraphModule, folder: str) -> ra
 
 
 def _has_symbols(gm: GraphModule) -> bool:
-    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return any(isinstance(size, torch.SymInt) for v in values if isinstance(v, torch.Tensor) for size in v.shape)
 
 
@@ -182,7 +182,7 @@ def _in_pieces(
     """Device graphs around what they cannot hold, which is on record."""
     _record_cuts(compilation, graph_name, division)
     pool = pool_for(device, compilation.config.use_graph_pool)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
     stable = {placeholders[index] for index in static_inputs}
     leaves = output_leaves(gm)
     kept = _sharing_memory(gm, [leaves[place] for place in _kept_by_torch(compilation, gm, folder)])

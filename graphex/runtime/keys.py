@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from graphex.analysis import Aliases
 from graphex.analysis.effects import is_size_arithmetic, libraries_of, node_leaves
+from graphex.analysis.graphs import extract
 from graphex.device import Device
 from graphex.runtime.codegen import Boxed, generate
-from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
@@ -35,7 +35,7 @@ def sizes_that_matter(gm: GraphModule) -> list[int]:
     """The inputs that are numbers and reach something other than arithmetic on numbers and the output."""
     return [
         index
-        for index, node in enumerate(_placeholders(gm))
+        for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))
         if not isinstance(node.meta.get("val"), torch.Tensor) and _reaches_an_op(node)
     ]
 
@@ -55,13 +55,10 @@ def host_outputs(gm: GraphModule) -> tuple[list[int], Boxed] | None:
         if node not in needed:
             needed.add(node)
             pending += list(node_leaves((node.args, node.kwargs)))
-    copy = Graph()
-    copies: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" or node in needed:
-            copies[node] = copy.node_copy(node, copies.__getitem__)
-    copy.output(tuple(copies[leaves[index]] for index in places))
-    return places, generate(graph_module(gm, copy)).function("<graphex host values>")
+    inputs = gm.graph.find_nodes(op="placeholder")
+    body = sorted(needed.difference(inputs))
+    module, _ = extract(gm, body, inputs, tuple(leaves[index] for index in places))
+    return places, generate(module).function("<graphex host values>")
 
 
 def _reaches_an_op(node: Node) -> bool:
@@ -82,10 +79,6 @@ def _is_number(node: Node) -> bool:
     return value is not None and not isinstance(value, torch.Tensor)
 
 
-def _placeholders(gm: GraphModule) -> list[Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
 # -- keys --------------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +89,7 @@ class KeyReader:
     """Reads the key of a call from its inputs."""
 
     def __init__(self, gm: GraphModule, aliases: Aliases, device: Device) -> None:
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        placeholders = gm.graph.find_nodes(op="placeholder")
         values = [node.meta.get("val") for node in placeholders]
         numbers = set(sizes_that_matter(gm))
         known = {symbol_of(value): index for index, value in enumerate(values) if symbol_of(value) is not None}

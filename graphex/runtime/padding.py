@@ -39,7 +39,7 @@ class Layout:
     """Where the rows of a graph are: in which dimension of which inputs and outputs. Raises MixedRowsError."""
 
     def __init__(self, gm: GraphModule) -> None:
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        nodes = gm.graph.find_nodes(op="placeholder")
         self._values = [node.meta.get("val") for node in nodes]
         tensors = [node for node, value in zip(nodes, self._values, strict=True) if isinstance(value, Tensor)]
         self._symbol = _only_symbol(tensors, nodes)

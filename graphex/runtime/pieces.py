@@ -24,8 +24,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis import Aliases, is_collective
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.asynchronous import is_declared_asynchronous, launch_of, who_may_keep
-from graphex.analysis.dependencies import what_runs_before
+from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import does_nothing, is_kernel, is_number, node_leaves, operator_of
+from graphex.analysis.graphs import extract, values_from_outside
 from graphex.device import Device
 from graphex.runtime.streams import (
     MemoryOfPiece,
@@ -35,7 +36,6 @@ from graphex.runtime.streams import (
     keep_order,
     with_events,
 )
-from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
 
 # -- capturable --------------------------------------------------------------------------------------------------------
@@ -254,12 +254,12 @@ def divide(gm: GraphModule, device: Device) -> Division:
     free = {node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr", "output")}
     obstacles = {node: why for node in gm.graph.nodes if (why := why_not_captured(node, device))}
     if not obstacles:
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        inputs = gm.graph.find_nodes(op="placeholder")
         return Division([Piece(gm, True, inputs, [])], {})
     free |= {node for node in gm.graph.nodes if is_number(node) and node not in obstacles}
     aliases = Aliases(gm.graph)
     free |= {node for node in gm.graph.nodes if does_nothing(node)}
-    before = what_runs_before(gm.graph, aliases)
+    before = dependencies(gm.graph, aliases)
     keep_order(gm.graph, before)
     outside = set(obstacles)
     while True:
@@ -364,19 +364,11 @@ def _piece(
     *,
     captured: bool,
 ) -> Piece:
-    graph = Graph()
     body = _with_numbers([*nodes, *numbers], free)
-    inputs = _read_from_outside(body)
-    copies: dict[Node, Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in body:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    inputs = values_from_outside(body)
     outputs = [node for node in nodes if node in needed] + numbers
-    graph.output(tuple(copies[node] for node in outputs))
-    piece = graph_module(gm, graph)
-    memory = MemoryOfPiece(aliases, copies) if is_on_streams(graph) else None
+    piece, copies = extract(gm, body, inputs, tuple(outputs))
+    memory = MemoryOfPiece(aliases, copies) if is_on_streams(piece.graph) else None
     if memory is not None:
         add_missing_events(piece, memory)
     return Piece(piece, captured, inputs, outputs, memory=memory)
@@ -399,8 +391,3 @@ def _with_numbers(nodes: Iterable[Node], free: set[Node]) -> list[Node]:
     for node in nodes:
         add(node)
     return body
-
-
-def _read_from_outside(body: list[Node]) -> list[Node]:
-    inside = set(body)
-    return list(dict.fromkeys(value for node in body for value in node.all_input_nodes if value not in inside))

@@ -52,7 +52,7 @@ class Piecewise:
         above: AboveAutograd,
     ) -> None:
         self._boxed_call = True
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        inputs = gm.graph.find_nodes(op="placeholder")
         self.written = Aliases(gm.graph).written_inputs()
         self._pool, self._device, self._counter, self._above = pool, device, counter, above
         self._calls = 0

@@ -23,8 +23,8 @@ from graphex.analysis import Aliases
 from graphex.device import Device
 from graphex.device.base import stream_plan
 from graphex.errors import StreamError
-from graphex.passes.auto_streams import why_not_automatic
 from graphex.passes.pipeline import put_on_two_streams
+from graphex.passes.streams import why_not_automatic
 from graphex.records import AutoStreams, Journal
 from graphex.rewrite.runner import Runner
 from graphex.runtime import session

@@ -135,7 +135,7 @@ def test_it_is_the_first_of_all_who_use_the_memory(steps, joined):
             for value in values:
                 found = None if order.one_stream else unordered(order, aliases, writer, [value])
                 wanted = None if order.one_stream else asked(order, aliases, writer, value, values)
-                assert (found and found.reader) is wanted
+                assert (None if found is None else found.node) is wanted
 
 
 def test_twice_the_nodes_take_twice_the_steps():

@@ -50,14 +50,14 @@ def any_power_is_one() -> AbstractContextManager[Any]:
 
 def bfloat16_is_exact() -> AbstractContextManager[Any]:
     exact = frozenset({torch.float64, torch.bfloat16})
-    return mock.patch.dict("graphex.passes.copies.EXACT_IN", {torch.float32: exact})
+    return mock.patch.dict("graphex.passes.clean.EXACT_IN", {torch.float32: exact})
 
 
 FOUND_AT_ONCE: dict[str, Bug] = {
     "nobody reads anything later": answer("readers_after", []),
     "a copy may always be dropped": answer("why_not_same", None),
     "inputs are ours to overwrite": answer("is_owned_elsewhere", False),
-    "writes are no effects": condition("passes.cse.is_effectful", False),
+    "writes are no effects": condition("passes.clean.is_effectful", False),
 }
 FOUND_LATER: dict[str, Bug] = {
     "nothing aliases": answer("may_alias", False),
@@ -66,12 +66,12 @@ FOUND_LATER: dict[str, Bug] = {
     "outputs may begin to share memory": answer("_why_not_returned", None),
     "no updated value is handed out": answer("is_handed_out", False),
     "every arrangement turns back": condition("passes.updates._turns_back", True),
-    "a declared twin may always be called": condition("passes.inplace_twins._why_not_dead", None),
+    "a declared twin may always be called": condition("passes.reinplace._why_not_dead", None),
     "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
     "every layout is the same to a reused buffer": condition("analysis.memory.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
     "every cat joins rows": condition("passes.cat._dim", 0),
-    "all scalars are equal": condition("passes.cse._frozen", 0),
+    "all calls are equal": condition("passes.clean.value_key", 0),
     "in-place twins are mixed up": twins_mixed_up,
     "any power is one": any_power_is_one,
     "bfloat16 holds every float32": bfloat16_is_exact,

@@ -1,19 +1,37 @@
-"""Shorten chains of casts that lose nothing on the way, and drop copies of memory to itself.
+"""Compute nothing twice and nothing in vain: casts that lose nothing, copies, unused values, equal calls.
 
-    before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64); copy_(x, x)
+    before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64); copy_(x, x)        redundant copies
     after:   b is x_bf16;                                  c = to(x_bf16, float64)
 
-Going through a type that holds every value of the first one exactly is as if one had not gone there. Only such
-detours are removed: float32 -> bfloat16 -> float32 rounds, and stays.
+    before:  a = mul(x, 2); b = add(x, 1); return b                                               dead code
+    after:                  b = add(x, 1); return b
+
+    before:  a = mul(x, 2); b = mul(x, 2); c = add(a, b)                                          common subexpressions
+    after:   a = mul(x, 2);                c = add(a, a)
+
+A cast through a type that holds every value of the first one exactly is as if it was not made. Only such casts are
+removed: float32 -> bfloat16 -> float32 rounds, and stays. Dead code never includes effects: writes, random ops (the
+next one would draw other numbers), asserts, collectives, scopes, events and every op that is not known to be pure.
+
+Two calls are equal if the op, its arguments and its stream are, nothing they read was written in between, and the op
+is known to be a pure function. Where both results reach the user, or one of them is written to, merging would let the
+user see shared memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch.fx import Node
 
-from graphex.analysis import known_equal, same_layout
+from graphex.analysis import is_effectful, known_equal, placement, same_layout
+from graphex.analysis.effects import UNINITIALISED, operator_of
+from graphex.analysis.source import value_key
 from graphex.rewrite.base import GraphPass, Work
+
+# -- redundant copies --------------------------------------------------------------------------------------------------
+
 
 aten = torch.ops.aten
 cast = aten._to_copy.default
@@ -126,3 +144,67 @@ def _is_plain_cast(node: Node) -> bool:
     if before.layout != torch.strided or before.is_conj() or before.is_neg():
         return False
     return known_equal(before.stride(), after.stride())
+
+
+# -- dead code ---------------------------------------------------------------------------------------------------------
+
+
+class RemoveDeadCode(GraphPass):
+    name = "remove_dead_code"
+    rule = "unused"
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        for node in reversed(list(work.graph.nodes)):
+            if not node.users and not is_effectful(node):
+                work.erase(node, rule=self.rule, because="nobody uses the value")
+
+
+# -- common subexpressions ---------------------------------------------------------------------------------------------
+
+
+class MergeCommonSubexpressions(GraphPass):
+    name = "merge_common_subexpressions"
+    rule = "equal_calls"
+
+    def apply(self, work: Work) -> None:
+        if not work.allows(self.rule):
+            return
+        first_seen: dict[Hashable, Node] = {}
+        anywhere: dict[Hashable, Node] = {}  # on whichever stream
+        positions = {node: index for index, node in enumerate(work.graph.nodes)}
+        for node in list(work.graph.nodes):
+            if not _is_mergeable(node):
+                continue
+            key = _key(node)
+            kept = first_seen.setdefault((key, repr(placement(node))), node)
+            if kept is node:
+                elsewhere = anywhere.setdefault(key, node)
+                if elsewhere is not node and placement(elsewhere) != placement(node):
+                    work.refuse(node, f"equal to '{elsewhere.name}', but on another stream", rule=self.rule)
+                continue
+            if _reads_changed_memory(work, kept, positions[node]):
+                first_seen[key, repr(placement(node))] = node
+            elif reason := work.aliases.why_not_same(node, kept) or work.aliases.why_not_same(kept, node):
+                work.refuse(node, f"equal to '{kept.name}', but {reason}", rule=self.rule)
+            else:
+                work.replace(node, kept, rule=self.rule, because=f"computes the same as '{kept.name}'")
+
+
+def _is_mergeable(node: Node) -> bool:
+    if node.op == "get_attr":
+        return False
+    op = operator_of(node)
+    if op is not None and op._schema.name in UNINITIALISED:
+        return False
+    return not is_effectful(node)
+
+
+def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
+    return any(work.aliases.written_between(value, kept, until) for value in kept.all_input_nodes)
+
+
+def _key(node: Node) -> Hashable:
+    """Equal for equal calls."""
+    return value_key(node.target), value_key(node.args), value_key(node.kwargs)
