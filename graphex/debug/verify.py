@@ -28,6 +28,7 @@ from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.debug.graph_dump import NOT_WRITTEN, bindings_text, not_written
 from graphex.debug.tensors import clone_together, difference, sharing
+from graphex.device import runtimes_in_use
 from graphex.env import write_text
 from graphex.errors import one_line
 from graphex.quoting import file_name, literal, value_text
@@ -121,13 +122,8 @@ def _restorer(state: Any, put_back: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def _device_modules() -> list[Any]:
-    """`torch.cuda` and its like, once they are in use: asking them for their generators would start them."""
-    modules = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu"))
-    return [
-        module
-        for module in modules
-        if module is not None and hasattr(module, "get_rng_state_all") and getattr(module, "is_initialized", bool)()
-    ]
+    """`torch.cuda` and its like, once they are in use."""
+    return [module for module in runtimes_in_use().values() if hasattr(module, "get_rng_state_all")]
 
 
 # -- repro -------------------------------------------------------------------------------------------------------------
