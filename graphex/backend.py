@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig, config_from
 from graphex.debug.history import Film, readable_path
+from graphex.device import kernel_runtime
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
 from graphex.passes.pipeline import check_names
@@ -167,7 +168,7 @@ def _compile(
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
     compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
-    if torch.cuda.is_available():
+    if kernel_runtime() is not None:
         get_ready_meanwhile(journal)
     if journal.film is not None:
         journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])

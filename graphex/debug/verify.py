@@ -24,6 +24,7 @@ from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.debug.scripts import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
+from graphex.device import runtimes_in_use
 from graphex.errors import one_line
 from graphex.records import Verified
 from graphex.rewrite.runner import Runner
@@ -337,9 +338,4 @@ class RandomState:
 
 def _device_modules() -> list[Any]:
     """`torch.cuda` and its like, once they are in use: asking them for their generators would start them."""
-    modules = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu"))
-    return [
-        module
-        for module in modules
-        if module is not None and hasattr(module, "get_rng_state_all") and getattr(module, "is_initialized", bool)()
-    ]
+    return [module for module in runtimes_in_use().values() if hasattr(module, "get_rng_state_all")]

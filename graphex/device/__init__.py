@@ -1,5 +1,33 @@
-"""What a device can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph."""
+"""Devices: what each can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph.
 
-from graphex.device.base import Cores, Device, Lanes, Replay, device_of, several_accelerators
+Read `base.py` first: the interface, and the table `KINDS` of device types. `gpu.py` has what GPU-like devices share,
+`cuda.py` and `npu.py` what is their own. A new device is a file with its class and a line in `KINDS`.
+"""
 
-__all__ = ["Cores", "Device", "Lanes", "Replay", "device_of", "several_accelerators"]
+from graphex.device.base import (
+    Cores,
+    Device,
+    Lanes,
+    OneStream,
+    Replay,
+    device_of,
+    kernel_runtime,
+    runs_kernels,
+    runtimes,
+    runtimes_in_use,
+    several_accelerators,
+)
+
+__all__ = [
+    "Cores",
+    "Device",
+    "Lanes",
+    "OneStream",
+    "Replay",
+    "device_of",
+    "kernel_runtime",
+    "runs_kernels",
+    "runtimes",
+    "runtimes_in_use",
+    "several_accelerators",
+]

@@ -1,4 +1,10 @@
-"""The interface a device gives to the runtime. A device without graphs needs nothing but a name."""
+"""The interface a device gives to the runtime. A device without graphs needs nothing but a name.
+
+StreamPlan     the streams of a finished graph, as the passes leave them on its output node
+Lanes          the streams and events that the code of such a graph calls; OneStream does nothing
+Device         everything else: captures, streams, cores, times, memory
+KINDS          the table of device types; `device_of` chooses the device of a graph by it
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +20,6 @@ from torch import Tensor
 from torch.fx import Graph
 
 from graphex.errors import CaptureError
-
-# -- plan --------------------------------------------------------------------------------------------------------------
-# What the runtime has to know about the streams of a finished graph. It is on the output node.
-
 
 OUTSIDE = "graphex_events_outside"
 PLAN = "graphex_streams"
@@ -44,10 +47,6 @@ def stream_plan(graph: Graph) -> StreamPlan | None:
     return plan
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------------
-# What generated code calls where a graph runs on several streams.
-
-
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -62,7 +61,7 @@ class Lanes(ABC):
     def enter(self, stream: str | None, cores: int | None = None) -> None:
         """What follows is given to this stream, and to so many cores of the device at most.
 
-        A limit holds until the next call of any method, and is given only to a device that has `limits_cores`.
+        A limit holds until the next call of any method, and is a number that `Device.part` has returned.
         """
 
     @abstractmethod
@@ -72,7 +71,17 @@ class Lanes(ABC):
     def wait(self, event: str, stream: str | None) -> None: ...
 
 
-# -- base --------------------------------------------------------------------------------------------------------------
+class OneStream:
+    """The calls of `Lanes` in scripts that show a graph with several streams. They run on one: its order is right."""
+
+    @staticmethod
+    def enter(stream: str | None, cores: int | None = None) -> None: ...
+
+    @staticmethod
+    def record(event: str, stream: str | None) -> None: ...
+
+    @staticmethod
+    def wait(event: str, stream: str | None) -> None: ...
 
 
 class Replay(ABC):
@@ -167,8 +176,21 @@ class Device:
         return 0
 
 
-# -- select ------------------------------------------------------------------------------------------------------------
-# Which device a graph runs on.
+@dataclass(frozen=True)
+class Kind:
+    """A type of device (`torch.device.type`): the module and class of its `Device`, and whether Triton kernels run."""
+
+    module: str = ""
+    device: str = ""
+    has_kernels: bool = False
+
+
+# A type that is not here, or that has no class, runs graphs as a host does.
+KINDS = {
+    "cuda": Kind("graphex.device.cuda", "CudaDevice", has_kernels=True),
+    "npu": Kind("graphex.device.npu", "NpuDevice"),
+    "xpu": Kind(),
+}
 
 
 def device_of(devices: set[torch.device]) -> Device:
@@ -176,14 +198,10 @@ def device_of(devices: set[torch.device]) -> Device:
     accelerators = _accelerators(devices)
     if len(accelerators) == 1:
         only = next(iter(accelerators))
-        if only.type == "cuda":
-            from graphex.device.cuda import CudaDevice
-
-            return CudaDevice(only.index or 0)
-        if only.type == "npu":
-            from graphex.device.npu import NpuDevice
-
-            return NpuDevice(only.index or 0)
+        kind = KINDS.get(only.type, Kind())
+        if kind.device:
+            found: Device = getattr(import_module(kind.module), kind.device)(only.index or 0)
+            return found
     return Device()
 
 
@@ -195,3 +213,23 @@ def several_accelerators(devices: set[torch.device]) -> str:
 
 def _accelerators(devices: set[torch.device]) -> set[torch.device]:
     return {device for device in devices if device.type not in ("cpu", "meta")}
+
+
+def runtimes() -> dict[str, Any]:
+    """Device type -> `torch.cuda` or its like, for the types that this process knows."""
+    return {name: module for name in KINDS if (module := getattr(torch, name, None)) is not None}
+
+
+def runtimes_in_use() -> dict[str, Any]:
+    """`runtimes` that are initialised already. Asking one of the others for its state would start it."""
+    return {name: module for name, module in runtimes().items() if getattr(module, "is_initialized", bool)()}
+
+
+def runs_kernels(kind: str) -> bool:
+    """Whether Triton kernels run on a type of device."""
+    return KINDS.get(kind, Kind()).has_kernels
+
+
+def kernel_runtime() -> Any | None:
+    """`torch.cuda`, or its like, of the device here that Triton kernels run on; None if there is none."""
+    return next((each for kind, each in runtimes().items() if runs_kernels(kind) and each.is_available()), None)

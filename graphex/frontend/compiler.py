@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
 from graphex.debug.dumps import dump_graph
+from graphex.device import kernel_runtime
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
@@ -79,7 +79,8 @@ def compile_executables(
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     """All of a graph's at once; those that could not be compiled here are when they first run."""
-    if not (torch.cuda.is_available() and has_triton()) or torch.cuda.is_current_stream_capturing():
+    runtime = kernel_runtime()
+    if runtime is None or not has_triton() or runtime.is_current_stream_capturing():
         return
     from graphex.kernels.precompile import compile_ahead
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.device import runtimes
 from graphex.errors import StreamError
 from graphex.passes.torch_streams import label_of, stream_of
 
@@ -26,9 +27,6 @@ _METHODS = {
     "synchronize": ("graphex.host_wait", 1, False),
     "record_stream": ("graphex.record_tagged_stream", 2, False),
 }
-
-
-_SETTERS = (torch.cuda.set_stream, torch.accelerator.set_stream)
 
 
 def keep_stream_calls(gm: GraphModule) -> None:
@@ -58,9 +56,10 @@ def keep_stream_calls(gm: GraphModule) -> None:
 def _place_by_set_stream(gm: GraphModule) -> bool:
     from graphex.torch_private.dynamo import is_current_stream, is_object_lookup
 
+    setters = {module.set_stream for module in (*runtimes().values(), torch.accelerator)}
     changed, entered = False, None
     for node in list(gm.graph.nodes):
-        if node.target in _SETTERS and len(node.args) == 1:
+        if node.target in setters and len(node.args) == 1:
             number = _number(node.args[0], is_object_lookup)
             if number is not None:
                 entered = None if is_current_stream(number) else number

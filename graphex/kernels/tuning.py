@@ -241,7 +241,8 @@ def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
 
     Whoever asks may hold locks, of a graph with several streams for one, that a thread needs to end its capture.
     """
-    from graphex.device.cuda import CudaDevice, no_other_capture
+    from graphex.device.cuda import CudaDevice
+    from graphex.device.gpu import no_other_capture
 
     compile_all(candidates)
     with no_other_capture(PATIENCE) as is_free:

@@ -7,13 +7,15 @@ with torch.no_grad():
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphex.backend import journal
+from graphex.device import runtimes_in_use
 from graphex.env import why_off
 from graphex.errors import InputError
 from graphex.records import Captured
@@ -36,7 +38,7 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     if why_off():  # no graph of ours would undo what it writes
         return []
     before = len(found.records)
-    with torch.random.fork_rng(devices=_devices(), enabled=True):
+    with _random_numbers_kept():
         for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):
             with warming_up():
                 compiled(*args, **kwargs)
@@ -64,8 +66,14 @@ def _size(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
     return sum(leaf.numel() for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
 
 
-def _devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """The generators of the host and of the devices in use go on from where they were."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind, runtime in runtimes_in_use().items():
+            stack.enter_context(torch.random.fork_rng(range(runtime.device_count()), device_type=kind))
+        yield
 
 
 def _shown(calls: list[Any], progress: bool) -> Any:

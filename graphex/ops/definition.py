@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphex.device import runs_kernels
+
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
@@ -109,7 +111,7 @@ def has_kernel(name: str, device: torch.device | str) -> bool:
     spec = SPECS.get(name)
     if spec is None or not spec.defined_here or spec.kernel is None:
         return False
-    return torch.device(device).type == "cuda" and has_triton()
+    return runs_kernels(torch.device(device).type) and has_triton()
 
 
 def declined() -> dict[tuple[str, str], int]:

@@ -329,7 +329,7 @@ class _Writer:
             self._lane_now = lane
 
     def _lane(self, name: str, *args: object) -> None:
-        text = attribute(module_text("graphex.device.one_stream"), name)
+        text = attribute(attribute(module_text("graphex.device"), "OneStream"), name)
         function = self._bind(getattr(self.lanes, name), text, hint=name)
         self.lines.append(f"{function}({self._arguments(args, {})})")
 

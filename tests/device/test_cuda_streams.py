@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from graphex.device.base import StreamPlan
-from graphex.device.streams import CudaLanes
+from graphex.device.gpu import GpuStreams
 
 
 @dataclass(eq=False)
@@ -42,10 +42,8 @@ class Runtime:
 
 
 @pytest.fixture
-def runtime(monkeypatch) -> Runtime:
-    found = Runtime()
-    monkeypatch.setattr(CudaLanes, "_runtime", found)
-    return found
+def runtime() -> Runtime:
+    return Runtime()
 
 
 def called_on(run: Any, runtime: Runtime, stream: Stream) -> list[str]:
@@ -57,14 +55,14 @@ def called_on(run: Any, runtime: Runtime, stream: Stream) -> list[str]:
 
 
 def test_a_call_on_another_stream_waits_for_that_of_the_call_before(runtime):
-    run = CudaLanes(torch.device("cuda", 0), StreamPlan({"side": 0})).around(lambda args: None)
+    run = GpuStreams(runtime, torch.device("cuda", 0), StreamPlan({"side": 0})).around(lambda args: None)
     first, second = Stream("first"), Stream("second")
     calls = [first, first, second, second, first]
     assert [called_on(run, runtime, stream) for stream in calls] == [[], [], ["first"], [], ["second"]]
 
 
 def test_a_capture_waits_for_no_stream_outside_of_it_nor_is_it_waited_for(runtime):
-    run = CudaLanes(torch.device("cuda", 0), StreamPlan({"side": 0})).around(lambda args: None)
+    run = GpuStreams(runtime, torch.device("cuda", 0), StreamPlan({"side": 0})).around(lambda args: None)
     called_on(run, runtime, Stream("first"))
     runtime.captures = True
     assert called_on(run, runtime, Stream("capturing")) == []

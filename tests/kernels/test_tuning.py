@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from triton.runtime.errors import OutOfResources
 
-from graphex.device import cuda
+from graphex.device import gpu
 from graphex.errors import GraphexWarning
 from graphex.kernels import tuned, tuning, tuning_store
 from graphex.kernels.tuned.__main__ import main as export
@@ -146,7 +146,7 @@ def test_a_thread_that_captures_is_not_waited_for_without_end(tmp_path, monkeypa
     """It may need a lock that the thread that measures holds: that of a graph with several streams, or this one."""
     by = tuner(tmp_path, tuning.seconds_on_device)
     monkeypatch.setattr(tuning, "PATIENCE", 0.01)
-    capturing = cuda.no_other_capture(1.0)
+    capturing = gpu.no_other_capture(1.0)
     with ThreadPoolExecutor(1) as another:
         assert another.submit(capturing.__enter__).result()
         try:

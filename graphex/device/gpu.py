@@ -1,0 +1,240 @@
+"""Devices that work like a GPU: streams, events, and graphs that are captured and replayed.
+
+`torch.cuda` and `torch.npu` have the same names for all of it; `runtime` is the one of a device. A capture:
+
+    capture -> lock, synchronize -> _record: begin, run, end, on the device's capture stream -> GpuReplay
+                                    _end_after_failure, _recover where it went wrong
+
+`GpuStreams` are the streams and events of one compiled graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphex.device.base import Boxed, Device, Lanes, Replay, StreamPlan
+from graphex.env import collector_paused
+from graphex.errors import CaptureError
+from graphex.torch_private.cuda import part_of_device
+
+_one_at_a_time = threading.RLock()  # allocators and random generators know one capture at a time
+_capture_streams: dict[torch.device, Any] = {}  # one for each device: memory is reused within a stream only
+_waiting_to_be_freed: list[tuple[Any, Sequence[Any]]] = []  # graphs, with what they read
+
+
+class GpuReplay(Replay):
+    def __init__(self, graph: Any, device: GpuDevice) -> None:
+        self._graph: Any | None = graph
+        self._device = device
+        self.replay = graph.replay  # type: ignore[method-assign]  # one call less in every replay
+
+    def replay(self) -> None:
+        raise AssertionError("set when the graph is captured")
+
+    def free(self, reads: Sequence[Any] = ()) -> None:
+        graph, self._graph = self._graph, None
+        self.replay = _freed  # type: ignore[method-assign]
+        if graph is not None:
+            _waiting_to_be_freed.append((graph, reads))
+            self._device.free_graphs()
+
+
+def _freed() -> None:
+    raise RuntimeError("this graph has been freed")
+
+
+class GpuDevice(Device):
+    """A device whose `runtime` is `torch.cuda` or has the same names."""
+
+    captures = True
+    has_lanes = True
+
+    def __init__(self, device: torch.device, runtime: Any, graph: Callable[[], Any]) -> None:
+        self.name = str(device)
+        self.runtime = runtime
+        self._device, self._index = device, device.index
+        self._new_graph = graph
+
+    def pool(self) -> Any:
+        return self.runtime.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
+        graph = self._new_graph()
+        with _one_at_a_time, self.runtime.device(self._index), collector_paused():  # what it frees may call the device
+            try:
+                self.runtime.synchronize()
+                result = self._record(graph, run, pool, error_mode)
+            except BaseException as error:
+                self._recover(graph)
+                if isinstance(error, Exception):
+                    raise CaptureError(str(error)) from error
+                raise
+        self.free_graphs()
+        return GpuReplay(graph, self), result
+
+    def _record(self, graph: Any, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
+        caller, stream = self.runtime.current_stream(), self._capture_stream()
+        stream.wait_stream(caller)
+        with self.runtime.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode=error_mode)
+            try:
+                result = run()
+            except BaseException:
+                self._end_after_failure(graph, pool)
+                raise
+            self._end(graph, pool)
+        caller.wait_stream(stream)
+        return result
+
+    def _end(self, graph: Any, pool: Any) -> None:
+        graph.capture_end()
+
+    def _end_after_failure(self, graph: Any, pool: Any) -> None:
+        """End a capture in which an error was raised. That error is the one to report."""
+        raise NotImplementedError
+
+    def _recover(self, failed: Any) -> None:
+        """Leave the device as it was before a capture that failed."""
+
+    def _capture_stream(self) -> Any:
+        stream = _capture_streams.get(self._device)
+        if stream is None:
+            stream = _capture_streams[self._device] = self.runtime.Stream(self._device)
+        return stream
+
+    def free_graphs(self) -> None:
+        """Destroy the graphs that are freed, but never during a capture: a finalizer may call this at any time."""
+        if not _waiting_to_be_freed or self.runtime.is_current_stream_capturing():
+            return
+        if not _one_at_a_time.acquire(blocking=False):
+            return
+        try:
+            self.runtime.synchronize(self._index)
+            while _waiting_to_be_freed:
+                _waiting_to_be_freed.pop()[0].reset()
+        finally:
+            _one_at_a_time.release()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._device.type
+
+    def lanes(self, plan: StreamPlan) -> Lanes:
+        return GpuStreams(self.runtime, self._device, plan)
+
+    def current_stream(self) -> Any:
+        return self.runtime.current_stream(self._index)
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        start, end = self.runtime.Event(enable_timing=True), self.runtime.Event(enable_timing=True)
+        start.record(self.current_stream())
+        run()
+        end.record(self.current_stream())
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def synchronize(self) -> None:
+        self.runtime.synchronize(self._index)
+
+    def reserved_bytes(self) -> int:
+        return int(self.runtime.memory_reserved(self._index))
+
+
+@contextmanager
+def no_other_capture(patience: float) -> Iterator[bool]:
+    """Let no other thread capture meanwhile. False if one does for so many seconds: it may be waiting for this one."""
+    is_free = _one_at_a_time.acquire(timeout=patience)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            _one_at_a_time.release()
+
+
+class GpuStreams(Lanes):
+    """Made at the first call, which is never a capture. One call at a time gives out its work."""
+
+    def __init__(self, runtime: Any, device: torch.device, plan: StreamPlan) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._priorities = plan.priorities
+        self._streams: dict[str | None, Any] = {}
+        self._events: dict[str, Any] = {}
+        self._parts: dict[tuple[str | None, int], Any] = {}  # contexts that have some of the cores
+        self._limited: tuple[Any, Any] | None = None  # where limited work is given to, and the stream it belongs to
+        self._last: Any = None  # the stream that the last call was on
+        self._lock = threading.RLock()
+
+    def around(self, body: Boxed) -> Boxed:
+        def run(args: list[Any]) -> Any:
+            with self._lock:
+                current = self._begin()
+                try:
+                    return body(args)
+                except BaseException:
+                    self._abandon(current)
+                    raise
+                finally:
+                    self._runtime.set_stream(current)
+
+        return run
+
+    def enter(self, stream: str | None, cores: int | None = None) -> None:
+        self._end_limit()
+        if cores is None:
+            self._runtime.set_stream(self._streams[stream])
+            return
+        part = self._part(stream, cores)
+        part.wait_stream(self._streams[stream])
+        self._runtime.set_stream(part)
+        self._limited = part, self._streams[stream]
+
+    def record(self, event: str, stream: str | None) -> None:
+        self._end_limit()
+        found = self._events.get(event)
+        if found is None:
+            found = self._events[event] = self._runtime.Event()
+        found.record(self._streams[stream])
+
+    def wait(self, event: str, stream: str | None) -> None:
+        self._end_limit()
+        self._streams[stream].wait_event(self._events[event])
+
+    def _part(self, stream: str | None, cores: int) -> Any:
+        """A stream for work of `stream` whose kernels have only so many cores."""
+        context = self._parts.get((stream, cores))
+        if context is None:
+            context = self._parts[stream, cores] = part_of_device(self._device.index or 0, cores)
+        return context.Stream()
+
+    def _end_limit(self) -> None:
+        """What follows waits for the limited work, as if that had been given to the stream itself."""
+        if self._limited is not None:
+            part, stream = self._limited
+            self._limited = None
+            stream.wait_stream(part)
+
+    def _begin(self) -> Any:
+        for label, priority in self._priorities.items():
+            if label not in self._streams:
+                self._streams[label] = self._runtime.Stream(self._device, priority=priority)
+        self._limited = None
+        current = self._streams[None] = self._runtime.current_stream(self._device)
+        if not self._runtime.is_current_stream_capturing():  # a capture waits for nothing outside of it
+            # The other streams begin behind this one, and reuse memory that the last call's may still be reading.
+            if self._last not in (None, current):
+                current.wait_stream(self._last)
+            self._last = current
+        return current
+
+    def _abandon(self, current: Any) -> None:
+        """After an error the caller may use and free what the other streams are still working on."""
+        if self._runtime.is_current_stream_capturing():
+            return  # the capture is void
+        self._end_limit()
+        for stream in self._streams.values():
+            current.wait_stream(stream)
