@@ -24,8 +24,8 @@ from torch.fx import Graph, Node, map_arg
 from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.config import CompilerConfig
 from graphex.fusion.calls import arguments
-from graphex.fusion.pattern_builder import fresh, key_of
-from graphex.fusion.rule import users_rules
+from graphex.fusion.registry import users_rules
+from graphex.fusion.tracing import fresh, key_of
 from graphex.ops import has_kernel
 from graphex.passes.projection_plans import GATED, LINEARS, NORM, RESIDUAL, Linear, Plan, Planner, is_reshape, linear_at
 from graphex.records import RuleTried
