@@ -11,10 +11,13 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from graphex import config, records
 from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
 from graphex import scope as scope
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
     from graphex.analysis.inplace_variants import register_inplace_twin
     from graphex.analysis.races import register_core_need
@@ -66,39 +69,27 @@ __all__ = [
     "warm_up",
 ]
 
-# Public name -> the module it lives in. Loaded on first use: importing graphex must not import Dynamo.
-_HOMES = {
-    "Backend": "backend",
-    "CompilerConfig": "config",
-    "GraphPass": "rewrite.base",
-    "GraphexError": "errors",
-    "GraphexWarning": "errors",
-    "InputError": "errors",
-    "Journal": "records",
-    "OptionError": "errors",
-    "PassError": "errors",
-    "Refusal": "rewrite.base",
-    "Report": "evidence.explain",
-    "Rewrite": "rewrite.adapter",
-    "RuleError": "errors",
-    "StreamError": "errors",
-    "Work": "rewrite.base",
-    "compile_fx": "backend",
-    "explain": "evidence.explain",
-    "get_backend": "backend",
-    "graph_pass": "rewrite.adapter",
-    "journal": "backend",
-    "node_info": "fusion.register",
-    "random_orders": "debug.orders",
-    "register_replacement": "fusion.register",
-    "replacement": "fusion.register",
-    "register_asynchronous": "analysis.asynchronous",
-    "register_core_need": "analysis.races",
-    "register_inplace_twin": "analysis.inplace_variants",
-    "register_keeps_nothing": "analysis.asynchronous",
-    "replayer": "loops.replayer",
-    "warm_up": "loops.warm_up",
+# Module -> the public names it holds. They are loaded on first use: importing graphex must not import Dynamo.
+_NAMES = {
+    "analysis.asynchronous": ("register_asynchronous", "register_keeps_nothing"),
+    "analysis.inplace_variants": ("register_inplace_twin",),
+    "analysis.races": ("register_core_need",),
+    "backend": ("Backend", "compile_fx", "get_backend", "journal"),
+    "config": ("CompilerConfig",),
+    "debug.orders": ("random_orders",),
+    "errors": (
+        *("GraphexError", "GraphexWarning", "InputError", "OptionError", "PassError"),
+        *("RuleError", "StreamError"),
+    ),
+    "evidence.explain": ("Report", "explain"),
+    "fusion.register": ("node_info", "register_replacement", "replacement"),
+    "loops.replayer": ("replayer",),
+    "loops.warm_up": ("warm_up",),
+    "records": ("Journal",),
+    "rewrite.adapter": ("Rewrite", "graph_pass"),
+    "rewrite.base": ("GraphPass", "Refusal", "Work"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -113,6 +104,25 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted(__all__)
 
+
+def _check_form(_: config.Passes, custom: Any) -> None:
+    """Refuse a custom pass that has none of the forms of a pass."""
+    from graphex.rewrite.adapter import as_graph_pass
+
+    as_graph_pass(custom)
+
+
+def _write_report(journal: Journal, compile_id: str, path: Path) -> None:
+    """Write the HTML report on the graphs of one compilation."""
+    from graphex.evidence.report.model import report_data
+    from graphex.evidence.report.page import write_page
+
+    write_page(report_data(f"compilation {compile_id}", [journal], compile_id=compile_id), path)
+
+
+# A lower room imports nothing from a higher one: this module, above all rooms, gives it the functions it needs.
+config.Passes.check_form = _check_form
+records.Journal.write_report = _write_report
 
 if not entry_points(group="torch_dynamo_backends", name="graphex"):
     # A source tree that is not installed has no entry point: make the name known to torch.compile here.

@@ -11,9 +11,9 @@ declaration is the only place that knows what a legal value is:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from graphex.errors import OptionError, did_you_mean
 
@@ -187,28 +187,37 @@ class Passes(Kind[tuple[CustomPass, ...]]):
 
     allowed = "None, a pass, or a list of passes (docs/passes.md lists the forms a pass can take)"
     methods = ("apply", "is_node_supported")  # of a GraphPass, of an OperatorSupportBase
+    check_form: ClassVar[Callable[[Passes, CustomPass], None]]  # raises OptionError; `graphex/__init__.py` provides it
 
     def check(self, name: str, value: Any) -> tuple[CustomPass, ...]:
         if value is None or (isinstance(value, tuple) and not value):
             return ()
-        from graphex.rewrite.adapter import as_graph_pass
-
         passes = list(value) if isinstance(value, list) else [value]
         for each in passes:
             if not (callable(each) or isinstance(each, tuple) or any(hasattr(each, name) for name in self.methods)):
                 raise self.refuse(name, each)
-            as_graph_pass(each)  # refuses what it cannot be
+            self.check_form(each)
         return tuple(passes)
 
 
-class Rules(Kind[tuple[Any, ...]]):
+class AnyRule(ABC):
+    """A fusion rule, as far as a configuration and the registry know it. `graphex.fusion.rule` has the real one."""
+
+    name: str
+    origin: str
+
+    @property
+    @abstractmethod
+    def joint(self) -> bool:
+        """Whether the rule is about the joint graph of training."""
+
+
+class Rules(Kind[tuple[AnyRule, ...]]):
     """A list of fusion rules that `graphex.replacement` made."""
 
     allowed = "a list of rules made with graphex.replacement(...)"
 
-    def check(self, name: str, value: Any) -> tuple[Any, ...]:
-        from graphex.fusion.rule import AnyRule
-
+    def check(self, name: str, value: Any) -> tuple[AnyRule, ...]:
         rules = list(value) if isinstance(value, (list, tuple)) else [value]
         for rule in rules:
             if not isinstance(rule, AnyRule):
@@ -290,7 +299,7 @@ class CompilerConfig:
         "Turn idioms of plain PyTorch (RMSNorm, rotary embedding, silu * up ...) and linear layers of few rows into "
         "named ops: where the device has a faster kernel for them, everywhere, or nowhere.",
     )
-    fusion_rules = Option[tuple[Any, ...]](
+    fusion_rules = Option[tuple[AnyRule, ...]](
         Rules(), (), "Fusion rules, made with `graphex.replacement`, for this configuration alone. See docs/fusion.md."
     )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](

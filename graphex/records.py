@@ -13,15 +13,13 @@ import json
 import math
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from graphex.env import rank_and_size
 from graphex.errors import GraphexWarning
-
-if TYPE_CHECKING:
-    from graphex.analysis.races import Risk
-    from graphex.debug.history import Film
 
 SCHEMA_VERSION = 1
 
@@ -222,6 +220,16 @@ class KernelsPlanned(Record):
 
 
 @dataclass(frozen=True)
+class Risk:
+    """Nodes that nothing orders: the stream of each, the (aicores, vectorcores) it needs, and its source line."""
+
+    nodes: tuple[str, ...]
+    streams: tuple[str, ...]
+    needs: tuple[tuple[int, int], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class DeadlockChecked(Record):
     """The verdict of `deadlock_check=True`: clean, risk or not checked. `str(record)` is the report."""
 
@@ -265,13 +273,17 @@ R = TypeVar("R", bound=Record)
 class Journal:
     """All records of one compiled object, in the order they were made."""
 
+    write_report: ClassVar[
+        Callable[[Journal, str, Path], None]
+    ]  # on one compilation; `graphex/__init__.py` provides it
+
     def __init__(self) -> None:
         self.rank, _ = rank_and_size()
         self.records: list[Record] = []
         self.counts: dict[str, Counter[str]] = {}
         self.pieces: dict[str, str] = {}  # the name of a piece -> the graph that was cut
         self.versions: dict[str, str] = {}  # the name of another version of a graph -> the graph
-        self.film: Film | None = None  # the graphs themselves, kept where a report was asked for
+        self.film: Any = None  # a `graphex.debug.history.Film`: the graphs themselves, where a report was asked for
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, record: Record) -> None:

@@ -22,6 +22,7 @@ from graphex.analysis.happens_before import Access, Clock, Clocks, Memory, Order
 from graphex.analysis.source import node_line, placement, stream_name
 from graphex.errors import InputError
 from graphex.ops.scope import CORES
+from graphex.records import Risk
 from graphex.torch_private.schemas import overload_of
 
 BEGIN = 0  # the position of everything that the caller has done
@@ -187,16 +188,6 @@ MOST_SETS = 100  # reported for one graph
 Need = tuple[int, int]  # aicores, vectorcores
 
 _NEEDS: dict[torch._ops.OpOverload, Need] = {}
-
-
-@dataclass(frozen=True)
-class Risk:
-    """Nodes that nothing orders, where they run, what each needs and where it comes from."""
-
-    nodes: tuple[str, ...]
-    streams: tuple[str, ...]
-    needs: tuple[Need, ...]
-    lines: tuple[str, ...]
 
 
 def register_core_need(op: object, *, aicore: int = 0, vectorcore: int = 0) -> None:

@@ -18,9 +18,10 @@ from graphex.errors import GraphexWarning, InputError, RuleError
 from graphex.fusion.calls import value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.mismatch import Stop
-from graphex.fusion.pattern_builder import TraceFn, results_of
 from graphex.fusion.patterns import Check
-from graphex.fusion.rule import Handle, Rule, process_rules
+from graphex.fusion.registry import Handle, process_rules
+from graphex.fusion.rule import Rule
+from graphex.fusion.tracing import TraceFn, results_of
 from graphex.torch_private.patterns import PatternExpr, fwd_only
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, pytree, unset_fake_temporarily
 

@@ -9,8 +9,7 @@ with first. A number among them is a variable: it matches any number in its plac
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,92 +18,13 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.source import raised_in
+from graphex.config import AnyRule
 from graphex.errors import RuleError, one_line
-from graphex.fusion.pattern_builder import TraceFn, converted, pattern_of, trace_forward, trace_joint
+from graphex.fusion.pattern_builder import converted, pattern_of
 from graphex.fusion.patterns import Check, Pattern
+from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
 from graphex.torch_private.patterns import PatternExpr, fwd_only, joint_fwd_bwd
 from graphex.torch_private.symbolic import NEEDS_A_VALUE, FakeTensor, FakeTensorMode, unset_fake_temporarily
-
-# -- registry ----------------------------------------------------------------------------------------------------------
-# Which rules there are: a user's, for the whole process or for one configuration, and ours.
-
-
-class AnyRule(ABC):
-    """What a registry knows of a rule."""
-
-    name: str
-    origin: str
-
-    @property
-    @abstractmethod
-    def joint(self) -> bool:
-        """Whether the rule is about the joint graph of training."""
-
-
-class Registry:
-    """Rules in the order they were registered."""
-
-    def __init__(self) -> None:
-        self._rules: list[AnyRule] = []
-
-    def add(self, rule: AnyRule) -> Handle:
-        self._rules.append(rule)
-        return Handle(self, rule)
-
-    def discard(self, rule: AnyRule) -> None:
-        self._rules = [other for other in self._rules if other is not rule]
-
-    def __iter__(self) -> Iterator[AnyRule]:
-        return iter(tuple(self._rules))
-
-    def __len__(self) -> int:
-        return len(self._rules)
-
-
-class Handle:
-    """A registration. `remove()` takes it back; as a context manager it does so at the end of the block.
-
-    A handle of a duplicate that was skipped is false, and removing it does nothing.
-    """
-
-    def __init__(self, registry: Registry, rule: AnyRule, *, skipped: bool = False) -> None:
-        self._registry = registry
-        self._skipped = skipped
-        self.rule = rule
-
-    @property
-    def name(self) -> str:
-        return self.rule.name
-
-    def remove(self) -> None:
-        """Take the registration back. Models that are compiled already keep what was done to them."""
-        if not self._skipped:
-            self._registry.discard(self.rule)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def __bool__(self) -> bool:
-        return not self._skipped
-
-    def __repr__(self) -> str:
-        return f"Handle({self.name!r}{', skipped' if self._skipped else ''})"
-
-
-process_rules = Registry()
-"""The rules that `register_replacement` adds to."""
-
-
-def users_rules(config: Any) -> list[AnyRule]:
-    """The rules of one configuration, then those of the process."""
-    return [*config.fusion_rules, *process_rules]
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
 
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
-from graphex.fusion.rule import users_rules
+from graphex.fusion.registry import users_rules
 from graphex.fusion.rules import FUSIONS, LIFTS, load_for
 from graphex.ops import SPECS, has_kernel
 from graphex.records import RuleTried

@@ -25,7 +25,7 @@ from torch.fx import Graph
 
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
-from graphex.fusion.rule import users_rules
+from graphex.fusion.registry import users_rules
 from graphex.passes import (
     CheckDeadlocks,
     FoldGates,

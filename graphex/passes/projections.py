@@ -32,8 +32,8 @@ from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.analysis.effects import node_leaves
 from graphex.analysis.graphs import arguments
 from graphex.config import CompilerConfig
-from graphex.fusion.pattern_builder import fresh, key_of
-from graphex.fusion.rule import users_rules
+from graphex.fusion.registry import users_rules
+from graphex.fusion.tracing import fresh, key_of
 from graphex.ops import has_kernel
 from graphex.passes.projection_plans import (
     GATED,

@@ -88,11 +88,7 @@ class DebugFiles:
         if self.wanted:
             self.text("journal.json", journal.to_json())
         if self.directory is not None:
-            from graphex.evidence.report.model import report_data
-            from graphex.evidence.report.page import write_page
-
-            title = f"compilation {compile_id}"
-            write_page(report_data(title, [journal], compile_id=compile_id), self.directory / "report.html")
+            journal.write_report(compile_id, self.directory / "report.html")
 
 
 def open_debug_files(debug_directory: Path | None) -> DebugFiles:

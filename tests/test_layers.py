@@ -1,0 +1,77 @@
+"""The order of rooms: `docs/internals.md` lists them from bottom to top, and no import of graphex goes up."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "graphex"
+PAGE = ROOT / "docs" / "internals.md"
+
+ORDER = (
+    *("errors", "env", "quoting", "torch_private", "records", "config", "device", "ops", "scope", "kernels"),
+    *("analysis", "rewrite", "fusion", "passes", "runtime", "debug", "frontend", "backend", "evidence", "loops"),
+    *("ascend", "cli"),
+)
+ENTRANCES = ("__init__", "__main__")  # they stand above all rooms
+MOST_LOOSE_MODULES = 8
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and the module of every import of graphex, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            while name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name.startswith("graphex."):
+                yield node.lineno, name
+
+
+def test_the_page_lists_the_rooms_in_the_order_of_this_test():
+    block = re.search(r"## The order of rooms\n.*?```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    assert tuple(line.split()[0] for line in block[1].splitlines()) == ORDER
+
+
+def test_every_room_has_its_place():
+    assert {room_of(name) for name in MODULES if "." in name} - set(ENTRANCES) == set(ORDER)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_no_import_goes_up(room):
+    upward = [
+        f"{path.relative_to(ROOT)}:{line} imports {other}"
+        for name, path in MODULES.items()
+        if "." in name and room_of(name) == room
+        for line, other in imported(path)
+        if ORDER.index(room_of(other)) > ORDER.index(room)
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_few_modules_stand_beside_the_rooms():
+    loose = [path.stem for path in PACKAGE.glob("*.py") if path.stem not in ENTRANCES]
+    assert len(loose) <= MOST_LOOSE_MODULES, loose
