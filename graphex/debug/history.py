@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import Aliases, placement, written_arguments
-from graphex.analysis.effects import is_size_arithmetic
+from graphex.analysis.effects import CURRENT, is_size_arithmetic, placed_events
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
 
@@ -26,8 +26,6 @@ MOST_TEXT = 400  # characters of the arguments of a node; a list may have 5,000 
 
 _ROOT = re.compile(r"^L\['(\w+)'\]\.?")
 _MEMBER = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]")
-_EVENT_OPS = {"event_record": "record", "event_wait": "wait"}  # (event, stream, ...)
-_CURRENT = "(current)"
 _WITHOUT_KERNEL = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
 
 
@@ -44,7 +42,7 @@ class NodeFacts:
     bytes: int
     module: tuple[tuple[str, str], ...]  # (path, class) from the outside in
     frames: tuple[Frame, ...]
-    stream: str
+    stream: str  # empty for the current stream
     event: tuple[str, str] | None  # ("record" or "wait", the event)
     memory: tuple[str, ...]  # the nodes that own the memory the value may live in
     origins: tuple[str, ...]
@@ -52,6 +50,8 @@ class NodeFacts:
 
 
 def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
+    sync = next((found for _, found in placed_events([node])), None)
+    stream = placement(node) if sync is None else sync.stream  # an op about an event names its stream itself
     return NodeFacts(
         name=node.name,
         op=node.op,
@@ -62,24 +62,12 @@ def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
         bytes=bytes_of(node),
         module=module_of(node),
         frames=frames_of(node),
-        stream=stream_of(node),
-        event=event_of(node),
+        stream="" if stream in (None, CURRENT) else str(stream),
+        event=None if sync is None else (sync.kind, str(sync.what)),
         memory=tuple(sorted({owner.name for owner, _ in aliases.storages(node)})),
         origins=origins(node),
         computes=computes(node, aliases),
     )
-
-
-def stream_of(node: Node) -> str:
-    """The stream a node is on, as text; empty on the current one. An op about an event names its stream itself."""
-    stream = node.args[1] if event_of(node) and len(node.args) > 1 else placement(node)
-    return "" if stream in (None, _CURRENT) else str(stream)
-
-
-def event_of(node: Node) -> tuple[str, str] | None:
-    """("record" or "wait", the event) for a node that records or waits for an event; None for any other."""
-    kind = _EVENT_OPS.get(str(getattr(node.target, "_opname", "")))
-    return None if kind is None or not node.args else (kind, str(node.args[0]))
 
 
 def module_of(node: Node) -> tuple[tuple[str, str], ...]:

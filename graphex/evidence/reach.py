@@ -139,7 +139,8 @@ class _Walk:
         elif isinstance(value, partial):
             yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         elif isinstance(value, types.CellType):
-            yield from ((path, each) for each in [_Slots(value).get("cell_contents", _MISSING)] if each is not _MISSING)
+            if (content := _Slots(value).get("cell_contents", _MISSING)) is not _MISSING:
+                yield path, content
         elif isinstance(value, type):
             yield from _of_class(path, value)
         elif not is_value(value):
