@@ -117,7 +117,7 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], who: str) -
 
 
 def correct_layouts(gm: GraphModule) -> None:
-    """Compute anew what tracing has noted of ops whose fakes are known to be wrong, and what follows from it."""
+    """Compute the values again of ops whose fakes are known to be wrong, and of the nodes behind them."""
     propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
 
 
@@ -155,7 +155,7 @@ def _source_node(node: Node, watch: PassWatch) -> Node | None:
 
 
 def _ancestors(node: Node, watch: PassWatch, elsewhere: set[str]) -> list[Node]:
-    """What a new node stands for: the nodes whose users it took over, and what disappeared along with them.
+    """The nodes that a new node stands for: those whose users it took over, and those that disappeared with them.
 
     `elsewhere` names nodes that did not disappear, or that another node stands for.
     """
