@@ -191,9 +191,9 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
     streams = {placement(old) for old in kernels}
     if len(streams) == 1 and placement(node) is None and (stream := streams.pop()) is not None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
-    turns = {turn_of(old) for old in kernels}
-    if len(turns) == 1 and (turn := turns.pop()) is not None:
-        node.meta.setdefault(EPOCH, turn)
+    epochs = {turn_of(old) for old in kernels}
+    if len(epochs) == 1 and (epoch := epochs.pop()) is not None:
+        node.meta.setdefault(EPOCH, epoch)
 
 
 def _is_changed(node: Node, watch: PassWatch) -> bool:
