@@ -263,8 +263,6 @@ def _erase_unused(nodes: list[Node]) -> None:
 # -- gates -------------------------------------------------------------------------------------------------------------
 
 
-ops = torch.ops.graphex
-
 GATE = "gated_linears"
 _WITH_GATE: dict[Any, Any] = {
     ops.linears.default: ops.gated_linears.default,
