@@ -198,7 +198,7 @@ class Aliases:
         return any(storage in self._inputs for storage in self.storages(node))
 
     def is_owned_elsewhere(self, node: Node) -> bool:
-        """Whether the value may live in memory that somebody outside the graph holds on to.
+        """Whether the value may live in memory that code outside the graph holds on to.
 
         Besides the caller this can be a custom op, which may hand out the same tensor every time.
         """
@@ -319,7 +319,7 @@ class Aliases:
     def why_not_same(self, node: Node, kept: Node) -> str | None:
         """Why `node`, which computes the value of `kept`, may not be replaced by it; None if it may.
 
-        A view of `kept` shares its memory already: nothing changes. Fresh memory may be given up only if nobody writes
+        A view of `kept` shares its memory already: nothing changes. Fresh memory may be given up only if no node writes
         to either while the other is read, and no two results the user gets begin to share memory.
         """
         if self.strides.may_change(node, kept):

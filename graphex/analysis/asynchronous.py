@@ -40,7 +40,7 @@ from graphex.torch_private.schemas import holds_tensors, overload_of
 Op = torch._ops.OpOverload
 
 _WAITS = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
-_WAITED_BY_NOBODY = frozenset({"c10d"})  # namespaces whose ops return a `Work`
+_NEVER_WAITED_FOR = frozenset({"c10d"})  # namespaces whose ops return a `Work`
 _AT_ONCE = _WAITS | {"_c10d_functional::_wrap_tensor_autograd"}
 # Sends and receives return, or write to, what they are given, and their schemas do not say so.
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
@@ -119,7 +119,7 @@ def _collective(node: Node, op: Op) -> Launch:
     inputs = tuple(node.all_input_nodes)
     exchanges = op._schema.name.partition("::")[2] in _POINT_TO_POINT
     written = inputs if exchanges else tuple(written_arguments(node))
-    return Launch(inputs, written, waits=frozenset() if op.namespace in _WAITED_BY_NOBODY else _WAITS)
+    return Launch(inputs, written, waits=frozenset() if op.namespace in _NEVER_WAITED_FOR else _WAITS)
 
 
 def _copy(node: Node) -> Launch | None:

@@ -55,8 +55,9 @@ def declare_region(node: Node, contract: RegionContract) -> None:
     """Give a `call_module` or `call_function` node a contract; it holds while the node calls what it calls now."""
     value = node.meta.get("val")
     outputs = len(value) if isinstance(value, (list, tuple)) else 1
-    if node.kwargs or node.op not in ("call_module", "call_function"):
-        raise ValueError(f"'{node.name}' is no call with positional arguments: a contract counts those")
+    nested = any(isinstance(given, (list, tuple, dict, slice)) for given in node.args)
+    if nested or node.kwargs or node.op not in ("call_module", "call_function"):
+        raise ValueError(f"'{node.name}' is no call with plain positional arguments: a contract counts those")
     if isinstance(node.target, torch._ops.OpOverload):
         raise ValueError(f"'{node.name}' calls the operator '{node.target}': its schema is its contract")
     if not all(0 <= place < len(node.args) for place in contract.touched):

@@ -108,12 +108,12 @@ def keeps_its_turn(node: Node) -> bool:
     return op is None or op.namespace not in PURE_NAMESPACES or is_random(node) or not op._schema.is_mutable
 
 
-EPOCH = "graphex_turn"
+EPOCH = "graphex_epoch"
 
 
 def turn_of(node: Node) -> int | None:
-    turn: int | None = node.meta.get(EPOCH)
-    return turn
+    epoch: int | None = node.meta.get(EPOCH)
+    return epoch
 
 
 def in_epoch_order(graph: Graph, barriers: frozenset[Node] = frozenset()) -> list[Node] | Node:
@@ -159,9 +159,9 @@ def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
     records: dict[object, Node] = {}
     waits = []
     for node, sync in placed_events(nodes):
-        if not sync.turn:
+        if not sync.epoch:
             continue
-        events[sync.stream][sync.turn] = node
+        events[sync.stream][sync.epoch] = node
         if sync.kind == "record":
             records[sync.what] = node
         else:
@@ -169,15 +169,15 @@ def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
     for node, event in waits:
         if event in records:
             before[node].add(records[event])
-    turns = {stream: sorted(of_stream) for stream, of_stream in events.items()}
-    for stream, numbers in turns.items():
+    epochs = {stream: sorted(of_stream) for stream, of_stream in events.items()}
+    for stream, numbers in epochs.items():
         for number, following in pairwise(numbers):
             before[events[stream][following]].add(events[stream][number])
     for node in nodes:
-        turn, numbers = turn_of(node), turns.get(placement(node), [])
-        if turn is None or not is_work(node):
+        epoch, numbers = turn_of(node), epochs.get(placement(node), [])
+        if epoch is None or not is_work(node):
             continue
-        place = bisect_right(numbers, turn)
+        place = bisect_right(numbers, epoch)
         of_stream = events[placement(node)]
         before[node].update(of_stream[number] for number in numbers[max(place - 1, 0) : place])
         for number in numbers[place : place + 1]:

@@ -294,7 +294,7 @@ class Sync:
     kind: str  # record, wait or wait_stream
     stream: Hashable
     what: Hashable  # the event, or the other stream
-    turn: int = 0  # the epoch of its stream that begins with it
+    epoch: int = 0  # of its stream, which begins with the event
 
 
 def synchronisation(node: Node) -> Sync | None:
@@ -334,9 +334,9 @@ def _ours(node: Node, op: torch._ops.OpOverload) -> Sync | None:
     kind = {"graphex::event_record": "record", "graphex::event_wait": "wait"}.get(op._schema.name)
     if kind is None:
         return None
-    event, stream, turn = node.args
-    assert isinstance(turn, int)
-    return Sync(kind, None if stream == CURRENT else str(stream), str(event), turn)
+    event, stream, epoch = node.args
+    assert isinstance(epoch, int)
+    return Sync(kind, None if stream == CURRENT else str(stream), str(event), epoch)
 
 
 def _of_torch(node: Node, op: torch._ops.OpOverload) -> Sync | None:

@@ -168,7 +168,7 @@ def stamp_order(graph: Graph, aliases: Aliases) -> None:
 
 
 def moved_across_a_write(graph: Graph, aliases: Aliases) -> tuple[Node, str] | None:
-    """The first node that stands elsewhere among the writes to some memory than it was stamped, and whose memory."""
+    """The first node that has moved across a write since it was stamped, and the name of the written memory."""
     for node, stamp in _stamps(graph, aliases).items():
         before: Stamp = node.meta.get(_STAMP, {})
         for memory, writes in stamp.items():

@@ -93,7 +93,7 @@ class InUse:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def why(self, node: Node, writer: Node) -> Use | None:
-        """Why `writer` may not write to the memory of `node` even if nobody reads it later; None if it may."""
+        """Why `writer` may not write to the memory of `node` even if no node reads it later; None if it may."""
         if use := self.why_in_flight(node, writer):
             return use
         first = self._first_keeper(node)
@@ -109,7 +109,7 @@ class InUse:
         return None
 
     def why_escaped(self, node: Node) -> Use | None:
-        """Why the memory of `node` may be read after the graph, besides by whoever gets its outputs; None if not."""
+        """Why the memory of `node` may be read after the graph, besides by the caller, through outputs; None if not."""
         for flight in self._flights_of(node):
             if not flight.landed:
                 return Use(flight.reason())

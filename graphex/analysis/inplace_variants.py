@@ -88,9 +88,9 @@ def _variant_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload |
 #     functional:  ns::update(Tensor x, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)      out, new k, new v
 #     in-place:    ns::update_(Tensor x, Tensor(a!) k, Tensor(b!) v) -> Tensor               out
 #
-# A declaration says what no schema does: both compute the same bits, the functional op returns memory that nobody else
-# holds on to, and its last results are the new versions of the arguments that the variant writes, in the order they are
-# named. What the schemas do say is checked when the pair is declared.
+# A declaration says what no schema does: both compute the same bits, the functional op returns memory that no other
+# code holds on to, and its last results are the new versions of the arguments that the in-place variant writes, in the
+# order they are named. The declaration is checked against the schemas.
 
 
 Op = torch._ops.OpOverload

@@ -69,7 +69,7 @@ _BY_STRIDES = frozenset({aten.as_strided.default, aten.view.dtype})
 
 
 def laid_out_as(aliases: Aliases, node: Node, value: Any, leaving_out: Collection[Node]) -> dict[Node, Any] | None:
-    """The new values of `node` and of all views of it; None if somebody depends on the layout it has.
+    """The new values of `node` and of all views of it; None if a user depends on the layout it has.
 
     Users in `leaving_out` are not asked.
     """
@@ -175,7 +175,7 @@ def _count_from_the_input(view: Node) -> None:
 
 
 def _is_unread(work: Work, node: Node, base: Node) -> bool:
-    """Whether nobody needs `base` as it was, and what the op writes of it is found there as it would be in a copy."""
+    """Whether `base` is not needed as it was, and the op finds its views of `base` as it would in a copy."""
     aliases = work.aliases
     if finds_views_by_offset(node) and shares_offset_with(base) is not None:
         return False  # tracing has counted from the start of a copy; this begins where another value does
@@ -309,7 +309,7 @@ class _Proof:
         return self._why_in_use(steps) or why_seen(self.work, chain)
 
     def _why_in_use(self, steps: list[Node]) -> tuple[Refusal, Update | None] | None:
-        """Whether somebody looks at the memory of the input, or of its versions, who is not a reader in the graph.
+        """Whether the memory of the input, or of its versions, is in use beside the readers in the graph.
 
         Where a version was an update of the input in the user's program, it lived in the input's memory there too.
         """
@@ -358,7 +358,7 @@ class _Proof:
         return None
 
     def _may_be_laid_out_as(self, node: Node, window: torch.Tensor) -> bool:
-        """Whether everybody else who reads the value can read the window instead."""
+        """Whether all other readers of the value can read the window instead."""
         inside = {*self.inside, self.chain.epilogue}
         if all(user in inside for user in node.users):
             return True
@@ -376,7 +376,7 @@ class _Proof:
         return any(not self.aliases.storages(value).isdisjoint(self.memory) for value in operands)
 
     def _why_not_overwritten(self, before: tuple[Place, ...], update: Update) -> Refusal | None:
-        """Whether somebody reads the version before an update after it; putting a window back reads nothing."""
+        """Whether the version before an update is read after it; putting a window back reads nothing."""
         step = update.made.node
         end = self.aliases.position(self.chain.epilogue)
         put_back = {place.node for place in update.put_back}

@@ -323,13 +323,13 @@ def _behind_inputs(node: Node) -> Node:
 
 def _number(work: Work) -> None:
     """Count the events of each stream, and note on every node which of them it is behind."""
-    turns: Counter[object] = Counter()
+    epochs: Counter[object] = Counter()
     events = dict(placed_events(list(work.graph.nodes)))
     for node in work.graph.nodes:
         if node in events:
             stream = events[node].stream
-            turns[stream] += 1
-            node.args = (*node.args[:2], turns[stream])
-        elif is_work(node) and turn_of(node) != turns[placement(node)]:
-            node.meta[EPOCH] = turns[placement(node)]
+            epochs[stream] += 1
+            node.args = (*node.args[:2], epochs[stream])
+        elif is_work(node) and turn_of(node) != epochs[placement(node)]:
+            node.meta[EPOCH] = epochs[placement(node)]
             work.changes += 1

@@ -250,7 +250,7 @@ def _replaced(plan: FoldPlan) -> list[Node]:
 
 
 def _erase_unused(nodes: list[Node]) -> None:
-    """Drop what nobody uses any more, and what only that was made for."""
+    """Erase nodes that are not used any more, and the nodes that only they used."""
     pending = set(nodes)
     while pending:
         node = max(pending)
@@ -262,8 +262,6 @@ def _erase_unused(nodes: list[Node]) -> None:
 
 # -- gates -------------------------------------------------------------------------------------------------------------
 
-
-ops = torch.ops.graphex
 
 GATE = "gated_linears"
 _WITH_GATE: dict[Any, Any] = {

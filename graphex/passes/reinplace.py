@@ -99,7 +99,7 @@ def call_marked_variants(work: Work) -> None:
 
 
 def reuse_dead_arguments(work: Work, call: Node) -> None:
-    """Call the variant if nobody needs what it would write over."""
+    """Call the in-place variant if the values it would write over are not needed any more."""
     variant = declared_variant(call.target)
     assert variant is not None
     places = range(len(variant.written))

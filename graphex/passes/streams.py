@@ -12,7 +12,7 @@ caller has given out, and the graph ends when all of them have finished: that is
 memory of one call safe to use in the next.
 
 A write to memory that another stream may still be reading is an error that names both: an event there would change
-what the user's program says, and nobody can tell which of the two orders was meant.
+what the user's program says, and the graph does not say which of the two orders was meant.
 
 `PlaceBranches` puts branches that can run beside the rest on a second stream, for a trial of two streams:
 
@@ -74,7 +74,7 @@ class ScheduleStreams(GraphPass):
 
 
 def _check_placed(graph: Graph) -> None:
-    """Events of model code that nobody has read would order nothing."""
+    """Events of model code that `place_nodes` has not read would order nothing."""
     unread = (node for node in graph.nodes if synchronisation(node) is not None)
     events = {node for node, _ in placed_events(list(graph.nodes))}
     if (node := next((node for node in unread if node not in events), None)) is not None:
@@ -200,7 +200,7 @@ class CheckDeadlocks(GraphPass):
 # -- branches ----------------------------------------------------------------------------------------------------------
 # Branches of a graph that could run beside each other.
 #
-#     a = mm(x, w1); b = silu(a)          the branch of `b`: nobody else uses what is made in it
+#     a = mm(x, w1); b = silu(a)          the branch of `b`: nothing else uses its values
 #     c = mm(x, w2)                       the branch of `c`
 #     y = add(b, c)                       where they meet: the cheaper branch can go to another stream
 #

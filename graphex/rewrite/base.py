@@ -114,7 +114,7 @@ class Work:
         self._write(Refused(*place, bytes_moved, said.edit, said.nothing_lost))
 
     def certificate(self, written: Node, writer: Node, bytes_saved: int) -> Certificate:
-        """Why `writer` may write to the memory of `written`: nobody reads it after the node named here."""
+        """Why `writer` may write to the memory of `written`: the node named here is the last to read it."""
         owners = ", ".join(sorted(owner.name for owner, _ in self.aliases.storages(written)))
         last = self.aliases.last_reader_before(written, writer)
         return Certificate(owners, "nobody" if last is None else last.name, bytes_saved)

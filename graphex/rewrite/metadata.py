@@ -117,7 +117,7 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], who: str) -
 
 
 def correct_layouts(gm: GraphModule) -> None:
-    """Compute anew what tracing has noted of ops whose fakes are known to be wrong, and what follows from it."""
+    """Compute the values again of ops whose fakes are known to be wrong, and of the nodes behind them."""
     propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
 
 
@@ -155,7 +155,7 @@ def _source_node(node: Node, watch: PassWatch) -> Node | None:
 
 
 def _ancestors(node: Node, watch: PassWatch, elsewhere: set[str]) -> list[Node]:
-    """What a new node stands for: the nodes whose users it took over, and what disappeared along with them.
+    """The nodes that a new node stands for: those whose users it took over, and those that disappeared with them.
 
     `elsewhere` names nodes that did not disappear, or that another node stands for.
     """
@@ -191,9 +191,9 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
     streams = {placement(old) for old in kernels}
     if len(streams) == 1 and placement(node) is None and (stream := streams.pop()) is not None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
-    turns = {turn_of(old) for old in kernels}
-    if len(turns) == 1 and (turn := turns.pop()) is not None:
-        node.meta.setdefault(EPOCH, turn)
+    epochs = {turn_of(old) for old in kernels}
+    if len(epochs) == 1 and (epoch := epochs.pop()) is not None:
+        node.meta.setdefault(EPOCH, epoch)
 
 
 def _is_changed(node: Node, watch: PassWatch) -> bool:

@@ -123,7 +123,7 @@ def _check_interface(found: Interface, wanted: Interface, who: str) -> None:
 
 
 def _form(value: Any) -> Any:
-    """How values are nested, and which are None; a list and a tuple are one to whoever takes them apart."""
+    """How values are nested, and which are None; a list and a tuple are the same."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_form, value))
     return {key: _form(item) for key, item in value.items()} if isinstance(value, dict) else value is None

@@ -124,7 +124,7 @@ def with_events(members: dict[int, list[Node]], levels: dict[Node, int]) -> dict
     together: set[Node] = set()
     for node, sync in placed_events(list(levels)):
         kept.discard(node)
-        if not sync.turn:
+        if not sync.epoch:
             continue  # added again where it is needed
         if sync.kind == "record":
             recorded[sync.what] = node

@@ -113,7 +113,7 @@ def test_a_region_that_writes_an_input_of_the_graph_says_so():
     assert rewritten(journal, "equal_calls") == []
 
 
-def region_in(gm: GraphModule, *args: Node, target: Any = torch.nn.functional.gelu, value: Any = None) -> Node:
+def region_in(gm: GraphModule, *args: Any, target: Any = torch.nn.functional.gelu, value: Any = None) -> Node:
     with gm.graph.inserting_before(gm.graph.output_node()):
         node = gm.graph.call_function(target, args)
     node.meta["val"] = X if value is None else value
@@ -223,6 +223,8 @@ def test_a_contract_that_is_not_about_the_node_is_refused():
     none = frozenset[int]()
     with pytest.raises(ValueError, match="names inputs that it has not: it has 1"):
         declare_region(region_in(gm, x), RegionContract(frozenset({1}), none, (none,), (none,)))
+    with pytest.raises(ValueError, match="no call with plain positional arguments"):
+        declare_region(region_in(gm, [x]), RegionContract(none, frozenset({0}), (none,), (none,)))
     with pytest.raises(ValueError, match="is not about its 2 outputs"):
         declare_region(region_in(gm, x, value=(X, X)), RegionContract(none, none, (none,), (none,)))
     with pytest.raises(ValueError, match="its schema is its contract"):
