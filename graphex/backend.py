@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -17,11 +18,10 @@ from graphex.config import CompilerConfig, config_from
 from graphex.debug.history import Film
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
-from graphex.evidence.watch import note_compilation
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
-from graphex.runtime.readiness import get_ready_meanwhile
+from graphex.runtime.native import get_ready_meanwhile
 from graphex.torch_private import dynamo
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
@@ -208,12 +208,56 @@ def _is_off(journal: Journal) -> bool:
 def _begin(
     config: CompilerConfig, journal: Journal, custom: Decompositions | None = None, *, is_whole: bool = True
 ) -> Compilation:
-    config = note_compilation(config, journal).frozen()
+    config = _noted(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory())
     if files.directory is not None and journal.film is None:
         journal.film = Film()
     return Compilation(config, journal, dynamo.compile_id(), custom or {}, files, is_whole)
+
+
+@dataclass
+class Watch:
+    """What was compiled, and the options that were laid over the program's own."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on_compile: Callable[[Journal], None] = lambda _: None
+    journals: list[Journal] = field(default_factory=list)
+
+
+_watches: list[Watch] = []  # no context variable: a program may well compile in a thread of its own
+
+
+@contextmanager
+def watching(
+    options: Mapping[str, Any] | None = None, on_compile: Callable[[Journal], None] = lambda _: None
+) -> Iterator[Watch]:
+    """Watch every compilation of the process while a program runs; `graphex explain SCRIPT` does.
+
+    with watching() as watch:
+        runpy.run_path("model.py")
+    watch.journals                     # one for each thing that was compiled, with its film
+    """
+    watch = Watch(config_from(options).given(), on_compile)
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        _watches.remove(watch)
+
+
+def _noted(config: CompilerConfig, journal: Journal) -> CompilerConfig:
+    """Tell all watches; the configuration with their options laid over it."""
+    for watch in tuple(_watches):
+        if not any(known is journal for known in watch.journals):
+            watch.journals.append(journal)
+        if journal.film is None:
+            journal.film = Film()
+        if watch.options:
+            config = config_from(config)
+            config.update(watch.options)
+        watch.on_compile(journal)
+    return config
 
 
 class _Attached:

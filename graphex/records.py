@@ -269,6 +269,8 @@ class Journal:
         self.rank, _ = rank_and_size()
         self.records: list[Record] = []
         self.counts: dict[str, Counter[str]] = {}
+        self.pieces: dict[str, str] = {}  # the name of a piece -> the graph that was cut
+        self.versions: dict[str, str] = {}  # the name of another version of a graph -> the graph
         self.film: Film | None = None  # the graphs themselves, kept where a report was asked for
         self._warned: set[tuple[str, str]] = set()
 
@@ -285,6 +287,16 @@ class Journal:
 
     def counter(self, graph: str) -> Counter[str]:
         return self.counts.setdefault(graph, Counter())
+
+    def name_piece(self, graph: str, number: int) -> str:
+        name = f"{graph} piece {number}"
+        self.pieces[name] = graph
+        return name
+
+    def name_version(self, graph: str, what: str) -> str:
+        name = f"{graph} {what}"
+        self.versions[name] = graph
+        return name
 
     def of(self, kind: type[R]) -> list[R]:
         return [record for record in self.records if isinstance(record, kind)]

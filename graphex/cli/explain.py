@@ -55,10 +55,10 @@ def explain(
     graphex explain model.py
     graphex explain --set lift_idioms=always --set verify=true -o norms.html model.py
     """
+    from graphex.backend import watching
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed
-    from graphex.evidence.watch import watching
 
     if reason := why_off():
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")

@@ -190,7 +190,7 @@ class Film:
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
 
-    def take(self, graph_name: str, graph: Graph, aliases: Aliases) -> None:
+    def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Aliases) -> None:
         """A picture of the graph as it stands."""
-        names = self._input_names.get(graph_name.split(" ")[0], [])
+        names = self._input_names.get(compile_id, [])
         self.reels.setdefault(graph_name, Reel()).add([facts_of(node, aliases, names) for node in graph.nodes])

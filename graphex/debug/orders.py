@@ -292,8 +292,6 @@ ORDERS = 8  # for each call
 
 def shuffled(graph_name: str, gm: GraphModule, counter: Counter[str]) -> Boxed:
     """The graph in the order it is written, after it was tried in others on copies of the inputs."""
-    pass
-
     run = generate(gm).function(f"<graphex {graph_name}>")
 
     def checked(args: list[Any]) -> Any:
@@ -308,5 +306,4 @@ def shuffled(graph_name: str, gm: GraphModule, counter: Counter[str]) -> Boxed:
             )
         return run(args)
 
-    checked._boxed_call = True  # type: ignore[attr-defined]
     return checked

@@ -270,7 +270,7 @@ def _running(journal: Journal) -> Any:
     for graph in journal.graphs:
         if graph.phase == "joint":
             continue
-        pieces = {name: counts for name, counts in journal.counts.items() if name.startswith(f"{graph.graph} piece ")}
+        pieces = {name: counts for name, counts in journal.counts.items() if journal.pieces.get(name) == graph.graph}
         for name, counts in (pieces or {graph.graph: journal.counts.get(graph.graph, Counter())}).items():
             captured = counts["captured"] + counts["recaptured"]
             calls = counts["calls"] - captured + counts["replays"]  # a capture runs the program without computing

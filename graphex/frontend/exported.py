@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis.source import tensor_text, text_of
 from graphex.errors import InputError, PassError, one_line
-from graphex.frontend.compiler import Executables, compile_executables
+from graphex.frontend.compiler import Executables, compile_graph
 from graphex.passes.updates import note_program_writes
 from graphex.records import Journal
 from graphex.rewrite.compilation import Compilation
@@ -222,7 +222,7 @@ class CompiledGraph:
     def __init__(
         self, executables: Executables, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
     ) -> None:
-        self.boxed, self._above = executables  # `boxed` takes one list of the flat inputs, which it empties
+        self.boxed, self._functional = executables  # `boxed` takes one list of the flat inputs, which it empties
         self._traced = [_traced_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
@@ -241,12 +241,12 @@ class CompiledGraph:
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
     def _run(self, flat: list[Any]) -> Any:
-        reason = self._why_above(flat)
-        return self._above(flat, reason) if reason else self.boxed(flat)
+        reason = self._why_functional(flat)
+        return self._functional(flat, reason) if reason else self.boxed(flat)
 
-    def _why_above(self, flat: list[Any]) -> str:
+    def _why_functional(self, flat: list[Any]) -> str:
         """What no guard has looked at here: whatever the graph was not traced with keeps its program above autograd."""
-        tensors = [value for value in (*flat, *self._above.held) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in (*flat, *self._functional.held) if isinstance(value, torch.Tensor)]
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
             return "gradients are recorded, and a tensor requires some; call it under torch.no_grad()"
         for traced, value, each in zip(self._traced, flat, self._inputs, strict=True):
@@ -322,7 +322,7 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
     note_program_writes(gm.graph, has_out=True, is_own=own.__contains__)
-    executables = compile_executables(gm, values, compilation, "inference", ())
+    executables = compile_graph(gm, values, compilation, "inference", ())
     return CompiledGraph(executables, gm, inputs, values, compilation.journal)
 
 

@@ -297,7 +297,7 @@ class Runner:
         if journal.film is None:
             return
         try:
-            journal.film.take(self.graph_name, self.gm.graph, self.aliases)
+            journal.film.take(self.compilation.compile_id, self.graph_name, self.gm.graph, self.aliases)
         except Exception as error:
             journal.film = None
             self.compilation.fall_back(self.graph_name, "reports are without graphs", error)

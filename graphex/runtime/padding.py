@@ -23,13 +23,11 @@ from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
-from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd
+from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.buffers import empty_for
-from graphex.runtime.captured_graph import output_leaves, returns_one
-from graphex.runtime.codegen import Boxed
+from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
 from graphex.runtime.keys import host_outputs
-from graphex.runtime.pools import Pool
+from graphex.runtime.program import GraphProgram, Program
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
@@ -128,39 +126,35 @@ def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
         taken |= storages
 
 
-class Padding:
-    """A boxed callable that pads a call to the next of `sizes`, runs it, and cuts its results."""
+class Padding(GraphProgram):
+    """Pads a call to the next of `sizes`, runs it, and cuts its results."""
 
     def __init__(
         self,
         layout: Layout,
         gm: GraphModule,
         sizes: Sequence[int],
-        run: Boxed,
+        run: Program,
         pool: Pool,
         counter: Counter[str],
-        above: AboveAutograd,
+        functional: FunctionalProgram,
     ) -> None:
         """`run` may hand out memory of its own: results are copied out of it here."""
-        self._boxed_call = True
+        super().__init__(run.written)
         self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
-        self._above = above
+        self._functional = functional
         self._numbers = host_outputs(gm)
         self._buffers: dict[int, dict[int, Tensor]] = {}
         self._returns_one = returns_one(gm)
-        self.written: list[int] = getattr(run, "written", [])
 
-    def __call__(self, args: list[Any]) -> Any:
-        return session.run_in_session(self, args) if session.active else self.call(args)
-
-    def rehearse(self, args: list[Any]) -> None:
-        """What is padded does that for itself."""
+    def free(self) -> None:
+        self._run.free()
 
     def call(self, args: list[Any]) -> Any:
         if is_seen_by_a_mode():  # it is to see the user's ops and no copies
             return self._run(args)
-        if reason := self._above.why(args):
-            return self._above(args, reason)
+        if reason := self._functional.why(args):
+            return self._functional(args, reason)
         size = self._layout.size(args)
         place = bisect_left(self._sizes, size)
         wanted = self._sizes[place] if place < len(self._sizes) and size else None

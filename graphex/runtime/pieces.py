@@ -126,7 +126,7 @@ class Obstacle(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Boundary:
     """`handed_on` are the outputs of a piece that are at one place in every call, `written_later` those that others
     write to, `held` those that a custom op may have kept or an op in flight works on. `moving` are the inputs that it
     writes to and that are elsewhere in every call; True if somebody sees what is written.
@@ -139,14 +139,14 @@ class Crossing:
     obstacle: Obstacle | None = None
 
 
-class Crossings:
+class Boundaries:
     """Asked for one captured piece after the other, in the order they run."""
 
     def __init__(self, aliases: Aliases) -> None:
         self._aliases = aliases
         self._stays: set[Storage] = set()  # the memory of what was handed on
 
-    def of(self, inputs: list[Node], outputs: list[Node], inside: set[Node]) -> Crossing:
+    def of(self, inputs: list[Node], outputs: list[Node], inside: set[Node]) -> Boundary:
         """`inside` are the nodes of the piece."""
         moving: dict[int, bool] = {}
         for index, node in enumerate(inputs):
@@ -155,13 +155,13 @@ class Crossings:
                 continue
             others = [other for other in inputs if other is not node and self._aliases.may_alias(node, other)]
             if others:
-                return Crossing(obstacle=_shared(writes[0], node, others[0]))
+                return Boundary(obstacle=_shared(writes[0], node, others[0]))
             moving[index] = self._is_seen(node, writes[0], inside)
         written_later = [
             place for place, node in enumerate(outputs) if not inside.issuperset(self._aliases.writes(node))
         ]
         held = [place for place, node in enumerate(outputs) if self._is_held(node, inside)]
-        return Crossing(self._handed_on(outputs, inside), written_later, held, moving)
+        return Boundary(self._handed_on(outputs, inside), written_later, held, moving)
 
     def _moves(self, node: Node) -> bool:
         """Whether the value is made in each call, outside of device graphs. A part of an input is where that is."""
@@ -232,7 +232,7 @@ class Piece:
     captured: bool
     inputs: list[Node]
     outputs: list[Node]
-    crossing: Crossing = field(default_factory=Crossing)
+    boundary: Boundary = field(default_factory=Boundary)
     memory: MemoryOfPiece | None = None
     holds: list[Node] = field(default_factory=list)
 
@@ -331,9 +331,9 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
         piece = _piece(gm, members[level], last, needed, free, aliases, captured=bool(level % 2))
         needed.update((*piece.inputs, *held.get(level, ())))
         found.append(replace(piece, holds=held.get(level, [])))
-    crossings = Crossings(aliases)
+    boundaries = Boundaries(aliases)
     return [
-        _with_crossing(piece, set(members[level]), crossings) for level, piece in zip(order, found[::-1], strict=True)
+        _with_boundary(piece, set(members[level]), boundaries) for level, piece in zip(order, found[::-1], strict=True)
     ]
 
 
@@ -347,11 +347,11 @@ def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) 
     return held
 
 
-def _with_crossing(piece: Piece, inside: set[Node], crossings: Crossings) -> Piece:
+def _with_boundary(piece: Piece, inside: set[Node], boundaries: Boundaries) -> Piece:
     if not piece.captured:
         return piece
-    crossing = crossings.of(piece.inputs, piece.outputs, inside)
-    return replace(piece, captured=crossing.obstacle is None, crossing=crossing)
+    boundary = boundaries.of(piece.inputs, piece.outputs, inside)
+    return replace(piece, captured=boundary.obstacle is None, boundary=boundary)
 
 
 def _piece(

@@ -12,13 +12,11 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis import Aliases
 from graphex.device import Device
-from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd, counted
-from graphex.runtime.capture import Capturing
-from graphex.runtime.captured_graph import output_leaves
-from graphex.runtime.codegen import Boxed, attribute_of
+from graphex.runtime.autograd import FunctionalProgram, counted
+from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
+from graphex.runtime.codegen import attribute_of
 from graphex.runtime.pieces import Piece
-from graphex.runtime.pools import Pool
+from graphex.runtime.program import GraphProgram, Program
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
@@ -28,15 +26,15 @@ TIMED_CALL = 3  # the first warms up, the second captures
 class Step:
     """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards."""
 
-    run: Boxed
+    run: Program
     captured: bool
     reads: list[int]
     writes: list[int]
     frees: list[int]
 
 
-class Piecewise:
-    """A boxed callable that runs the pieces one after the other.
+class Piecewise(GraphProgram):
+    """Runs the pieces one after the other.
 
     Pieces hand values to each other in the memory of their device graphs, so one call at a time.
     """
@@ -45,16 +43,15 @@ class Piecewise:
         self,
         gm: GraphModule,
         pieces: Sequence[Piece],
-        runs: Sequence[Boxed],
+        programs: Sequence[Program],
         pool: Pool,
         device: Device,
         counter: Any,
-        above: AboveAutograd,
+        functional: FunctionalProgram,
     ) -> None:
-        self._boxed_call = True
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self.written = Aliases(gm.graph).written_inputs()
-        self._pool, self._device, self._counter, self._above = pool, device, counter, above
+        super().__init__(Aliases(gm.graph).written_inputs())
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self._pool, self._device, self._counter, self._functional = pool, device, counter, functional
         self._calls = 0
         self._run = counted(self._run_steps, gm, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
@@ -63,8 +60,7 @@ class Piecewise:
                 slots[node] = len(slots)
         self._slots = len(slots)
         self._returned = [_getter(gm, leaf, slots) for leaf in output_leaves(gm)]
-        (output,) = (node for node in gm.graph.nodes if node.op == "output")
-        self._returns_one = not isinstance(output.args[0], (list, tuple))
+        self._returns_one = returns_one(gm)
         self.reads_numbers = any(map(_is_read_back, output_leaves(gm)))
         last = {slots[node]: place for place, piece in enumerate(pieces) for node in (*piece.inputs, *piece.holds)}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
@@ -76,18 +72,12 @@ class Piecewise:
                 [slots[node] for node in piece.outputs],
                 [slot for slot, at in last.items() if at == place and slot not in kept],
             )
-            for place, (piece, run) in enumerate(zip(pieces, runs, strict=True))
+            for place, (piece, run) in enumerate(zip(pieces, programs, strict=True))
         ]
 
-    def __call__(self, args: list[Any]) -> Any:
-        return session.run_in_session(self, args) if session.active else self.call(args)
-
-    def rehearse(self, args: list[Any]) -> None:
-        """Each piece does that for itself."""
-
     def call(self, args: list[Any]) -> Any:
-        if reason := self._above.why(args):
-            return self._above(args, reason)
+        if reason := self._functional.why(args):
+            return self._functional(args, reason)
         return self._run(args)
 
     def _run_steps(self, args: list[Any]) -> Any:
@@ -108,12 +98,10 @@ class Piecewise:
         return results[0] if self._returns_one else results
 
     def free(self) -> None:
-        """Give up the captured graphs of all pieces."""
         for step in self._steps:
-            if isinstance(step.run, Capturing):
-                step.run.free()
+            step.run.free()
 
-    def _timed(self, run: Boxed, given: list[Any]) -> Any:
+    def _timed(self, run: Program, given: list[Any]) -> Any:
         """Once, the time that is spent outside of device graphs is measured."""
         self._device.synchronize()
         started = time.perf_counter()

@@ -6,7 +6,7 @@ been given before, and they go on behind the call: to everybody outside it looks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,42 +19,51 @@ from graphex.analysis.effects import does_nothing, is_work, operator_of, placed_
 from graphex.device import Device
 from graphex.device.base import Outside, StreamPlan, stream_plan
 from graphex.passes.streams import AddingEvents
-from graphex.passes.torch_streams import STREAM
-from graphex.runtime.codegen import PART, Boxed
+from graphex.runtime.codegen import PART
+from graphex.runtime.program import Program
+from graphex.torch_private.dynamo import external_object
 
 # -- outside -----------------------------------------------------------------------------------------------------------
 
 
-def with_outside(run: Boxed, plan: StreamPlan, device: Device, *, events: bool) -> Boxed:
-    """`run`, ordered with the user's own streams and events; `run` itself if there are none."""
-    from graphex.torch_private.dynamo import external_object
+class ExternalStreams(Program):
+    """A program that is ordered with streams and events of the user's."""
 
-    numbers = [int(label.removeprefix(STREAM)) for label in plan.priorities if label.startswith(STREAM)]
-    outside = plan.outside if events else Outside()
-    if not (numbers or outside.recorded or outside.awaited):
-        return run
+    def __init__(self, program: Program, streams: Sequence[int], events: Outside, device: Device) -> None:
+        """`streams` are torch's numbers for them."""
+        super().__init__(program.written)
+        self._program, self._streams, self._events, self._device = program, streams, events, device
+        self._numbers = (*streams, *events.recorded, *events.awaited)
 
-    def ordered(args: list[Any]) -> Any:
-        if device.is_capturing():
-            return run(args)
-        objects = {number: external_object(number) for number in (*numbers, *outside.recorded, *outside.awaited)}
-        streams = [objects[number] for number in numbers if isinstance(objects[number], torch.Stream)]
-        current = device.current_stream()
+    @staticmethod
+    def around(program: Program, plan: StreamPlan, device: Device, *, events: bool) -> Program:
+        """`program` itself if its graph has no streams and events of the user's."""
+        external = plan.outside if events else Outside()
+        if not (plan.external or external.recorded or external.awaited):
+            return program
+        return ExternalStreams(program, plan.external, external, device)
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._device.is_capturing():
+            return self._program(args)
+        objects = {number: external_object(number) for number in self._numbers}
+        streams = [objects[number] for number in self._streams if isinstance(objects[number], torch.Stream)]
+        current = self._device.current_stream()
         for stream in streams:
             current.wait_stream(stream)
-        for number in outside.awaited:
+        for number in self._events.awaited:
             if isinstance(objects[number], torch.Event):
                 current.wait_event(objects[number])
-        results = run(args)
+        results = self._program(args)
         for stream in streams:
             stream.wait_stream(current)
-        for number in outside.recorded:
+        for number in self._events.recorded:
             if isinstance(objects[number], torch.Event):
                 objects[number].record(current)
         return results
 
-    ordered._boxed_call = True  # type: ignore[attr-defined]
-    return ordered
+    def free(self) -> None:
+        self._program.free()
 
 
 # -- meeting -----------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import graphex
+from graphex.backend import watching
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import write_page
-from graphex.evidence.watch import watching
 from graphex.runtime import executable
 from tests.report.browser import Browser
 from tests.runtime.tape import TapeDevice

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import graphex
+from graphex.backend import watching
 from graphex.evidence.report.compare import compare, has_losses
 from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
-from graphex.evidence.watch import watching
 from graphex.records import Record
 from tests.report.graphs import VERSIONS, explain_gate
 

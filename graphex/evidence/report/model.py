@@ -108,9 +108,8 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
 def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
     """The graphs that were handed over, each followed by the other versions of it that were filmed."""
     found = []
-    names = {graph.graph for graph in journal.graphs}
     for graph in journal.graphs:
-        versions = [name for name in film.reels if name not in names and name.startswith(f"{graph.graph} ")]
+        versions = [name for name in film.reels if journal.versions.get(name) == graph.graph]
         found += [graph, *(replace(graph, graph=name) for name in versions)]
     return found
 
@@ -119,7 +118,7 @@ def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, 
     data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
     picture = 0
     for record in journal.records:
-        if not _has_prefix(record.graph, graph.graph):
+        if journal.pieces.get(record.graph, record.graph) != graph.graph:
             continue
         if isinstance(record, PassRan):
             before = min(picture, len(reel.pictures) - 1)
@@ -135,7 +134,8 @@ def _graph(graph: GraphCompiled, journal: Journal, reel: Reel, files: dict[str, 
             data[_LISTS[record.kind]].append(plain)
         elif not isinstance(record, GraphCompiled):
             data["more"].append({"kind": record.kind, **asdict(record)})
-    data["counts"] = {name: dict(counts) for name, counts in journal.counts.items() if _has_prefix(name, graph.graph)}
+    counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
+    data["counts"] = {name: dict(journal.counts[name]) for name in counted}
     data["runs"] = _running_picture(data, len(reel.pictures) - 1)
     return data | _pictures(reel, files)
 
@@ -145,10 +145,6 @@ def _running_picture(data: Data, last: int) -> int:
     blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
     wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
     return wrong[0] if wrong else last
-
-
-def _has_prefix(name: str, graph: str) -> bool:
-    return name == graph or name.startswith(f"{graph} piece ")
 
 
 def _effect(record: Rewrote, stage: str) -> str:
