@@ -265,7 +265,7 @@ class Bypass(Program):
     """Stands between AOTAutograd and a program, and lets replays go past AOTAutograd's runtime wrappers.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  program      until a call shows that the program gets Dynamo's inputs,
-                                                             and that Dynamo gets the program's results, as they are
+                                                             and Dynamo the program's results, as they are
         Dynamo  ->  replay                                   from then on; the wrappers again if a call is no replay
 
     The wrappers copy the list of inputs several times, enter contexts and look for work: for a graph of hundreds of

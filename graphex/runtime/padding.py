@@ -1,10 +1,10 @@
 """Calls padded to a few sizes, so that a few captures serve all of them.
 
     capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are copies of row 0;
-                                                     the results of these rows are thrown away
+                                                     the results of these rows are dropped
 
-Any other rows would be some that this call does not have: a model may look up a table at `tokens - base`, and be out of
-its range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
+The padding repeats a row of the call, because other values might not be valid: a model may look up a table at
+`tokens - base`. Only graphs that are proven to treat rows separately are padded (`analysis.row_independence`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layout:
     """Where the rows of a graph are: in which dimension of which inputs and outputs. Raises MixedRowsError."""
 
     def __init__(self, gm: GraphModule) -> None:
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        nodes = gm.graph.find_nodes(op="placeholder")
         self._values = [node.meta.get("val") for node in nodes]
         tensors = [node for node, value in zip(nodes, self._values, strict=True) if isinstance(value, Tensor)]
         self._symbol = _only_symbol(tensors, nodes)
@@ -83,7 +83,7 @@ class Layout:
         return found
 
     def _check_strides(self, node: Node) -> None:
-        """Refuse what has no layout for a number of rows alone."""
+        """Refuse a value whose layout does not follow from the number of rows."""
         if free_symbols(node.meta["val"].stride()) - {self._symbol}:
             raise MixedRowsError("its strides do not follow from the number of rows", node)
 
@@ -117,7 +117,7 @@ def _once(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
 
 
 def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
-    """What is cut is copied, and a copy shares memory with nobody."""
+    """Refuse results that share memory: a result that is cut is copied, and its copy shares none."""
     taken: set[Storage] = set()
     for leaf in leaves:
         storages = aliases.storages(leaf)
@@ -151,7 +151,7 @@ class Padding(GraphProgram):
         self._run.free()
 
     def call(self, args: list[Any]) -> Any:
-        if is_seen_by_a_mode():  # it is to see the user's ops and no copies
+        if is_seen_by_a_mode():  # which must see the user's ops and no copies
             return self._run(args)
         if reason := self._functional.why(args):
             return self._functional(args, reason)

@@ -1,4 +1,4 @@
-"""Run a graph that was cut into pieces: captured ones are replayed, the others run as generated code."""
+"""A graph that was cut into pieces: captured pieces are replayed, eager ones run as generated code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,22 @@
-"""Streams and events of the user's that a graph takes part in.
+"""Streams around a graph and between its pieces.
 
-Inside, their work runs on streams of the graph's own, captured or not. So a call starts behind what these streams have
-been given before, and they go on behind the call: to everybody outside it looks as if the work had been done on them.
+`ExternalStreams` orders a program with streams and events of the user's. Inside, their work runs on streams of the
+graph's own, captured or not. So a call starts behind the work that these streams have been given before, and they go on
+behind the call: from outside it looks as if the work had been done on them.
+
+The streams of a graph that is cut meet at every cut, and part again behind it:
+
+    graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
+
+    pieces:   1   record("begin", current); wait("begin", side)
+                  a = sin(x)  side; record("a", side); wait("a", current)
+              2   n = item(count)
+              3   record("begin", current); wait("begin", side)
+                  b = cos(a)  side; record("b", side); wait("b", current)
+                  c = add(b, n)
+
+An event of the user's whose record and wait are in one piece stays. The order that any other one asks for is given by
+the cut. Further events are added as for a whole graph, from the reads and writes of the piece.
 """
 
 from __future__ import annotations
@@ -22,8 +37,6 @@ from graphex.passes.streams import AddingEvents
 from graphex.runtime.codegen import PART
 from graphex.runtime.program import Program
 from graphex.torch_private.dynamo import external_object
-
-# -- outside -----------------------------------------------------------------------------------------------------------
 
 
 class ExternalStreams(Program):
@@ -66,28 +79,15 @@ class ExternalStreams(Program):
         self._program.free()
 
 
-# -- meeting -----------------------------------------------------------------------------------------------------------
-# Streams of a graph that is cut: they meet at every cut, and part again behind it.
-#
-#     graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
-#
-#     pieces:   1   record("begin", current); wait("begin", side); a = sin(x)  side; record("a", side); wait("a",
-#     current)
-#               2   n = item(count)
-#               3   record("begin", current); wait("begin", side); b = cos(a)  side; record("b", side); wait("b",
-#               current)
-#                   c = add(b, n)
-#
-# An event of the user's whose record and wait are in one piece stays. What any other asks for, the cut between the two
-# gives. The rest is added as for a whole graph, from what the piece reads and writes.
+# -- streams of pieces -------------------------------------------------------------------------------------------------
 
 
 _HOST_WAITS = torch.ops.graphex.host_wait.default
 
 
 class MemoryOfPiece:
-    """What the values of a piece live in, as the whole graph knows it: two inputs of a piece may share their memory,
-    and belong to the stream of a node that is in another piece.
+    """The storages of a piece's values, as the whole graph knows them: two inputs of a piece may share a storage, and
+    belong to the stream of a node in another piece.
     """
 
     def __init__(self, aliases: Aliases, copies: Mapping[Node, Node]) -> None:
@@ -111,7 +111,7 @@ class MemoryOfPiece:
 
 
 def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
-    """Add to `before` what the user's events order, and that nothing crosses a wait of the host."""
+    """Add to `before` the order of the user's events, and keep every node on its side of a host wait."""
     nodes = list(graph.nodes)
     if stream_plan(graph) is not None:
         keep_turns(nodes, before)
@@ -159,6 +159,6 @@ def add_missing_events(gm: GraphModule, memory: MemoryOfPiece) -> None:
 
 
 def is_not_understood(node: Node) -> bool:
-    """Whether a node is about streams in a way that nobody has read: where it may stand is not known."""
+    """Whether a node is a stream op that no pass has understood: it is not known where it may stand."""
     op = operator_of(node)
     return op is not None and op.namespace == "streams"
