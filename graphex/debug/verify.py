@@ -35,8 +35,8 @@ from graphex.records import Verified
 from graphex.rewrite.compilation import DebugFiles
 from graphex.rewrite.runner import Runner
 from graphex.runtime.codegen import Boxed, generate
-from graphex.runtime.executable import ExecutableGraph, build_executable, interpreted, written_constants
-from graphex.runtime.program import Eager, Program
+from graphex.runtime.executable import build_executable, interpreted, written_constants
+from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import pytree
 

@@ -253,7 +253,7 @@ _SAVING = (
 
 
 class CompiledAhead:
-    """A compiled graph that is called as Dynamo's generated code calls it, and keeps its journal."""
+    """A compiled graph for `aot_compile`, with its journal."""
 
     def __init__(self, compiled: Callable[..., Any], journal: Journal) -> None:
         self._compiled, self.journal = compiled, journal
@@ -276,7 +276,7 @@ def compiled_for_dynamo(
     example_inputs: Sequence[Any],
     journal: Journal,
 ) -> Callable[..., Any]:
-    """What `compile_it` makes of a graph, in the form that is asked for at the moment."""
+    """The result of `compile_it`, in the form that Dynamo or `aot_compile` asks for."""
     wanted_ahead = is_compiled_ahead()
     with without_autograd_cache():
         compiled = compile_it(gm, example_inputs)

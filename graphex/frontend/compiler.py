@@ -20,9 +20,9 @@ from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.executable import DebugTools, ExecutableGraph, build_executable, devices_of
+from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.native import wait_for_triton
-from graphex.runtime.program import Program
+from graphex.runtime.program import DebugTools, ExecutableGraph, Program
 from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.mutable_ops import correct_slices
@@ -54,7 +54,9 @@ def compile_graph(
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     tools = _debug_tools(original, runner)
     with compile_stage("graphex_program"):
-        graph = ExecutableGraph(compilation, name, phase, runner.gm, static_inputs, functional, tools)
+        graph = ExecutableGraph(
+            compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools
+        )
         program = build_executable(graph, runner)
     if not config.dump_tensor_data:
         with compile_stage("graphex_kernels"):

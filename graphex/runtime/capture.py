@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
-from graphex.device import Device
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime import program
-from graphex.runtime.autograd import FunctionalProgram, counts, repeated, uncounted
+from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
 from graphex.runtime.captured_graph import CapturedGraph, PieceInputs, Plan, Pool, Slot, Store, capture_graph, pool_for
 from graphex.runtime.codegen import Boxed
@@ -49,24 +47,20 @@ class CapturedProgram(program.GraphProgram):
 
     def __init__(
         self,
-        compilation: Compilation,
-        graph_name: str,
-        device: Device,
+        graph: program.ExecutableGraph,
         run: Boxed,
-        gm: GraphModule,
         static_inputs: Sequence[int],
         *,
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
         from_pieces: PieceInputs | None = None,
-        functional: FunctionalProgram | None = None,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `buffers`). `from_pieces` are
-        the inputs that other pieces have made; None if all come from the user. `functional` is None for a piece: the
-        program around all pieces runs the calls that autograd has to see.
+        the inputs that other pieces have made; None if all come from the user.
         """
-        self._compilation, self._graph_name, self._device, self._run = compilation, graph_name, device, run
-        self._functional = functional
+        gm, device, compilation = graph.gm, graph.device, graph.compilation
+        self._compilation, self._graph_name, self._device, self._run = compilation, graph.name, device, run
+        self._functional = graph.functional  # None for a piece: the program around all pieces runs such calls
         config = compilation.config
         self.is_whole = compilation.is_whole
         self._limit, self._force = config.capture_limit, config.force_recapture
@@ -94,11 +88,11 @@ class CapturedProgram(program.GraphProgram):
         self._owners: set[int] = set()
         self._moves = 0
         self._gave_up = False
-        self._counter = compilation.journal.counter(graph_name)
-        held = HeldResults(compilation, graph_name, plan.output_names, shares_pool=self._shares_pool)
+        self._counter = graph.counter
+        held = HeldResults(compilation, graph.name, plan.output_names, shares_pool=self._shares_pool)
         watch = held.watch if "in place" in plan.ways else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
-        self._label = f"graphex replay: {graph_name}"
+        self._label = f"graphex replay: {graph.name}"
         weakref.finalize(self, self._store.free).atexit = False
 
     def call(self, args: list[Any]) -> Any:

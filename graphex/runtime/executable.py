@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,80 +20,23 @@ from torch.fx import GraphModule, Interpreter, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.effects import is_kernel
-from graphex.analysis.happens_before import Memory
 from graphex.analysis.row_independence import MixedRowsError
-from graphex.device import Device, Lanes, device_of, several_accelerators
+from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
-from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
-from graphex.runtime.codegen import Boxed, Code, attribute_of, generate, set_core_limits
+from graphex.runtime.codegen import Boxed, attribute_of, generate, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
-from graphex.runtime.program import Eager, Program
+from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.runtime.stream_trial import Trial, second_version
 from graphex.runtime.streams import ExternalStreams
 from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
 from graphex.torch_private.schemas import BelowAutograd
-
-
-@dataclass(frozen=True)
-class DebugTools:
-    """What `debug`, a room above this one, does for a graph that is made to run: see `frontend.compiler`."""
-
-    write_code: Callable[[Code, GraphModule], str]
-    in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
-    dump_data: Callable[[ExecutableGraph], Boxed]
-    verify: Callable[[ExecutableGraph, Program], Program]
-
-
-@dataclass(frozen=True)
-class ExecutableGraph:
-    """A graph after all passes, and everything that decides how it runs. A piece of a graph is one too.
-
-    `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
-    version of a graph from the first. `lanes` are its streams, and `memory` says what values on them live in, where
-    the graph alone does not show it.
-    """
-
-    compilation: Compilation
-    name: str
-    phase: str  # inference, forward or backward
-    gm: GraphModule
-    static_inputs: Sequence[int]
-    functional: FunctionalProgram | None
-    tools: DebugTools
-    version: str = ""
-    piece: int | None = None
-    lanes: Lanes | None = None
-    memory: Memory | None = None
-
-    @cached_property
-    def device(self) -> Device:
-        return device_for(self.gm)
-
-    @property
-    def counter(self) -> Counter[str]:
-        return self.compilation.journal.counter(self.name)
-
-    @property
-    def written(self) -> list[int]:
-        return Aliases(self.gm.graph).written_inputs()
-
-    @property
-    def folder(self) -> str:
-        """Where its debug files go."""
-        piece = "" if self.piece is None else f"piece_{self.piece}"
-        return "/".join(filter(None, (self.phase, self.version, piece)))
-
-    def fall_back(self, what: str, reason: object, at: Node | None = None) -> None:
-        """Put on record what is done without, and why."""
-        where = {} if at is None else {"node": at.name, "line": node_line(at)}
-        self.compilation.fall_back(self.name, what, reason, **where)
 
 
 def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Program:
@@ -129,8 +71,7 @@ def _stream_trial(graph: ExecutableGraph, program: Program, runner: Runner | Non
     if second is None:
         return program
     other = replace(graph, name=second.graph_name, gm=second.gm, version="two_streams", lanes=None)
-    two, journal = build_executable(other), graph.compilation.journal
-    return Trial(graph.name, journal, graph.device, graph.gm, graph.functional, program, two)
+    return Trial(graph, program, build_executable(other))
 
 
 def _verification(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
@@ -174,17 +115,9 @@ def _program(graph: ExecutableGraph) -> Program:
         return Eager(run, graph.written)
     if config.capture_sizes and (layout := _layout(graph)):
         return _padded(graph, run, layout)
-    return CapturedProgram(
-        graph.compilation,
-        graph.name,
-        graph.device,
-        run,
-        gm,
-        graph.static_inputs,
-        ways=dict.fromkeys(_kept_by_torch(graph), "copied"),
-        from_pieces=PieceInputs((), {}) if graph.phase == "backward" else None,
-        functional=graph.functional,
-    )
+    ways = dict.fromkeys(_kept_by_torch(graph), "copied")
+    from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
+    return CapturedProgram(graph, run, graph.static_inputs, ways=ways, from_pieces=from_pieces)
 
 
 def _may_be_captured(graph: ExecutableGraph) -> bool:
@@ -233,21 +166,10 @@ def _has_symbols(gm: GraphModule) -> bool:
 
 def _padded(graph: ExecutableGraph, run: Boxed, layout: Layout) -> Program:
     """Device graphs for a few sizes; `Padding` cuts their results and copies them out."""
-    config = graph.compilation.config
-    pool = pool_for(graph.device, config.use_graph_pool)
-    inner = CapturedProgram(
-        graph.compilation,
-        graph.name,
-        graph.device,
-        run,
-        graph.gm,
-        [index for index in graph.static_inputs if index not in layout.inputs],
-        pool=pool,
-        ways=dict.fromkeys(range(len(layout.leaves)), "lent"),
-        functional=graph.functional,
-    )
-    assert graph.functional is not None
-    return Padding(layout, graph.gm, config.capture_sizes, inner, pool, graph.counter, graph.functional)
+    pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
+    static = [index for index in graph.static_inputs if index not in layout.inputs]
+    ways = dict.fromkeys(range(len(layout.leaves)), "lent")
+    return Padding(graph, layout, CapturedProgram(graph, run, static, pool=pool, ways=ways), pool)
 
 
 def _kept_by_torch(graph: ExecutableGraph) -> range:
@@ -289,20 +211,9 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         # Memory that is written later stays shared; memory that is held elsewhere must not be the next call's.
         ways = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], "copied")
         ways |= dict.fromkeys(boundary.handed_on, "handed on")
-        program = CapturedProgram(
-            graph.compilation,
-            part.name,
-            graph.device,
-            run,
-            piece.gm,
-            static,
-            pool=pool,
-            ways=ways,
-            from_pieces=PieceInputs(received, boundary.moving),
-        )
-        programs.append(program)
-    assert graph.functional is not None
-    return Piecewise(graph.gm, division.pieces, programs, pool, graph.device, graph.counter, graph.functional)
+        inputs = PieceInputs(received, boundary.moving)
+        programs.append(CapturedProgram(part, run, static, pool=pool, ways=ways, from_pieces=inputs))
+    return Piecewise(graph, division.pieces, programs, pool)
 
 
 def _piece(graph: ExecutableGraph, number: int, piece: Piece) -> ExecutableGraph:

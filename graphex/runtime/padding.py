@@ -10,7 +10,6 @@ The padding repeats a row of the call, because other values might not be valid: 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,11 +22,10 @@ from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
-from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.buffers import empty_for
 from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
 from graphex.runtime.keys import host_outputs
-from graphex.runtime.program import GraphProgram, Program
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
@@ -129,23 +127,16 @@ def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
 class Padding(GraphProgram):
     """Pads a call to the next of `sizes`, runs it, and cuts its results."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        gm: GraphModule,
-        sizes: Sequence[int],
-        run: Program,
-        pool: Pool,
-        counter: Counter[str],
-        functional: FunctionalProgram,
-    ) -> None:
+    def __init__(self, graph: ExecutableGraph, layout: Layout, run: Program, pool: Pool) -> None:
         """`run` may hand out memory of its own: results are copied out of it here."""
         super().__init__(run.written)
-        self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
-        self._functional = functional
-        self._numbers = host_outputs(gm)
+        assert graph.functional is not None
+        self._functional, self._counter = graph.functional, graph.counter
+        self._layout, self._run, self._pool = layout, run, pool
+        self._sizes = list(graph.compilation.config.capture_sizes)
+        self._numbers = host_outputs(graph.gm)
         self._buffers: dict[int, dict[int, Tensor]] = {}
-        self._returns_one = returns_one(gm)
+        self._returns_one = returns_one(graph.gm)
 
     def free(self) -> None:
         self._run.free()

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.analysis import Aliases
-from graphex.device import Device
-from graphex.runtime.autograd import FunctionalProgram, counted
+from graphex.runtime.autograd import counted
 from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
 from graphex.runtime.codegen import attribute_of
 from graphex.runtime.pieces import Piece
-from graphex.runtime.program import GraphProgram, Program
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
@@ -40,18 +38,13 @@ class Piecewise(GraphProgram):
     """
 
     def __init__(
-        self,
-        gm: GraphModule,
-        pieces: Sequence[Piece],
-        programs: Sequence[Program],
-        pool: Pool,
-        device: Device,
-        counter: Any,
-        functional: FunctionalProgram,
+        self, graph: ExecutableGraph, pieces: Sequence[Piece], programs: Sequence[Program], pool: Pool
     ) -> None:
-        super().__init__(Aliases(gm.graph).written_inputs())
-        inputs = gm.graph.find_nodes(op="placeholder")
-        self._pool, self._device, self._counter, self._functional = pool, device, counter, functional
+        super().__init__(graph.written)
+        assert graph.functional is not None
+        gm, inputs = graph.gm, graph.gm.graph.find_nodes(op="placeholder")
+        self._pool, self._device, self._counter = pool, graph.device, graph.counter
+        self._functional = graph.functional
         self._calls = 0
         self._run = counted(self._run_steps, gm, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}

@@ -1,5 +1,6 @@
-"""What runs a graph: one protocol for all programs, and how a thread warms them up.
+"""A graph that is to run, the programs that run it, and how a thread warms them up.
 
+    ExecutableGraph   the graph after all passes, and everything that decides how it runs
     Program           call, written inputs, replay, free: all that the front end, `verify` and the loops know of a graph
       Eager           generated code, called as it is
       GraphProgram    captured graphs, which a thread can warm up: `capture`, `piecewise`, `padding`
@@ -12,15 +13,74 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from graphex.runtime.codegen import Boxed
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.happens_before import Memory
+from graphex.device import Device, Lanes
+from graphex.rewrite.compilation import Compilation
+from graphex.runtime.autograd import FunctionalProgram
+from graphex.runtime.codegen import Boxed, Code
+
+
+@dataclass(frozen=True)
+class DebugTools:
+    """What `debug`, a room above this one, does for a graph that is made to run: see `frontend.compiler`."""
+
+    write_code: Callable[[Code, GraphModule], str]
+    in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
+    dump_data: Callable[[ExecutableGraph], Boxed]
+    verify: Callable[[ExecutableGraph, Program], Program]
+
+
+@dataclass(frozen=True)
+class ExecutableGraph:
+    """A graph after all passes, and everything that decides how it runs. A piece of a graph is one too.
+
+    `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
+    version of a graph from the first. `lanes` are its streams, and `memory` says what values on them live in, where
+    the graph alone does not show it.
+    """
+
+    compilation: Compilation
+    name: str
+    phase: str  # inference, forward or backward
+    gm: GraphModule
+    device: Device
+    static_inputs: Sequence[int]
+    functional: FunctionalProgram | None
+    tools: DebugTools
+    version: str = ""
+    piece: int | None = None
+    lanes: Lanes | None = None
+    memory: Memory | None = None
+
+    @property
+    def counter(self) -> Counter[str]:
+        return self.compilation.journal.counter(self.name)
+
+    @property
+    def written(self) -> list[int]:
+        return Aliases(self.gm.graph).written_inputs()
+
+    @property
+    def folder(self) -> str:
+        """Where its debug files go."""
+        piece = "" if self.piece is None else f"piece_{self.piece}"
+        return "/".join(filter(None, (self.phase, self.version, piece)))
+
+    def fall_back(self, what: str, reason: object, at: Node | None = None) -> None:
+        """Put on record what is done without, and why."""
+        where = {} if at is None else {"node": at.name, "line": node_line(at)}
+        self.compilation.fall_back(self.name, what, reason, **where)
 
 
 class Program(ABC):

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
 from graphex.analysis import Aliases
 from graphex.device import Device
@@ -24,12 +23,12 @@ from graphex.device.base import stream_plan
 from graphex.errors import StreamError
 from graphex.passes.auto_streams import why_not_automatic
 from graphex.passes.pipeline import put_on_two_streams
-from graphex.records import AutoStreams, Journal
+from graphex.records import AutoStreams
 from graphex.rewrite.runner import Runner
 from graphex.runtime import program as programs
 from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.keys import Key, KeyReader
-from graphex.runtime.program import Program
+from graphex.runtime.program import ExecutableGraph, Program
 
 WARM = 2  # calls of each program before it is timed
 RUNS = 20  # of each program
@@ -60,20 +59,12 @@ def second_version(runner: Runner, functional: FunctionalProgram, device: Device
 class Trial(Program):
     """`one` stream or `two`, whichever is faster for the sizes of a call."""
 
-    def __init__(
-        self,
-        graph_name: str,
-        journal: Journal,
-        device: Device,
-        gm: GraphModule,
-        functional: FunctionalProgram,
-        one: Program,
-        two: Program,
-    ) -> None:
+    def __init__(self, graph: ExecutableGraph, one: Program, two: Program) -> None:
         super().__init__(one.written)
+        assert graph.functional is not None
         self.may_replay = one.may_replay or two.may_replay
-        self._graph_name, self._journal, self._device, self._functional = graph_name, journal, device, functional
-        self._key = KeyReader(gm, Aliases(gm.graph), device)
+        self._graph, self._functional, self._device = graph, graph.functional, graph.device
+        self._key = KeyReader(graph.gm, Aliases(graph.gm.graph), graph.device)
         self._one, self._two = one, two
         self._calls: Counter[Key] = Counter()
         self._chosen: dict[Key, Program] = {}
@@ -112,7 +103,9 @@ class Trial(Program):
         faster = ratio >= WORTHWHILE
         self._chosen[key] = self._two if faster else self._one
         text = str(key.values)
-        self._journal.add(AutoStreams(self._graph_name, text, "kept" if faster else "dropped", ratio, one, two))
+        self._graph.compilation.journal.add(
+            AutoStreams(self._graph.name, text, "kept" if faster else "dropped", ratio, one, two)
+        )
         if self._two not in self._chosen.values():
             self._two.free()
         return self._chosen[key]

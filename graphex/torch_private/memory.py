@@ -1,4 +1,4 @@
-"""Storages: whole ones as tensors, whether a layout covers its memory once, and copies of many tensors at a time."""
+"""Storages and version counters: whole storages as tensors, overlap, ownership, copies of many tensors at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tensor_begin: int | None = private(
     None,
     lost="what decides whether a call is a replay runs in Python, which costs the host more",
 )
-"""Where torch's C function is that reads the address of a tensor. Inductor's generated code calls it too."""
+"""The address of torch's C function that reads the address of a tensor. Inductor's generated code calls it too."""
 
 # The types that `_foreach_copy_` is known to have a kernel for, on every device.
 _COPIED_TOGETHER = frozenset(
