@@ -194,6 +194,7 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
     # Where results stay in place, a later piece of the same call would write to those of an earlier one.
     in_time = division.captured[:-1] if graph.compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
+    runs: list[Boxed] = []
     programs: list[Program] = []
     for number, piece in enumerate(division.pieces):
         part = _piece(graph, number, piece)
@@ -202,7 +203,7 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         if not piece.captured:
             if (obstacle := boundary.obstacle) is not None:
                 part.fall_back("this piece of the graph runs without capture", obstacle.reason, obstacle.node)
-            programs.append(Eager(run))
+            runs.append(run)
             continue
         static = [index for index, node in enumerate(piece.inputs) if node in stable]
         received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
@@ -213,7 +214,8 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         ways |= dict.fromkeys(boundary.handed_on, "handed on")
         inputs = PieceInputs(received, boundary.moving)
         programs.append(CapturedProgram(part, run, static, pool=pool, ways=ways, from_pieces=inputs))
-    return Piecewise(graph, division.pieces, programs, pool)
+        runs.append(programs[-1])
+    return Piecewise(graph, division.pieces, runs, programs, pool)
 
 
 def _piece(graph: ExecutableGraph, number: int, piece: Piece) -> ExecutableGraph:

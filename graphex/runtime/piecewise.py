@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.runtime.autograd import counted
 from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
-from graphex.runtime.codegen import attribute_of
+from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.pieces import Piece
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.symbolic import free_unbacked_symbols
@@ -24,7 +24,7 @@ TIMED_CALL = 3  # the first warms up, the second captures
 class Step:
     """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards."""
 
-    run: Program
+    run: Boxed
     captured: bool
     reads: list[int]
     writes: list[int]
@@ -38,11 +38,18 @@ class Piecewise(GraphProgram):
     """
 
     def __init__(
-        self, graph: ExecutableGraph, pieces: Sequence[Piece], programs: Sequence[Program], pool: Pool
+        self,
+        graph: ExecutableGraph,
+        pieces: Sequence[Piece],
+        runs: Sequence[Boxed],
+        captured: Sequence[Program],
+        pool: Pool,
     ) -> None:
+        """`captured` are those of the `runs` that have graphs to free."""
         super().__init__(graph.written)
         assert graph.functional is not None
         gm, inputs = graph.gm, graph.gm.graph.find_nodes(op="placeholder")
+        self._captured = captured
         self._pool, self._device, self._counter = pool, graph.device, graph.counter
         self._functional = graph.functional
         self._calls = 0
@@ -65,7 +72,7 @@ class Piecewise(GraphProgram):
                 [slots[node] for node in piece.outputs],
                 [slot for slot, at in last.items() if at == place and slot not in kept],
             )
-            for place, (piece, run) in enumerate(zip(pieces, programs, strict=True))
+            for place, (piece, run) in enumerate(zip(pieces, runs, strict=True))
         ]
 
     def call(self, args: list[Any]) -> Any:
@@ -91,10 +98,10 @@ class Piecewise(GraphProgram):
         return results[0] if self._returns_one else results
 
     def free(self) -> None:
-        for step in self._steps:
-            step.run.free()
+        for program in self._captured:
+            program.free()
 
-    def _timed(self, run: Program, given: list[Any]) -> Any:
+    def _timed(self, run: Boxed, given: list[Any]) -> Any:
         """Once, the time that is spent outside of device graphs is measured."""
         self._device.synchronize()
         started = time.perf_counter()

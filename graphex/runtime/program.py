@@ -46,8 +46,8 @@ class ExecutableGraph:
     """A graph after all passes, and everything that decides how it runs. A piece of a graph is one too.
 
     `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
-    version of a graph from the first. `lanes` are its streams, and `memory` says what values on them live in, where
-    the graph alone does not show it.
+    version of a graph from the first. `lanes` are its streams, and `memory` knows the storages of values on them, where
+    the graph alone does not show them.
     """
 
     compilation: Compilation
@@ -92,9 +92,7 @@ class Program(ABC):
 
     def __init__(self, written: Sequence[int] = ()) -> None:
         """`written` are the inputs that the graph writes to."""
-        self._boxed_call = (
-            True  # AOTAutograd asks for it; on the instance, because its wrappers copy what they find there
-        )
+        self._boxed_call = True  # AOTAutograd asks for it; its wrappers copy it, so it is on the instance
         self.written = list(written)
 
     @abstractmethod
