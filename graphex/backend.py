@@ -22,7 +22,7 @@ from graphex.errors import GraphexError, InputError
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
-from graphex.runtime.readiness import get_ready_meanwhile
+from graphex.runtime.native import get_ready_meanwhile
 from graphex.torch_private import dynamo
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
@@ -33,7 +33,7 @@ _attaching = threading.Lock()
 
 
 def graphex_backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None) -> Any:
-    """What `torch.compile(model, backend="graphex", mode=..., options=...)` calls for every graph it finds."""
+    """The backend "graphex", which `torch.compile(model, backend="graphex")` calls for every graph it finds."""
     return compile_by_name(gm, example_inputs, lambda journal: config_from(options, mode))
 
 
@@ -261,9 +261,9 @@ def _noted(config: CompilerConfig, journal: Journal) -> CompilerConfig:
 
 
 class _Attached:
-    """The journal that hangs on the object `torch.compile` made, and the code objects compiled for it.
+    """The journal that is attached to the object `torch.compile` made, and the code objects compiled for it.
 
-    It lives as long as that object. It does not go into a pickle or a copy: what is copied compiles anew.
+    It lives as long as that object. It does not go into a pickle or a copy: a copy compiles anew.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class _Attached:
 
 
 def _attached(owner: object | None, code: CodeType | None = None) -> _Attached:
-    """What hangs on `owner`, with `code` noted. An owner that takes no attributes gets a journal nobody can ask for."""
+    """The journal of `owner`, with `code` noted. An owner that takes no attributes gets one out of reach."""
     with _attaching:
         found = getattr(owner, _ATTACHED, None)
         if not isinstance(found, _Attached):

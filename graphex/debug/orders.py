@@ -290,5 +290,4 @@ def shuffled(graph_name: str, gm: GraphModule, counter: Counter[str]) -> Boxed:
             )
         return run(args)
 
-    checked._boxed_call = True  # type: ignore[attr-defined]
     return checked

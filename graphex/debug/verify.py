@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from graphex.device import runtimes_in_use
 from graphex.errors import one_line
 from graphex.records import Verified
 from graphex.rewrite.runner import Runner
-from graphex.runtime.above import AboveAutograd
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
+from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import pytree
 
@@ -71,31 +71,32 @@ class Verdict:
     not_compared: tuple[str, ...] = ()
 
 
-def verifying_executable(
-    original: GraphModule,
-    runner: Runner,
-    executable: Boxed,
-    phase: str,
-    static_inputs: Sequence[int],
-    above: AboveAutograd,
-) -> Boxed:
-    """A boxed callable that verifies its first call and then is `executable`, or what verification left of it."""
+class Verifying(Program):
+    """Verifies its first call and then is `program`, or what verification left of it."""
 
-    def roll_back(gm: GraphModule) -> Boxed:
-        above.use(gm, gm.graph)
-        return build_executable(runner.compilation, runner.graph_name, phase, gm, static_inputs, above)
+    def __init__(self, original: GraphModule, runner: Runner, graph: ExecutableGraph, program: Program) -> None:
+        super().__init__(program.written)
+        self.may_replay = program.may_replay
+        self._original, self._runner, self._graph, self._program = original, runner, graph, program
+        self._settled: Program | None = None
 
-    current: list[Boxed] = []
+    def __call__(self, args: list[Any]) -> Any:
+        if self._settled is None:
+            if is_transformed():
+                return self._program(args)  # the next call that has tensors to compare is verified
+            self._settled = _Verification(self._original, self._runner, args).settle(self._program, self._roll_back)
+        return self._settled(args)
 
-    def run(args: list[Any]) -> Any:
-        if not current and is_transformed():
-            return executable(args)  # the next call that has tensors to compare is verified
-        if not current:
-            current.append(_Verification(original, runner, args).settle(executable, roll_back))
-        return current[0](args)
+    def replayed(self, args: tuple[Any, ...]) -> Any:
+        return None if self._settled is None else self._settled.replayed(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def free(self) -> None:
+        self._program.free()
+
+    def _roll_back(self, gm: GraphModule) -> Program:
+        if self._graph.functional is not None:
+            self._graph.functional.use(gm, gm.graph)
+        return build_executable(replace(self._graph, gm=gm, lanes=None))
 
 
 class _Verification:
@@ -107,7 +108,7 @@ class _Verification:
         self.constants = written_constants(original)
         self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # outputs that no caller sees
 
-    def settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
+    def settle(self, executable: Program, roll_back: Callable[[GraphModule], Program]) -> Program:
         """The executable to use from now on. Random numbers go on from where they were before."""
         if reason := why_not_verified(self.versions[0].gm):
             self._record("refused", reason)
@@ -117,7 +118,7 @@ class _Verification:
         finally:
             self.state.restore()
 
-    def _settle(self, executable: Boxed, roll_back: Callable[[GraphModule], Boxed]) -> Boxed:
+    def _settle(self, executable: Program, roll_back: Callable[[GraphModule], Program]) -> Program:
         worst, references, unknown = 0.0, set(), dict[str, None]()
         for segment in _segments(self.versions):
             is_last = segment[-1] is self.versions[-1]
@@ -173,8 +174,8 @@ class _Verification:
         return Outcome(outputs, inputs + left, sharing(seen, inputs + self.constants))
 
     def _blame(
-        self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Boxed]
-    ) -> Boxed:
+        self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Program]
+    ) -> Program:
         before = segment[place - 1].gm
         name = segment[place].pass_name if place < len(segment) else CODE_GENERATION
         after = segment[min(place, len(segment) - 1)].gm
@@ -190,7 +191,7 @@ class _Verification:
             f"verification rolled back to the graph before '{name}'",
             f"{verdict.problem}. {way}",
         )
-        return interpreted(before) if name == CODE_GENERATION else roll_back(before)
+        return Eager(interpreted(before)) if name == CODE_GENERATION else roll_back(before)
 
     def _record(
         self,

@@ -35,10 +35,14 @@ class Outside:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """The streams of a graph besides the current one, with their priorities."""
+    """The streams of a graph besides the current one, with their priorities.
+
+    `external` are torch's numbers for those of them that are the user's own.
+    """
 
     priorities: dict[str, int]
     outside: Outside = Outside()
+    external: tuple[int, ...] = ()
 
 
 def stream_plan(graph: Graph) -> StreamPlan | None:

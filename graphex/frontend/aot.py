@@ -8,11 +8,9 @@ through `compile_graph`. If any of this fails for a reason that is not the user'
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from operator import is_
-from typing import Any, NoReturn, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule
@@ -27,9 +25,9 @@ from graphex.ops.decompositions import decompositions
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation
-from graphex.runtime.above import COUNTED, TANGENT, carry_tangents
-from graphex.runtime.capture import Capturing
-from graphex.runtime.codegen import Boxed
+from graphex.runtime.autograd import COUNTED, TANGENT, carry_tangents
+from graphex.runtime.fast_replay import Bypass, Compiled
+from graphex.runtime.program import Program
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
@@ -49,136 +47,6 @@ from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
 
-# -- handover ----------------------------------------------------------------------------------------------------------
-# A replay without AOTAutograd's wrapper around it, where the wrapper has nothing to do.
-#
-#     Dynamo  ->  AOTAutograd's wrapper  ->  program          every call, until one shows that what Dynamo gives is
-#     what
-#                                                             the program gets, and what it returns is what comes out
-#     Dynamo  ->  replay                                      from then on; the wrapper again for whatever is no replay
-#
-# The wrapper copies the list of inputs several times, enters contexts and looks for work: for a graph of hundreds of
-# inputs that is a tenth of a call's time on the host.
-
-
-Compiled = Callable[..., Any]
-
-
-class Replaying(Protocol):
-    """A boxed program that knows whether a call is no more than a replay."""
-
-    def __call__(self, args: list[Any]) -> Any: ...
-
-    def replayed(self, args: tuple[Any, ...]) -> Any:
-        """The results, or None for a call that has to be made."""
-
-
-class _Seen(threading.local):
-    """What went into the program and came out of it in the call that the thread is making."""
-
-    args: Sequence[Any] | None = None
-    results: Any = None
-
-
-class Handover:
-    """Stands between AOTAutograd and `program`, and watches until it knows what the wrapper does."""
-
-    def __init__(self, program: Replaying) -> None:
-        self._boxed_call = True
-        self._program = program
-        self._seen = _Seen()
-        self._is_plain: bool | None = None
-
-    def __call__(self, args: list[Any]) -> Any:
-        if self._is_plain is not None:
-            return self._program(args)
-        given = tuple(args)
-        results = self._program(args)
-        self._seen.args, self._seen.results = given, results
-        return results
-
-    def around(self, wrapped: Compiled) -> Compiled:
-        """What Dynamo calls; `wrapped` is AOTAutograd's wrapper of this program."""
-        replayed, is_grad_enabled = self._program.replayed, torch.is_grad_enabled
-
-        @functools.wraps(wrapped)
-        def forward(*args: Any) -> Any:
-            if not self._is_plain:
-                return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
-            if is_grad_enabled():
-                with torch.no_grad():
-                    results = replayed(args)
-            else:
-                results = replayed(args)
-            return wrapped(*args) if results is None else results
-
-        return forward
-
-    def _watched(self, wrapped: Compiled, args: tuple[Any, ...]) -> Any:
-        seen = self._seen
-        try:
-            returned = wrapped(*args)
-            if seen.args is not None:  # else another thread has found out meanwhile
-                self._is_plain = _same(seen.args, args) and _same(seen.results, returned)
-        finally:
-            seen.args = seen.results = None
-        return returned
-
-
-def _same(some: Any, others: Sequence[Any]) -> bool:
-    """Whether both hold the very same objects."""
-    return isinstance(some, (list, tuple)) and len(some) == len(others) and all(map(is_, some, others))
-
-
-# -- ahead_of_time -----------------------------------------------------------------------------------------------------
-# `torch.compile(...).aot_compile`: compiled without a call, and called without Dynamo.
-#
-# torch asks a backend for a callable that says how it is saved, and turns AOTAutograd's cache on to get one made of
-# Inductor's code. graphex has none, so the cache is off while it compiles, and what it returns can be called only.
-
-
-_SAVING = (
-    "what graphex compiled cannot be saved: it is made of this process's memory and device graphs. "
-    "Call aot_compile in the process that runs it, or save the model and compile it again there."
-)
-
-
-class CompiledAhead:
-    """A compiled graph that is called as Dynamo's generated code calls it, and keeps its journal."""
-
-    def __init__(self, compiled: Callable[..., Any], journal: Journal) -> None:
-        self._compiled, self.journal = compiled, journal
-
-    def __call__(self, *args: Any) -> Any:
-        return self._compiled(*args)
-
-    @classmethod
-    def serialize_compile_artifacts(cls, fn: CompiledAhead) -> NoReturn:
-        raise NotOfferedError(_SAVING)
-
-    @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> NoReturn:
-        raise NotOfferedError(_SAVING)
-
-
-def compiled_for_dynamo(
-    compile_it: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    journal: Journal,
-) -> Callable[..., Any]:
-    """What `compile_it` makes of a graph, in the form that is asked for at the moment."""
-    wanted_ahead = is_compiled_ahead()
-    with without_autograd_cache():
-        compiled = compile_it(gm, example_inputs)
-    if not wanted_ahead:
-        return compiled
-    register_as_serializable(CompiledAhead)
-    return CompiledAhead(compiled, journal)
-
-
-# -- aot ---------------------------------------------------------------------------------------------------------------
-
 
 def compile_with_aot(
     gm: GraphModule,
@@ -186,23 +54,32 @@ def compile_with_aot(
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Compiled:
-    """What Dynamo calls instead of `gm`."""
+    """The callable for Dynamo to call instead of `gm`."""
+    keep_stream_calls(gm)
+    attention = attention_kept_whole(gm, compilation.config)
     if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):
-        again = functools.partial(
-            compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions
-        )
-        keep_stream_calls(gm)
-        with attention_kept_whole(gm, compilation.config):
-            flattened: Compiled = flatten_graph_inputs(gm, example_inputs, again)
+        with attention:
+            flat = functools.partial(
+                _compile_flat, compilation=compilation, custom=custom_decompositions, context=nullcontext()
+            )
+            flattened: Compiled = flatten_graph_inputs(gm, example_inputs, flat)
         return flattened
+    return _compile_flat(gm, example_inputs, compilation, custom_decompositions, attention)
+
+
+def _compile_flat(
+    gm: Any,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    custom: Mapping[Any, Callable[..., Any]] | None,
+    context: AbstractContextManager[None],
+) -> Compiled:
+    """Compile a graph, or a module around one that takes a list of flat inputs, in this context."""
     _note_subclasses(example_inputs, compilation)
-    is_flattened = not isinstance(gm, GraphModule)  # a module around a graph that was seen to above
-    if not is_flattened:
-        keep_stream_calls(gm)
     try:
         check_required()
-        with nullcontext() if is_flattened else attention_kept_whole(gm, compilation.config):
-            return _aot(gm, example_inputs, compilation, custom_decompositions)
+        with context:
+            return _aot(gm, example_inputs, compilation, custom)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise
     except Exception as error:
@@ -212,18 +89,18 @@ def compile_with_aot(
 
 
 def _aot(
-    gm: GraphModule,
+    gm: Any,
     example_inputs: Sequence[Any],
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
-    handovers: list[Handover] = []
+    bypasses: list[Bypass] = []
     trains = False
     has_out = _may_write_to_out(gm)
-    handed_over = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
+    may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
-    def compiler(phase: str) -> Callable[..., Boxed]:
-        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
+    def compiler(phase: str) -> Callable[..., Program]:
+        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
             nonlocal trains
             trains = trains or phase == "forward"
             if phase != "forward":  # noted on the joint graph, before equal values were merged
@@ -232,16 +109,16 @@ def _aot(
             static = static_input_indices() if phase != "backward" else ()
             if phase == "inference":
                 _note_regenerated(graph)
-            return compile_graph(graph, inputs, compilation, phase, static)
+            return compile_graph(graph, inputs, compilation, phase, static).program
 
         return compile_phase
 
-    def compile_inference(*args: Any, **kwargs: Any) -> Boxed:
+    def compile_inference(*args: Any, **kwargs: Any) -> Program:
         program = compiler("inference")(*args, **kwargs)
-        if not handed_over or not isinstance(program, Capturing) or not only_hands_over(program.written):
+        if not may_bypass or not program.may_replay or not only_hands_over(program.written):
             return program
-        handovers.append(Handover(program))
-        return handovers[-1]
+        bypasses.append(Bypass(program))
+        return bypasses[-1]
 
     with counted():
         compiled: Compiled = aot_module_simplified(
@@ -254,8 +131,8 @@ def _aot(
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
-    if len(handovers) == 1:
-        return handovers[0].around(compiled)
+    if len(bypasses) == 1:
+        return bypasses[0].around(compiled)
     return _with_tangents(compiled, gm, compilation) if trains else compiled
 
 
@@ -368,3 +245,49 @@ def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) ->
         if hasattr(kind, "__tensor_flatten__"):
             reason = f"inputs of type {kind.__name__} are taken apart by AOTAutograd; passes see the tensors inside"
             compilation.journal.fall_back(FellBack("-", "tensor subclass", reason), warn=False)
+
+
+# -- torch.compile(...).aot_compile ------------------------------------------------------------------------------------
+# Compiled without a call, and called without Dynamo. torch asks a backend for a callable that says how it is saved, and
+# turns AOTAutograd's cache on to get one made of Inductor's code. graphex has none, so the cache is off while it
+# compiles, and its result can be called only.
+
+
+_SAVING = (
+    "what graphex compiled cannot be saved: it is made of this process's memory and device graphs. "
+    "Call aot_compile in the process that runs it, or save the model and compile it again there."
+)
+
+
+class CompiledAhead:
+    """A compiled graph for `aot_compile`, with its journal."""
+
+    def __init__(self, compiled: Callable[..., Any], journal: Journal) -> None:
+        self._compiled, self.journal = compiled, journal
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: CompiledAhead) -> NoReturn:
+        raise NotOfferedError(_SAVING)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> NoReturn:
+        raise NotOfferedError(_SAVING)
+
+
+def compiled_for_dynamo(
+    compile_it: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    journal: Journal,
+) -> Callable[..., Any]:
+    """The result of `compile_it`, in the form that Dynamo or `aot_compile` asks for."""
+    wanted_ahead = is_compiled_ahead()
+    with without_autograd_cache():
+        compiled = compile_it(gm, example_inputs)
+    if not wanted_ahead:
+        return compiled
+    register_as_serializable(CompiledAhead)
+    return CompiledAhead(compiled, journal)

@@ -5,11 +5,14 @@
 
 AOTAutograd would take the call apart, with a mask and grouped heads on CUDA down to matrix products of a copied cache.
 Whether it is to be kept whole depends on types, sizes and gradients, which are known while `attend` is being traced.
-Everything else is left to the original. What was decided goes, as a note, with the nodes that come of it.
+Every other call is left to the original. The decision goes, as a note, with the nodes that come of it.
 
-The op's result lies in memory in an order of its own. A model can tell: `view` needs the order that it was written for,
-and whether `reshape` copies, so that a write does not reach the result, hangs on it. So where someone can tell, the
-result is copied into the order that torch would have given it.
+The op's result has strides of its own. A model can tell: `view` needs the strides that it was written for, and whether
+`reshape` copies depends on them. So where the model can tell, the result is copied to the strides that torch would have
+given it. Dynamo's graph knows what torch would return:
+
+    scaled_dot_product_attention -> transpose(1, 2) -> reshape(B, T, H * D)      any strides: all give the same
+    scaled_dot_product_attention -> anything else                                the strides that torch would give
 """
 
 from __future__ import annotations
@@ -33,16 +36,6 @@ from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.fuse import Decided, LiftAttention
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import guard_or_false
-
-# -- attention_layout --------------------------------------------------------------------------------------------------
-# In which order the result of a call of attention must lie in memory, for nobody to notice that another op made it.
-#
-#     scaled_dot_product_attention -> transpose(1, 2) -> reshape(B, T, H * D)      any: what follows is the same for
-#     all
-#     scaled_dot_product_attention -> everything else                              the order that torch would give it
-#
-# This is asked of Dynamo's graph, which knows what torch would return.
-
 
 ANY = "any"
 BY_POSITIONS = "by positions"  # [B, T, H, D]: as `graphex.attention` makes it
@@ -77,7 +70,7 @@ def _lies_in_order(value: Tensor, order: tuple[int, ...]) -> bool:
 
 
 def _is_unseen(call: Node, value: Tensor) -> bool:
-    """Whether all that becomes of a result is that the heads of each position are put side by side."""
+    """Whether the result is only used to put the heads of each position side by side."""
     turned = _only_user(call)
     if turned is None or not _puts_positions_first(turned):
         return False
@@ -108,7 +101,7 @@ def _puts_positions_first(node: Node) -> bool:
     return (node.target in _SWAPS and sorted(given) == [1, 2]) or (node.target in _PERMUTES and given == [0, 2, 1, 3])
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- keeping a call whole ----------------------------------------------------------------------------------------------
 
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)

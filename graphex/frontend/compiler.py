@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.memory import predicted_peak
 from graphex.debug.dumps import dump_graph
+from graphex.debug.orders import shuffled
+from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
@@ -16,39 +19,29 @@ from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Veri
 from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
-from graphex.runtime.above import AboveAutograd
+from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.executable import build_executable, devices_of
-from graphex.runtime.readiness import wait_for_triton
-from graphex.runtime.stream_trial import with_two_streams
+from graphex.runtime.executable import build_executable, device_for, devices_of
+from graphex.runtime.native import wait_for_triton
+from graphex.runtime.program import DebugTools, ExecutableGraph, Program
 from graphex.torch_private.dynamo import compile_stage
-from graphex.torch_private.graphs import copy_graph, copy_module
+from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.mutable_ops import correct_slices
 from graphex.torch_private.symbolic import pytree, unset_fake_temporarily
 
 
 class Executables(NamedTuple):
-    """What a graph is compiled to: the program, and what runs the calls that autograd or functorch has to see."""
+    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see."""
 
-    program: Boxed
-    above: AboveAutograd
-
-
-def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
-) -> Boxed:
-    """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
-    return compile_executables(gm, example_inputs, compilation, phase, static_inputs).program
+    program: Program
+    functional: FunctionalProgram
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
-def compile_executables(
+def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
 ) -> Executables:
-    """`compile_graph`, for those who know of calls which its program cannot know of."""
-    from graphex.debug.dumps import dumping_executable
-    from graphex.debug.verify import verifying_executable
-
+    """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
     name = _begin(gm, compilation, phase)
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
@@ -56,25 +49,34 @@ def compile_executables(
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
     with compile_stage("graphex_passes"):
-        functional = optimise(runner)
-    above = AboveAutograd(compilation, name, runner.gm, functional)
+        functional_graph = optimise(runner)
+    functional = FunctionalProgram(compilation, name, runner.gm, functional_graph)
     dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
-    if config.dump_tensor_data:
-        dumped = original if config.data_dump_stage == "original" else runner.gm
-        executable = dumping_executable(dumped, config, compilation.journal.counter(name))
-    else:
-        with compile_stage("graphex_program"):
-            executable = build_executable(compilation, name, phase, runner.gm, static_inputs, above)
+    tools = _debug_tools(original, runner)
+    with compile_stage("graphex_program"):
+        graph = ExecutableGraph(
+            compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools
+        )
+        program = build_executable(graph, runner)
+    if not config.dump_tensor_data:
         with compile_stage("graphex_kernels"):
             compile_kernels(compilation, name, runner.gm.graph)
-        if config.auto_streams:
-            second = GraphModule(runner.gm, copy_graph(functional))
-            executable = with_two_streams(runner, second, executable, static_inputs, above)
-        if config.verify:
-            executable = verifying_executable(original, runner, executable, phase, static_inputs, above)
     compilation.files.journal(compilation.journal, compilation.compile_id)
-    return Executables(executable, above)
+    return Executables(program, functional)
+
+
+def _debug_tools(original: GraphModule, runner: Runner) -> DebugTools:
+    """`original` is the graph before all passes, a copy where it is needed later."""
+    from graphex.debug.dumps import dumping_executable
+    from graphex.debug.verify import Verifying
+
+    def dump_data(graph: ExecutableGraph) -> Boxed:
+        config = graph.compilation.config
+        dumped = original if config.data_dump_stage == "original" else graph.gm
+        return dumping_executable(dumped, config, graph.counter)
+
+    return DebugTools(write_output_code, shuffled, dump_data, partial(Verifying, original, runner))
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:

@@ -1,4 +1,8 @@
-"""ATen graphs that did not come through Dynamo: a user's own AOTAutograd call, or `torch.export`."""
+"""ATen graphs that did not come through Dynamo: a user's own AOTAutograd call, or `torch.export`.
+
+Sizes, strides and devices of the trace are in such a graph: views that were right for them are not right for others.
+No guard of Dynamo's stands before a call, so `Input` and `TracedSizes` check that a call fits the trace.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis.source import tensor_text, text_of
 from graphex.errors import InputError, PassError, one_line
-from graphex.frontend.compiler import Executables, compile_executables
+from graphex.frontend.compiler import Executables, compile_graph
 from graphex.passes.updates import note_program_writes
 from graphex.records import Journal
 from graphex.rewrite.compilation import Compilation
@@ -31,21 +35,15 @@ from graphex.torch_private.symbolic import (
     substituted,
 )
 
-# -- traced ------------------------------------------------------------------------------------------------------------
-# What a graph was traced with for its inputs, and whether a call fits it.
-#
-# Sizes, strides and devices of the trace are in the graph: views that were right for them are not right for others.
-
-
 _LAID_OUT = "Pass a copy that is laid out so (such as one by contiguous()), or trace the graph for that too."
 _ANY_STRIDE = -1
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a graph was traced with for one of its inputs; `dtype` is None where that is no tensor, or not known.
+    """One input of a graph, as it was traced; `dtype` is None if it is no tensor, or not known.
 
-    A number has been put into the graph, and so has what followed from it. Of sizes and strides, None fits every one.
+    A number is a constant of the graph, and so is everything that followed from it. A size or stride of None fits all.
     """
 
     name: str
@@ -64,7 +62,7 @@ class Input:
         return Input(name, value.dtype, _numbers(value.shape), _numbers(_strides(value)), value.layout, device)
 
     def check(self, given: Any) -> None:
-        """Refuse what the graph was not traced for: a slice of all rows there may be one of some rows here."""
+        """Refuse an argument that does not fit the trace: a slice of all rows there may be one of some rows here."""
         if not self._fits(given):
             raise InputError(
                 f"the graph was traced with {self} for '{self.name}', got {_about(given)}. Trace it for that too."
@@ -119,9 +117,7 @@ class Input:
 
 
 class TracedSizes:
-    """The symbols in the sizes and strides of a graph's inputs, and what tracing has found out about them or taken for
-    granted.
-    """
+    """The symbols in sizes and strides of a graph's inputs, and the conditions that tracing has found or assumed."""
 
     def __init__(self, inputs: Sequence[Input], values: Sequence[Any]) -> None:
         fakes = [value for value in values if isinstance(value, FakeTensor)]
@@ -158,7 +154,7 @@ class TracedSizes:
             raise InputError(f"the graph was traced for {broken}")
 
     def _find_broken(self, sizes: tuple[int, ...], strides: tuple[int, ...], exported: bool) -> str | None:
-        """What does not hold for sizes and strides of a call, what they are, and what to do."""
+        """The condition that the sizes and strides of a call break, their values, and a way out; None if all hold."""
         known: dict[Any, int] = {}
         where: dict[Any, str] = {}
         for (_, _, expression), size, place in zip(self._sizes, sizes, self._where, strict=True):
@@ -210,19 +206,19 @@ def _about(given: Any) -> str:
     return repr(given) if isinstance(given, (int, float, complex)) else type(given).__name__
 
 
-# -- exported ----------------------------------------------------------------------------------------------------------
+# -- compile_fx --------------------------------------------------------------------------------------------------------
 
 
 POSITIONAL = "this graph takes positional arguments only."
 
 
 class CompiledGraph:
-    """What `compile_fx` returns: takes the graph's own arguments, keeps its own journal."""
+    """The result of `compile_fx`: takes the graph's own arguments, keeps its own journal."""
 
     def __init__(
         self, executables: Executables, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
     ) -> None:
-        self.boxed, self._above = executables  # `boxed` takes one list of the flat inputs, which it empties
+        self.boxed, self._functional = executables  # `boxed` takes one list of the flat inputs, which it empties
         self._traced = [_traced_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs
@@ -241,12 +237,12 @@ class CompiledGraph:
         return pytree.tree_unflatten(result, self._tree.out_spec) if self._tree.out_spec is not None else result
 
     def _run(self, flat: list[Any]) -> Any:
-        reason = self._why_above(flat)
-        return self._above(flat, reason) if reason else self.boxed(flat)
+        reason = self._why_functional(flat)
+        return self._functional(flat, reason) if reason else self.boxed(flat)
 
-    def _why_above(self, flat: list[Any]) -> str:
-        """What no guard has looked at here: whatever the graph was not traced with keeps its program above autograd."""
-        tensors = [value for value in (*flat, *self._above.held) if isinstance(value, torch.Tensor)]
+    def _why_functional(self, flat: list[Any]) -> str:
+        """Why a call needs the functional program: it has gradients, or kinds of tensors that the trace had not."""
+        tensors = [value for value in (*flat, *self._functional.held) if isinstance(value, torch.Tensor)]
         if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
             return "gradients are recorded, and a tensor requires some; call it under torch.no_grad()"
         for traced, value, each in zip(self._traced, flat, self._inputs, strict=True):
@@ -255,9 +251,7 @@ class CompiledGraph:
         return ""
 
     def _flat(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> list[Any]:
-        """Arguments as make_fx has traced them, which are positional, or else as `((*args,), {**kwargs})`, as exported
-        graphs take them.
-        """
+        """The flat inputs. make_fx traces positional arguments; exported graphs take `((*args,), {**kwargs})`."""
         if spec is not None and not kwargs:
             flat, found = pytree.tree_flatten(_in_order(args, spec))
             if found == spec:
@@ -275,7 +269,7 @@ class CompiledGraph:
 
 
 def _kind(value: torch.Tensor) -> str:
-    """What a tensor is besides memory of some layout."""
+    """What distinguishes a tensor besides its layout: subclass, symbolic zeros, conjugate and negative views."""
     if not is_plain(value):
         return "one of symbolic zeros" if type(value) is torch.Tensor else f"a {type(value).__name__}"
     return _KINDS[marks_of(value)]
@@ -322,7 +316,7 @@ def compile_aten(gm: GraphModule, example_inputs: Sequence[Any] | None, compilat
             f"the graph cannot be evaluated ({problem}). compile_fx takes ATen graphs, from torch.export or make_fx."
         ) from error
     note_program_writes(gm.graph, has_out=True, is_own=own.__contains__)
-    executables = compile_executables(gm, values, compilation, "inference", ())
+    executables = compile_graph(gm, values, compilation, "inference", ())
     return CompiledGraph(executables, gm, inputs, values, compilation.journal)
 
 

@@ -19,7 +19,7 @@ from graphex.backend import journal
 from graphex.device import device_of
 from graphex.errors import InputError
 from graphex.records import Journal
-from graphex.runtime.session import Ran, warming_up
+from graphex.runtime.program import Ran, warming_up
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass, pytree
 
 Pick = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
@@ -38,7 +38,7 @@ class Replayer:
         if any(map(is_traceable_wrapper_subclass, (*given, *wanted))):
             raise InputError("a replayer takes and returns plain tensors, and no tensors that are made of others.")
         self._program, self._inputs, self._given, self._names = ran.program, tuple(ran.args), given, list(kwargs)
-        self._replayed = getattr(ran.program, "replayed", lambda args: None)  # what runs in pieces has none
+        self._replayed = ran.program.replayed
         self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
         self._twins = _twins(given)
         where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
@@ -166,7 +166,7 @@ def _may_hold_numbers(ran: Ran, returned: Sequence[Any]) -> bool:
     """Whether the graph computes something from which numbers are made: it reads some back, or the model does, from a
     result that it does not return.
     """
-    return not _are_returned(ran, returned) or getattr(ran.program, "reads_numbers", False)
+    return not _are_returned(ran, returned) or ran.program.reads_numbers
 
 
 def _are_returned(ran: Ran, returned: Sequence[Any]) -> bool:

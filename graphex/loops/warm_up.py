@@ -19,7 +19,7 @@ from graphex.device import runtimes_in_use
 from graphex.env import why_off
 from graphex.errors import InputError
 from graphex.records import Captured
-from graphex.runtime.session import warming_up
+from graphex.runtime.program import warming_up
 from graphex.torch_private.symbolic import pytree
 
 

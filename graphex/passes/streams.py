@@ -42,7 +42,7 @@ from graphex.device.base import OUTSIDE, PLAN, Outside, StreamPlan
 from graphex.errors import GraphexWarning, StreamError
 from graphex.ops.scope import PRIORITY
 from graphex.passes.place import relink
-from graphex.passes.torch_streams import label_of, name_streams
+from graphex.passes.torch_streams import external_numbers, label_of, name_streams
 from graphex.records import DeadlockChecked, StreamsScheduled
 from graphex.rewrite.base import GraphPass, Work
 from graphex.torch_private.symbolic import hint_of
@@ -161,7 +161,8 @@ class _Schedule(AddingEvents):
             if PRIORITY in custom and label in priorities:
                 priorities[label] = custom[PRIORITY]
         output = self.graph.output_node()
-        output.meta[PLAN] = StreamPlan(priorities, output.meta.get(OUTSIDE, Outside()))
+        outside = output.meta.get(OUTSIDE, Outside())
+        output.meta[PLAN] = StreamPlan(priorities, outside, external_numbers(priorities))
         names = {stream: tuple(nodes) for stream, nodes in placed.items()}
         added = len(self.names) - self.users
         self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, added))

@@ -14,6 +14,7 @@ torch 2.12 and newer wrap these ops together with the values that must be there 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,11 @@ def stream_of(found: object) -> object:
     if not isinstance(found, int):
         return found
     return None if is_current_stream(found) else f"{STREAM}{found}"
+
+
+def external_numbers(labels: Iterable[str]) -> tuple[int, ...]:
+    """torch's numbers for the streams that `stream_of` has named."""
+    return tuple(int(label.removeprefix(STREAM)) for label in labels if label.startswith(STREAM))
 
 
 def name_streams(graph: Graph) -> None:

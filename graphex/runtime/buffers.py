@@ -1,9 +1,24 @@
-"""Many tensors copied in one launch.
+"""The memory of a captured graph's inputs and outputs: copies in, private buffers, copies out.
 
-Tensors of one type go through one kernel as they are. Tensors of several types do too, looked at as the widest integers
+    Copies        many tensors copied in one launch
+    InputBuffer   a private buffer, laid out as the input is; `Arena` is the memory of all buffers of a graph
+    OutputPlan    how each result gets out of the graph's memory
+
+Tensors of one type are copied by one kernel as they are. Tensors of several types are too, read as the widest integers
 that divide them all:
 
     int64[1], bfloat16[8], bool[16]   ->   int64[1], int64[2], int64[2]
+
+A result gets out in one of these ways:
+
+    "copied"     into new memory, so that a kept one stays right; results that share memory still do
+    "separate"   the same, but no two results share memory
+    "handed on"  copied to an address that is the same in every call, for another piece of the same call
+    "in place"   not at all: it is the graph's own memory, which any replay of its pool may write to again
+    "lent"       the same, for a caller that copies it before that
+
+A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
+written to a copy of an input, the new value is put back first.
 """
 
 from __future__ import annotations
@@ -34,9 +49,6 @@ from graphex.torch_private.memory import (
     storage_owners,
     whole_storage,
 )
-
-# -- copies ------------------------------------------------------------------------------------------------------------
-
 
 _UNITS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _WIDEST = _UNITS[0][0]
@@ -79,7 +91,7 @@ def _common_unit(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 
 def _is_plain_bits(tensors: Sequence[Tensor]) -> bool:
-    """Whether bits are all there is to these tensors, and they begin where an integer may begin."""
+    """Whether these tensors are nothing but bits, at addresses that are aligned for integers."""
     return all(
         has_memory(tensor)
         and not tensor.is_neg()
@@ -94,18 +106,17 @@ def _as_integers(tensors: Sequence[Tensor], unit: torch.dtype) -> list[Tensor]:
 
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
-# Private buffers for the inputs of a captured graph, laid out as the inputs are.
 
 
 _ALIGNMENT = 512  # what a device's allocator gives; kernels are chosen by it
 
 
 class InputBuffer:
-    """`view` is what the graph reads; `target` is what a call's tensor, through `source`, is copied into.
+    """The graph reads `view`; each call copies its tensor, as `source` gives it, into `target`.
 
     The strides of the input are kept, gaps included, because the graph was compiled for them. An expanded dimension
-    (stride 0) holds one element that is copied once. For an input that is read as the conjugate of its memory, the
-    buffer's memory holds the conjugate too: what is traced depends on that.
+    (stride 0) holds one element that is copied once. For a conjugate view, the buffer's memory holds the conjugate too,
+    because the graph was traced for one.
     """
 
     def __init__(self, like: Tensor, memory: Tensor | None) -> None:
@@ -136,7 +147,7 @@ class InputBuffer:
 class Arena:
     """Memory for the buffers of all keys of a graph: every key lays its own out from the start.
 
-    A key's buffers are filled right before it is replayed, so what another key left there does not matter.
+    A key's buffers are filled right before its replay, so another key may have written to them.
     """
 
     def __init__(self) -> None:
@@ -179,17 +190,6 @@ def _aligned(size: int) -> int:
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
-# How what a captured graph computed gets out of its memory.
-#
-#     "copied"     every result is copied out, so that a kept one stays right; results that share memory still do
-#     "separate"   the same, but no two results share memory
-#     "handed on"  copied to a place that is the same in every call, for another piece of the same call
-#     "in place"   the results are the graph's own memory, which any replay of its pool may write to again
-#     "lent"       the same, for somebody who copies them before that
-#
-# A result that lives in an input of the graph is given as that part of the input of *this* call, whichever way. Where
-# the
-# graph has written to a copy of an input, what it wrote is put back first.
 
 
 _COPIED = ("copied", "handed on")
@@ -242,7 +242,7 @@ class Window:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The graph's own tensor. `owners` is how many hold its memory when the user holds none of it."""
+    """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
     value: Tensor
     lent: bool
@@ -287,7 +287,7 @@ class OutputPlan:
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
 
     def settle(self) -> None:
-        """Called when nobody but this plan and the graph holds the outputs any more."""
+        """Called when only this plan and the graph hold the outputs."""
         self._plan = [
             InPlace(step.value, step.lent, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
@@ -295,11 +295,11 @@ class OutputPlan:
         self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
 
     def in_place(self) -> list[Tensor]:
-        """The outputs whose memory the user gets to hold."""
+        """The outputs whose memory is handed out to the user."""
         return [step.value for step in self._plan if isinstance(step, InPlace) and not step.lent]
 
     def still_held(self) -> list[int]:
-        """The outputs in place that somebody still holds from the call before."""
+        """The outputs in place that are still held from the call before."""
         return [
             place
             for place, step in enumerate(self._plan)
@@ -307,7 +307,7 @@ class OutputPlan:
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results; `inputs` are those that are `needed` of this call's."""
+        """The results; `inputs` are the inputs of this call that are `needed`."""
         if self._clone is not None:
             return (self._clone(),)
         copies = [empty() for empty in self._empties]
@@ -326,7 +326,7 @@ class OutputPlan:
 
 
 class PuttingBack(OutputPlan):
-    """The same for a graph that has written to copies of the inputs `put_back`: the call's own get what was written."""
+    """The same for a graph that has written to copies of the inputs `put_back`: their values go back to the inputs."""
 
     def __init__(
         self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], put_back: Sequence[int]
@@ -342,12 +342,12 @@ class PuttingBack(OutputPlan):
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
-    """A copy by one call of torch, which is half the work for the host, if that copies all there is to a tensor."""
+    """`clone`, half the work for the host, if that copies everything about the tensor."""
     return source.clone if not source.storage_offset() and not any(marks_of(source)) else None
 
 
 def empty_for(source: Tensor, size: Sequence[int], stride: Sequence[int]) -> Callable[[], Tensor]:
-    """What makes room for a copy of `source`, or of a part of it with this size.
+    """A function that allocates a copy of `source`, or of a part of it with this size.
 
     The copy begins as far into its memory as the source does: AOTAutograd looks there to find out which part of an
     input a result stands for.
@@ -375,7 +375,7 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
 
 
 def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) -> PartOfInput | None:
-    """Buffers of several inputs may be in one storage, so it is the address that tells whose part it is."""
+    """The input that a result is a part of, found by address: buffers of several inputs may share one storage."""
     if not value.numel():
         return None
     address, memory = value.data_ptr(), _memory(value)

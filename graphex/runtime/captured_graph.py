@@ -1,14 +1,19 @@
-"""One captured graph: where it reads its inputs, and how its outputs get out.
+"""Captured graphs: how a graph treats its inputs and outputs, one capture of it, the memory and the store of them all.
 
-`Plan` is what is known of a graph before any call; `Entry` is one capture of it.
+Plan            known before any call: which inputs are captured by address, which are copied, how outputs get out
+Pool            the memory that captured graphs share, and the order that sharing asks for
+CapturedGraph   one capture, made by `capture_graph`; `fill` gives it a call's inputs
+Store           the captured graphs of one program, by key and by addresses, the least recently used one first
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -18,20 +23,18 @@ from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
 from graphex.runtime.buffers import Arena, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import Addresses, Shortcut, picker
+from graphex.runtime.fast_replay import Addresses, FastReplay, ReplayBody, picker
 from graphex.runtime.keys import Key
-from graphex.runtime.pools import Pool
-
-# -- entries -----------------------------------------------------------------------------------------------------------
-
 
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
-class Given:
-    """The inputs of a piece that others of its graph have made: `received` are where a device graph puts them in every
-    call, `moving` are elsewhere in every call and written to (see `crossing`).
+class PieceInputs:
+    """The inputs of a piece that other pieces of its graph have made.
+
+    `received` are at the address where a device graph puts them in every call. `moving` are elsewhere in every call
+    and written to by this piece (see `pieces`).
     """
 
     received: Iterable[int]
@@ -67,19 +70,20 @@ class Plan:
         static_inputs: Iterable[int],
         config: CompilerConfig,
         ways: dict[int, str],
-        given: Given | None = None,
+        from_pieces: PieceInputs | None = None,
     ) -> Plan:
         nodes = gm.graph.find_nodes(op="placeholder")
         values = [node.meta.get("val") for node in nodes]
         tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         hosts = [index for index in tensors if not device.holds(values[index])]
-        moving = {} if given is None else given.moving
+        moving = {} if from_pieces is None else from_pieces.moving
         written = [index for index in tensors if index not in moving and aliases.is_written(nodes[index])]
-        # What is addressed from the start of its storage can be read at its own place only.
+        # A value that is addressed from the start of its storage can be read at its own address only.
         absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
-        # What another piece hands on is at one place, but every call has an object of its own for it.
+        # A value from another piece is at one address, but every call has an object of its own for it.
         parameters = set(static_inputs).intersection(tensors)
-        static = parameters.union(given.received if given else ()).intersection(tensors)
+        received = [] if from_pieces is None else list(from_pieces.received)
+        static = parameters.union(received).intersection(tensors)
         fixed = {*static, *written, *absolute}.difference(hosts)
         by_address = [index for index in tensors if index in fixed]
         unchecked = parameters.difference(written) if config.frozen_parameter else set()
@@ -96,16 +100,16 @@ class Plan:
             written=written,
             looked_at=[index for index in by_address if index not in unchecked],
             unchecked=[index for index in by_address if index in unchecked],
-            # A piece must not write to what a later one of the same call reads, nor a backward to what autograd saved.
-            clone_input="auto" if given is not None and config.clone_input is False else config.clone_input,
+            # A piece must not write to memory that a later piece reads, nor a backward to tensors that autograd saved.
+            clone_input="auto" if from_pieces is not None and config.clone_input is False else config.clone_input,
             moving=list(moving),
             put_back=[index for index, is_seen in moving.items() if is_seen],
-            received=list(given.received) if given is not None else [],
+            received=received,
             returns_one=returns_one(gm),
         )
 
     def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Where the inputs are that are captured by address; of those that are not looked at, which they are."""
+        """The addresses of inputs that are captured by address; the identity of those that are not looked at."""
         looked_at = (args[index].data_ptr() for index in self.looked_at)
         return (*looked_at, *(id(args[index]) for index in self.unchecked))
 
@@ -131,15 +135,75 @@ def returns_one(gm: GraphModule) -> bool:
 
 
 def _returned(gm: GraphModule) -> Any:
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    return output.args[0]
+    return gm.graph.output_node().args[0]
+
+
+# -- pools -------------------------------------------------------------------------------------------------------------
+
+
+_given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
+
+
+class Pool:
+    """A memory pool of a device, and the order of the graphs that share it.
+
+    Graphs of one pool may use the same bytes for their intermediates. That is right as long as they run one after the
+    other: one thread at a time holds `lock`, fills the inputs, replays and takes the outputs out, and a replay on
+    another stream than the last one waits for it. A lock lets its own thread in again, so a call by a finalizer or a
+    signal handler in between looks at `is_running`. `handle` is the device's name for the pool.
+    """
+
+    def __init__(self, device: Device, handle: Any = None) -> None:
+        self.lock = threading.RLock()
+        self.is_running = False
+        self._device = device
+        self._handle = handle
+        self._is_given = handle is not None
+        self.stream = device.stream()  # of the last replay
+        self._lasts = device.stream_lasts()
+        self.graphs = 0
+
+    @property
+    def handle(self) -> Any:
+        """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
+        if self._handle is None or (self.graphs == 0 and not self._is_given):
+            self._handle = self._device.pool()
+        return self._handle
+
+    def take_turn(self) -> None:
+        """Let the current stream wait for the last replay of this pool."""
+        self.take_turn_on(self._device.stream())
+
+    def take_turn_on(self, stream: Any) -> None:
+        """The same; `stream` is the current stream."""
+        if stream == self.stream:
+            return
+        if self._lasts:
+            self._device.follow(self.stream)
+        else:
+            self._device.synchronize()  # the stream may be gone, and its work still be running
+        self.stream, self._lasts = stream, self._device.stream_lasts()
+
+
+def pool_for(device: Device, handle: Any) -> Pool:
+    """A new pool, or, for a handle that the user gave, the pool that all graphs with this handle share."""
+    if handle is None:
+        return Pool(device)
+    pool = _given.get((device.name, handle))
+    if pool is None:
+        pool = _given[(device.name, handle)] = Pool(device, handle)
+    return pool
+
+
+# -- captured graphs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Entry:
-    """`checked` are where the inputs were that were captured by address, `copied` those that every call copies.
+class CapturedGraph:
+    """One capture: `checked` are the addresses that it was made with, `copied` the inputs that every call copies.
 
-    `shortcut` finds the next call that replays it, if that is like the one before; the first such call makes it.
+    `boxed` is its replay inside of AOTAutograd's wrappers, with the stream it is for. `fast` recognises the next call,
+    if that is like the one before, and replays it. Both are made by the first call that needs them.
     """
 
     replay: Replay
@@ -152,7 +216,8 @@ class Entry:
     held: list[Tensor]
     takes_over: bool
     owner: int | None = None
-    shortcut: Shortcut | None = None
+    boxed: tuple[Any, ReplayBody] | None = None
+    fast: FastReplay | None = None
     _copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -167,8 +232,8 @@ class Entry:
         """Whether the user's tensors share memory with the graph."""
         return bool(self._lent)
 
-    def is_robbed(self) -> bool:
-        """Whether memory that the graph shares with the user's tensors was replaced, by making one of them larger."""
+    def storage_replaced(self) -> bool:
+        """Whether a tensor that shares memory with the graph has another storage now, because it was resized."""
         return any(tensor.data_ptr() != address for tensor, address in self._lent)
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
@@ -201,10 +266,10 @@ class Entry:
         self.pool.graphs -= 1
         self.replay.free([*self.buffers, *self.held])
         self.buffers, self.held, self._lent = [], [], []
-        self.shortcut = None
+        self.boxed = self.fast = None
 
 
-def make_entry(
+def capture_graph(
     device: Device,
     run: Boxed,
     plan: Plan,
@@ -213,7 +278,7 @@ def make_entry(
     pool: Pool,
     arena: Arena,
     error_mode: str,
-) -> Entry:
+) -> CapturedGraph:
     """Capture `run` for these inputs. Raises what goes wrong, and leaves nothing behind."""
     takes_over = plan.clone_input is False
     stays = frozenset(stays) if plan.clone_input == "auto" else _NOTHING
@@ -236,14 +301,14 @@ def make_entry(
         outputs = PuttingBack(flat, plan.ways, inputs, put_back) if put_back else OutputPlan(flat, plan.ways, inputs)
         del results, flat
         outputs.settle()
-        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked, plan.written)
+        checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
-        entry = Entry(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
+        graph = CapturedGraph(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
     except BaseException:
         replay.free()
         raise
     pool.graphs += 1
-    return entry
+    return graph
 
 
 def _alone_in_their_memory(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
@@ -260,12 +325,7 @@ def _alone_in_their_memory(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
     return frozenset(plan.plain) - shared
 
 
-# -- store -------------------------------------------------------------------------------------------------------------
-# The captured graphs of one compiled graph: the most recently used ones, found by key and by addresses.
-#
-# A key may have several graphs, one for each set of parameters and caches that was passed: compiled layers of one
-# class
-# share their code, and with it the place where their graphs are kept.
+# -- the store ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -277,72 +337,78 @@ class Slot:
 
 
 class Store:
+    """The captured graphs of one program, at most `limit`: the most recently used ones.
+
+    A key may have several graphs, one for each set of parameters and caches that was passed: compiled layers of one
+    class share their code, and with it this store.
+    """
+
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._entries: OrderedDict[Slot, Entry] = OrderedDict()
-        self._latest: dict[Key, tuple[Slot, Entry]] = {}
-        self.newest: Entry | None = None  # the graph that was used last, of whichever key
-        self._newest_key: Key = ()
+        self._graphs: OrderedDict[Slot, CapturedGraph] = OrderedDict()
+        self._latest: dict[Key, tuple[Slot, CapturedGraph]] = {}
+        self.newest: CapturedGraph | None = None  # the graph that was used last, of any key
+        self._newest_key: Key | None = None
         self._known: Counter[Key] = Counter()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._graphs)
 
     def knows(self, key: Key) -> bool:
         return self._known[key] > 0
 
-    def latest(self, key: Key) -> Entry | None:
+    def latest(self, key: Key) -> CapturedGraph | None:
         """The graph of a key that was used last."""
         if self.newest is not None and self._newest_key == key:  # a lookup costs more: a slot has hundreds of addresses
             return self.newest
         found = self._latest.get(key)
         if found is None:
             return None
-        self._entries.move_to_end(found[0])
+        self._graphs.move_to_end(found[0])
         self.newest, self._newest_key = found[1], key
         return found[1]
 
-    def find(self, slot: Slot) -> Entry | None:
-        entry = self._entries.get(slot)
-        if entry is not None:
-            self._entries.move_to_end(slot)
-            self._used(slot, entry)
-        return entry
+    def find(self, slot: Slot) -> CapturedGraph | None:
+        graph = self._graphs.get(slot)
+        if graph is not None:
+            self._graphs.move_to_end(slot)
+            self._used(slot, graph)
+        return graph
 
-    def put(self, slot: Slot, entry: Entry) -> list[Slot]:
-        """Keep a graph; what it replaces and what there is no room for is freed. Returns the latter.
+    def put(self, slot: Slot, graph: CapturedGraph) -> list[Slot]:
+        """Keep a graph, free the one it replaces and those that there is no room for. Returns the slots of the latter.
 
-        The new graph is there before any goes: a memory pool that no graph uses is gone.
+        The new graph is there before any is freed: a memory pool that no graph uses is gone.
         """
-        old = self._entries.pop(slot, None)
-        self._entries[slot] = entry
-        self._used(slot, entry)
+        old = self._graphs.pop(slot, None)
+        self._graphs[slot] = graph
+        self._used(slot, graph)
         if old is None:
             self._known[slot.key] += 1
         else:
             old.free()
-        evicted = list(self._entries)[: max(0, len(self._entries) - self._limit)]
+        evicted = list(self._graphs)[: max(0, len(self._graphs) - self._limit)]
         for oldest in evicted:
             self.drop(oldest)
         return evicted
 
     def drop(self, slot: Slot) -> None:
-        entry = self._entries.pop(slot)
+        graph = self._graphs.pop(slot)
         self._known[slot.key] -= 1
         if not self._known[slot.key]:
             del self._known[slot.key]
-        if slot.key in self._latest and self._latest[slot.key][1] is entry:
+        if slot.key in self._latest and self._latest[slot.key][1] is graph:
             del self._latest[slot.key]
-        if self.newest is entry:
+        if self.newest is graph:
             self.newest = None
-        entry.free()
+        graph.free()
 
-    def _used(self, slot: Slot, entry: Entry) -> None:
-        self._latest[slot.key] = slot, entry
-        self.newest, self._newest_key = entry, slot.key
+    def _used(self, slot: Slot, graph: CapturedGraph) -> None:
+        self._latest[slot.key] = slot, graph
+        self.newest, self._newest_key = graph, slot.key
 
     def free(self, owner: int | None = None) -> None:
-        """Free everything, or what was captured for one owner."""
-        for slot, entry in list(self._entries.items()):
-            if owner is None or entry.owner == owner:
+        """Free all graphs, or those that were captured for one owner."""
+        for slot, graph in list(self._graphs.items()):
+            if owner is None or graph.owner == owner:
                 self.drop(slot)

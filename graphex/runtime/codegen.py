@@ -18,7 +18,7 @@ A graph with several streams says which one its calls are for, and keeps values 
                  record('mm', 'side')
                  wait('mm', None)
 
-`args` is a list that the function empties, so that inputs nobody else holds are freed at their last use too. A
+`args` is a list that the function empties, so that inputs without another owner are freed at their last use too. A
 `call_module` node is the seam for a compiled region: whatever callable the module holds stands for many nodes.
 """
 
@@ -59,16 +59,14 @@ from graphex.torch_private.dynamo import TorchDispatchMode
 from graphex.torch_private.graphs import is_writable
 from graphex.torch_private.schemas import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS
 
-# -- spelling ----------------------------------------------------------------------------------------------------------
-# The cheapest way to write the call of an op, proven to be the same call.
+# -- call forms --------------------------------------------------------------------------------------------------------
+# The cheapest form of an op's call that is proven to be the same call.
 #
-# Calling `torch.ops.aten.add.Tensor(x, y)` costs about twice what `torch.add(x, y)` does: the first goes through a
-# generic, boxed path, the second through a parser generated for `add`. So each call is spelled the second way, or as a
-# method or index expression, if that is certain to reach the same kernel with the same arguments. The proof is a
-# trial:
-# the spelled call is made once on the node's fake values under a mode that stops it at the dispatcher and compares
-# what
-# arrived with what the graph says. Whatever differs, in any argument, is called through its OpOverload.
+# `torch.ops.aten.add.Tensor(x, y)` costs about twice what `torch.add(x, y)` does: the first goes through a generic,
+# boxed path, the second through a parser generated for `add`. So a call is written in the second form, or as a method
+# or index expression, if that certainly reaches the same kernel with the same arguments. The proof is a trial: the call
+# is made once on the node's fake values, under a mode that stops it at the dispatcher and compares the arguments there
+# with the node's. A call that differs in any of them goes through its OpOverload.
 
 
 aten = torch.ops.aten
@@ -84,10 +82,10 @@ _SIZES_AS_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class Spelling:
+class CallForm:
     """`function(*args, **kwargs)`; `text` is how a script names the function. Arguments may hold nodes.
 
-    A spelling whose function is `operator.getitem` is written as a subscript.
+    A form whose function is `operator.getitem` is written as a subscript.
     """
 
     function: Callable[..., Any]
@@ -96,17 +94,17 @@ class Spelling:
     kwargs: dict[str, Any]
 
 
-def spell(node: Node) -> Spelling:
-    """The best proven spelling of a `call_function` node whose target is an operator."""
+def call_form(node: Node) -> CallForm:
+    """The cheapest proven form of a `call_function` node whose target is an operator."""
     op = operator_of(node)
     assert op is not None
-    plain = Spelling(op._op, f"{op_text(op)}._op", tuple(node.args), dict(node.kwargs))
+    plain = CallForm(op._op, f"{op_text(op)}._op", tuple(node.args), dict(node.kwargs))
     if op.namespace != "aten":
         return plain
     return next((candidate for candidate in _candidates(node, op) if _is_same_call(candidate, node, op)), plain)
 
 
-def _candidates(node: Node, op: torch._ops.OpOverload) -> Iterator[Spelling]:
+def _candidates(node: Node, op: torch._ops.OpOverload) -> Iterator[CallForm]:
     name = op._schema.name.removeprefix("aten::")
     if (
         op in _SIZES_AS_ARGUMENTS
@@ -115,23 +113,23 @@ def _candidates(node: Node, op: torch._ops.OpOverload) -> Iterator[Spelling]:
         and isinstance(node.args[1], (list, tuple))
     ):
         if (method := getattr(TENSOR_METHODS, name, None)) is not None:
-            yield Spelling(method, f"torch._C.TensorBase.{name}", (node.args[0], *node.args[1]), {})
+            yield CallForm(method, f"torch._C.TensorBase.{name}", (node.args[0], *node.args[1]), {})
     elif op is aten.slice.Tensor:
         yield from _as_index(node, _slice_index(node))
     elif op is aten.index.Tensor:
         yield from _as_index(node, _tensor_index(node))
     elif op is aten._to_copy.default and set(node.kwargs) == {"dtype"} and hasattr(TENSOR_METHODS, "to"):
-        yield Spelling(TENSOR_METHODS.to, "torch._C.TensorBase.to", (node.args[0], node.kwargs["dtype"]), {})
+        yield CallForm(TENSOR_METHODS.to, "torch._C.TensorBase.to", (node.args[0], node.kwargs["dtype"]), {})
     for place, text in _PLACES:
         function = getattr(place, name, None)
         if function is not None:
-            yield Spelling(function, f"{text}.{name}", _tupled(node.args), dict(node.kwargs))
+            yield CallForm(function, f"{text}.{name}", _tupled(node.args), dict(node.kwargs))
 
 
-def _as_index(node: Node, index: tuple[Any, ...] | None) -> Iterator[Spelling]:
+def _as_index(node: Node, index: tuple[Any, ...] | None) -> Iterator[CallForm]:
     if index is not None:
         key = index[0] if len(index) == 1 else index
-        yield Spelling(operator.getitem, "operator.getitem", (node.args[0], key), {})
+        yield CallForm(operator.getitem, "operator.getitem", (node.args[0], key), {})
 
 
 def _tupled(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -179,14 +177,14 @@ class _Arrivals(TorchDispatchMode):
         raise _StopError
 
 
-def _is_same_call(candidate: Spelling, node: Node, op: torch._ops.OpOverload) -> bool:
+def _is_same_call(candidate: CallForm, node: Node, op: torch._ops.OpOverload) -> bool:
     """Whether the candidate reaches `op` with exactly the node's arguments."""
     wanted_args, wanted_kwargs = map_arg((node.args, node.kwargs), _fake)
     args, kwargs = map_arg((candidate.args, candidate.kwargs), _fake)
     with _Arrivals() as arrivals:
         try:
             candidate.function(*args, **kwargs)
-        except Exception:  # a trial may fail in any way: then this is not the spelling
+        except Exception:  # a trial may fail in any way: then this form is not the same call
             pass
     if arrivals.call is None or arrivals.call[0] is not op:
         return False
@@ -211,15 +209,17 @@ def _identical(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-# -- core_limits -------------------------------------------------------------------------------------------------------
-# Core limits of nodes: given to the device where it can keep them, and on record where it cannot.
+# -- core limits -------------------------------------------------------------------------------------------------------
 
 
 PART = "graphex_part"  # on a node: the number of cores it is kept to
 
 
 def set_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, device: Device) -> bool:
-    """Note on limited nodes the part of the device that is theirs. True if there is any such part."""
+    """Give core limits to the device where it can keep them, and put on record where it cannot.
+
+    Each limited node gets the number of its cores. True if there is any.
+    """
     refused: dict[Cores, Node] = {}
     found = False
     for node in gm.graph.nodes:
@@ -240,12 +240,12 @@ def set_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, 
     return found
 
 
-# -- codegen -----------------------------------------------------------------------------------------------------------
+# -- the program -------------------------------------------------------------------------------------------------------
 
 
 Boxed = Callable[[list[Any]], Any]
 
-_OF_SCRIPTS = (  # what the scripts around a program call their own
+_OF_SCRIPTS = (  # names that the scripts around a program use themselves
     *("torch", "base64", "importlib", "io", "math", "operator", "zlib"),
     *("PASS", "PROBLEM", "forward", "before_pass", "after_pass", "example_inputs", "saved", "not_written"),
 )
@@ -272,7 +272,7 @@ class Code:
 def generate(gm: GraphModule, lanes: Lanes | None = None, memory: Memory | None = None) -> Code:
     """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one.
 
-    `memory` says what values on several streams live in, where the graph alone does not show it.
+    `memory` knows the storages of values on several streams, where the graph alone does not show them.
     """
     return _Writer(gm, lanes, memory).write()
 
@@ -347,16 +347,16 @@ class _Writer:
             return f"{self._owner(node.args[0])}[{self._value(node.args[1])}]"
         op = operator_of(node)
         if op is not None:
-            spelling = spell(node)
-            if spelling.function is operator.getitem:
-                return f"{self._owner(spelling.args[0])}[{self._subscript(spelling.args[1])}]"
-            function = self._bind(spelling.function, spelling.text, hint=_hint(op, spelling.text))
-            return f"{function}({self._arguments(spelling.args, spelling.kwargs)})"
+            form = call_form(node)
+            if form.function is operator.getitem:
+                return f"{self._owner(form.args[0])}[{self._subscript(form.args[1])}]"
+            function = self._bind(form.function, form.text, hint=_hint(op, form.text))
+            return f"{function}({self._arguments(form.args, form.kwargs)})"
         function = self._bind(node.target, object_text(node.target), hint=_name_of(node.target))
         return f"{function}({self._arguments(node.args, node.kwargs)})"
 
     def _owner(self, value: Any) -> str:
-        """What stands before a dot or a bracket: `(1).conjugate()`"""
+        """The text before a dot or a bracket: `(1).conjugate()`"""
         return self.names[value] if isinstance(value, Node) else f"({self._value(value)})"
 
     def _subscript(self, key: Any) -> str:
@@ -382,7 +382,7 @@ class _Writer:
         return value_text(value, self._other)
 
     def _other(self, value: Any) -> str:
-        """What is not written as itself: a node by its name, any object by a name it is bound to."""
+        """The text of a value that has no literal: a node by its name, any object by a name it is bound to."""
         if isinstance(value, Node):
             return self.names[value]
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -443,7 +443,7 @@ def _name_of(value: Any) -> str:
 
 
 def _identity(value: Any) -> object:
-    """What is equal for one object met twice. A bound method is made anew wherever it is asked for."""
+    """A token that is equal for one object met twice. A bound method is a new object at every access."""
     if type(value) is torch.device:
         return str(value)
     return (id(value.__self__), id(value.__func__)) if type(value) is MethodType else id(value)

@@ -1,12 +1,17 @@
-"""How a finished graph runs: generated code, captured where the device can, observed where the user asked.
+"""How a finished graph runs: as generated code, captured where the device can, wrapped as the options ask.
 
-The result is a boxed callable: it takes one list, empties it, and returns what the graph returns.
+    generated code         below autograd, on its streams, named in a profile, version counters right
+      captured             whole, padded to a few sizes, or in pieces around what a device graph cannot hold; or eager
+        LAYERS             external streams, the trial of a second stream, verification
+
+`frontend` puts a `Bypass` of AOTAutograd's runtime wrappers around a program that may be replayed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,99 +20,123 @@ from torch.fx import GraphModule, Interpreter, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.effects import is_kernel
-from graphex.analysis.happens_before import Memory
 from graphex.analysis.row_independence import MixedRowsError
-from graphex.debug.orders import shuffled
-from graphex.device import Device, Lanes, device_of, several_accelerators
+from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
-from graphex.rewrite.compilation import Compilation
-from graphex.runtime.above import AboveAutograd, counted
-from graphex.runtime.capture import Capturing
-from graphex.runtime.captured_graph import Given, output_leaves
+from graphex.rewrite.runner import Runner
+from graphex.runtime.autograd import FunctionalProgram, counted
+from graphex.runtime.capture import CapturedProgram
+from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
 from graphex.runtime.codegen import Boxed, attribute_of, generate, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
-from graphex.runtime.pools import pool_for
-from graphex.runtime.session import undone_in_session
-from graphex.runtime.streams import with_outside
+from graphex.runtime.program import Eager, ExecutableGraph, Program
+from graphex.runtime.stream_trial import Trial, second_version
+from graphex.runtime.streams import ExternalStreams
 from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
 from graphex.torch_private.schemas import BelowAutograd
 
 
-def build_executable(
-    compilation: Compilation,
-    graph_name: str,
-    folder: str,
-    gm: GraphModule,
-    static_inputs: Sequence[int],
-    above: AboveAutograd,
-) -> Boxed:
-    """The program that runs `gm`, as the options ask for it; `above` runs calls that autograd or functorch sees."""
-    device = device_for(gm)
-    limited = set_core_limits(compilation, graph_name, gm, device)
-    plan = stream_plan(gm.graph)
-    if plan is None:
-        lanes = device.lanes(StreamPlan({})) if limited else None
-        return _build(compilation, graph_name, folder, gm, static_inputs, device, lanes, above)
-    if compilation.config.stream_safety == "shuffle":
-        return _uncaptured(shuffled(graph_name, gm, compilation.journal.counter(graph_name)), gm)
-    lanes = device.lanes(plan)
-    run = _build(compilation, graph_name, folder, gm, static_inputs, device, lanes, above)
-    if lanes is None:
-        return run
+def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Program:
+    """The program that runs a graph as the options ask; `runner` has taken it through the passes.
+
+    Without a runner it is another version of a graph, which gets no versions and no verification of its own.
+    """
+    if graph.compilation.config.dump_tensor_data:
+        return Eager(graph.tools.dump_data(graph), graph.written)
+    graph = _on_streams(graph)
+    program = _program(graph)
+    for layer in LAYERS:
+        program = layer(graph, program, runner)
+    return program
+
+
+# -- layers around a program -------------------------------------------------------------------------------------------
+
+
+def _external_streams(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
+    plan = stream_plan(graph.gm.graph)
+    if plan is None or graph.lanes is None:
+        return program
     # When a backward runs, torch's numbers may stand for the events of another function.
-    return with_outside(run, plan, device, events=not _is_backward(folder))
+    return ExternalStreams.around(program, plan, graph.device, events=graph.phase != "backward")
 
 
-def _build(
-    compilation: Compilation,
-    graph_name: str,
-    folder: str,
-    gm: GraphModule,
-    static_inputs: Sequence[int],
-    device: Device,
-    lanes: Lanes | None,
-    above: AboveAutograd,
-) -> Boxed:
-    counter = compilation.journal.counter(graph_name)
-    run = counted(eager_program(compilation, graph_name, folder, gm, counter, lanes, above), gm)
-    config = compilation.config
-    if config.force_eager or config.mode == "eager" or config.dump_tensor_data:
-        return _uncaptured(run, gm)
-    if several := several_accelerators(devices_of(gm)):
-        compilation.fall_back(graph_name, "the graph runs without capture", f"its tensors are on {several}")
-        return _uncaptured(run, gm)
-    if not device.captures:
-        return _uncaptured(run, gm)
-    if not any(map(is_kernel, gm.graph.nodes)):
-        return _uncaptured(run, gm)  # nothing to replay
-    if reason := _why_not_at_all(gm):
-        compilation.fall_back(graph_name, "the graph runs without capture", reason)
-        return _uncaptured(run, gm)
-    division = divide(gm, device)
-    if not division.obstacles:
-        if config.capture_sizes and (layout := _layout(compilation, graph_name, gm)):
-            return _padded(compilation, graph_name, gm, run, device, static_inputs, layout, above)
-        ways = dict.fromkeys(_kept_by_torch(compilation, gm, folder), "copied")
-        given = Given((), {}) if _is_backward(folder) else None
-        return Capturing(compilation, graph_name, device, run, gm, static_inputs, ways=ways, given=given, above=above)
-    if not division.captured:
+def _stream_trial(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
+    if runner is None or graph.functional is None or not graph.compilation.config.auto_streams:
+        return program
+    second = second_version(runner, graph.functional, graph.device)
+    if second is None:
+        return program
+    other = replace(graph, name=second.graph_name, gm=second.gm, version="two_streams", lanes=None)
+    return Trial(graph, program, build_executable(other))
+
+
+def _verification(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
+    return program if runner is None or not graph.compilation.config.verify else graph.tools.verify(graph, program)
+
+
+LAYERS: tuple[Callable[[ExecutableGraph, Program, Runner | None], Program], ...] = (
+    _external_streams,
+    _stream_trial,
+    _verification,
+)
+
+
+# -- captured, or not --------------------------------------------------------------------------------------------------
+
+
+def _on_streams(graph: ExecutableGraph) -> ExecutableGraph:
+    """The graph with the streams that its nodes and their core limits ask for."""
+    limited = set_core_limits(graph.compilation, graph.name, graph.gm, graph.device)
+    plan = stream_plan(graph.gm.graph)
+    if plan is None:
+        return replace(graph, lanes=graph.device.lanes(StreamPlan({})) if limited else None)
+    if graph.compilation.config.stream_safety == "shuffle":
+        return graph
+    return replace(graph, lanes=graph.device.lanes(plan))
+
+
+def _program(graph: ExecutableGraph) -> Program:
+    gm, config = graph.gm, graph.compilation.config
+    if config.stream_safety == "shuffle" and stream_plan(gm.graph) is not None:
+        return Eager(graph.tools.in_random_orders(graph.name, gm, graph.counter), graph.written)
+    run = counted(generated(graph), gm)
+    if not _may_be_captured(graph):
+        return Eager(run, graph.written)
+    division = divide(gm, graph.device)
+    if division.captured and division.obstacles:
+        return _in_pieces(graph, division)
+    if division.obstacles:
         node, reason = next(iter(division.obstacles.items()))
-        compilation.fall_back(
-            graph_name,
-            "the graph runs without capture",
-            f"'{node.name}': {reason}",
-            node=node.name,
-            line=node_line(node),
-        )
-        return _uncaptured(run, gm)
-    return _in_pieces(compilation, graph_name, folder, gm, division, device, lanes, static_inputs, above)
+        graph.fall_back("the graph runs without capture", f"'{node.name}': {reason}", node)
+        return Eager(run, graph.written)
+    if config.capture_sizes and (layout := _layout(graph)):
+        return _padded(graph, run, layout)
+    ways = dict.fromkeys(_kept_by_torch(graph), "copied")
+    from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
+    return CapturedProgram(graph, run, graph.static_inputs, ways=ways, from_pieces=from_pieces)
+
+
+def _may_be_captured(graph: ExecutableGraph) -> bool:
+    """Whether any part of a graph may be; a reason that the user did not ask for is on record."""
+    config = graph.compilation.config
+    if config.force_eager or config.mode == "eager":
+        return False
+    if several := several_accelerators(devices_of(graph.gm)):
+        graph.fall_back("the graph runs without capture", f"its tensors are on {several}")
+        return False
+    if not graph.device.captures or not any(map(is_kernel, graph.gm.graph.nodes)):
+        return False
+    if reason := _why_not_at_all(graph.gm):
+        graph.fall_back("the graph runs without capture", reason)
+    return not reason
 
 
 def _why_not_at_all(gm: GraphModule) -> str:
-    """What no piece of a graph could be captured with; empty if there is no such thing."""
+    """Why no piece of a graph could be captured; empty if nothing is in the way."""
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in output_leaves(gm)):
         return "it returns lists inside of its result"
     for node in gm.graph.nodes:
@@ -117,50 +146,17 @@ def _why_not_at_all(gm: GraphModule) -> str:
     return ""
 
 
-def _layout(compilation: Compilation, graph_name: str, gm: GraphModule) -> Layout | None:
+def _layout(graph: ExecutableGraph) -> Layout | None:
     """Where the rows of a graph are, if calls may be padded."""
     try:
-        return Layout(gm)
+        return Layout(graph.gm)
     except MixedRowsError as refusal:
         where = f"'{refusal.node.name}': {refusal.reason}"
         record = FellBack(
-            graph_name, "calls are not padded to capture_sizes", where, refusal.node.name, node_line(refusal.node)
+            graph.name, "calls are not padded to capture_sizes", where, refusal.node.name, node_line(refusal.node)
         )
-        compilation.journal.fall_back(record, warn=_has_symbols(gm))
+        graph.compilation.journal.fall_back(record, warn=_has_symbols(graph.gm))
         return None
-
-
-def _padded(
-    compilation: Compilation,
-    graph_name: str,
-    gm: GraphModule,
-    run: Boxed,
-    device: Device,
-    static_inputs: Sequence[int],
-    layout: Layout,
-    above: AboveAutograd,
-) -> Boxed:
-    """Device graphs for a few sizes, whose results are copied out after cutting."""
-    pool = pool_for(device, compilation.config.use_graph_pool)
-    static = [index for index in static_inputs if index not in layout.inputs]
-    ways = dict.fromkeys(range(len(layout.leaves)), "lent")
-    inner = Capturing(compilation, graph_name, device, run, gm, static, pool=pool, ways=ways, above=above)
-    counter = compilation.journal.counter(graph_name)
-    return Padding(layout, gm, compilation.config.capture_sizes, inner, pool, counter, above)
-
-
-def _is_backward(folder: str) -> bool:
-    return folder.startswith("backward")
-
-
-def _kept_by_torch(compilation: Compilation, gm: GraphModule, folder: str) -> range:
-    """The results that must not stay in a device graph's memory although clone_output=False asks for it, because nobody
-    could copy them in time: what is saved for a backward, and gradients, to which later ones are added.
-    """
-    results = len(output_leaves(gm))
-    if compilation.config.clone_output is not False:
-        return range(0)
-    return range(0 if _is_backward(folder) else gm.graph.output_node().meta.get(RETURNED, results), results)
 
 
 def _has_symbols(gm: GraphModule) -> bool:
@@ -168,58 +164,75 @@ def _has_symbols(gm: GraphModule) -> bool:
     return any(isinstance(size, torch.SymInt) for v in values if isinstance(v, torch.Tensor) for size in v.shape)
 
 
-def _in_pieces(
-    compilation: Compilation,
-    graph_name: str,
-    folder: str,
-    gm: GraphModule,
-    division: Division,
-    device: Device,
-    lanes: Lanes | None,
-    static_inputs: Sequence[int],
-    above: AboveAutograd,
-) -> Boxed:
-    """Device graphs around what they cannot hold, which is on record."""
-    _record_cuts(compilation, graph_name, division)
-    pool = pool_for(device, compilation.config.use_graph_pool)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    stable = {placeholders[index] for index in static_inputs}
-    leaves = output_leaves(gm)
-    kept = _sharing_memory(gm, [leaves[place] for place in _kept_by_torch(compilation, gm, folder)])
+def _padded(graph: ExecutableGraph, run: Boxed, layout: Layout) -> Program:
+    """Device graphs for a few sizes; `Padding` cuts their results and copies them out."""
+    pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
+    static = [index for index in graph.static_inputs if index not in layout.inputs]
+    ways = dict.fromkeys(range(len(layout.leaves)), "lent")
+    return Padding(graph, layout, CapturedProgram(graph, run, static, pool=pool, ways=ways), pool)
+
+
+def _kept_by_torch(graph: ExecutableGraph) -> range:
+    """The outputs that must leave a device graph's memory although clone_output=False asks for the opposite.
+
+    These are tensors that a forward saves for its backward, and gradients, to which later ones are added.
+    """
+    results = len(output_leaves(graph.gm))
+    if graph.compilation.config.clone_output is not False:
+        return range(0)
+    returned = graph.gm.graph.output_node().meta.get(RETURNED, results)
+    return range(0 if graph.phase == "backward" else returned, results)
+
+
+def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
+    """Device graphs around the nodes that they cannot hold, which are on record."""
+    _record_cuts(graph, division)
+    pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
+    placeholders, leaves = graph.gm.graph.find_nodes(op="placeholder"), output_leaves(graph.gm)
+    stable = {placeholders[index] for index in graph.static_inputs}
+    kept = _sharing_memory(graph.gm, [leaves[place] for place in _kept_by_torch(graph)])
     # Where results stay in place, a later piece of the same call would write to those of an earlier one.
-    in_time = division.captured[:-1] if compilation.config.clone_output is False else []
+    in_time = division.captured[:-1] if graph.compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
+    programs: list[Program] = []
     for number, piece in enumerate(division.pieces):
-        name = compilation.journal.name_piece(graph_name, number)
-        run = _program_of_piece(compilation, name, f"{folder}/piece_{number}", piece, lanes)
-        crossing = piece.crossing
-        if piece.captured:
-            static = [index for index, node in enumerate(piece.inputs) if node in stable]
-            received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
-            handed_on.update(piece.outputs[place] for place in crossing.handed_on)
-            copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
-            # What is written to stays shared; what others than the caller hold is not the next call's.
-            ways = dict.fromkeys([*copied, *crossing.written_later, *crossing.held], "copied")
-            ways |= dict.fromkeys(crossing.handed_on, "handed on")
-            given = Given(received, crossing.moving)
-            run = Capturing(compilation, name, device, run, piece.gm, static, pool=pool, ways=ways, given=given)
-        elif (obstacle := crossing.obstacle) is not None:
-            where = {"node": obstacle.node.name, "line": node_line(obstacle.node)}
-            compilation.fall_back(name, "this piece of the graph runs without capture", obstacle.reason, **where)
-        runs.append(run)
-    return Piecewise(gm, division.pieces, runs, pool, device, compilation.journal.counter(graph_name), above)
+        part = _piece(graph, number, piece)
+        run = generated(part)
+        boundary = piece.boundary
+        if not piece.captured:
+            if (obstacle := boundary.obstacle) is not None:
+                part.fall_back("this piece of the graph runs without capture", obstacle.reason, obstacle.node)
+            runs.append(run)
+            continue
+        static = [index for index, node in enumerate(piece.inputs) if node in stable]
+        received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
+        handed_on.update(piece.outputs[place] for place in boundary.handed_on)
+        copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
+        # Memory that is written later stays shared; memory that is held elsewhere must not be the next call's.
+        ways = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], "copied")
+        ways |= dict.fromkeys(boundary.handed_on, "handed on")
+        inputs = PieceInputs(received, boundary.moving)
+        programs.append(CapturedProgram(part, run, static, pool=pool, ways=ways, from_pieces=inputs))
+        runs.append(programs[-1])
+    return Piecewise(graph, division.pieces, runs, programs, pool)
 
 
-def _program_of_piece(compilation: Compilation, name: str, folder: str, piece: Piece, lanes: Lanes | None) -> Boxed:
-    """A piece whose work is all on the current stream, without limits, has nothing to do with others."""
-    lanes = lanes if piece.memory is not None else None
-    counter = compilation.journal.counter(name)
-    return eager_program(compilation, name, folder, piece.gm, counter, lanes, memory=piece.memory)
+def _piece(graph: ExecutableGraph, number: int, piece: Piece) -> ExecutableGraph:
+    """A piece as a graph of its own. One with all its work on the current stream, without limits, needs no lanes."""
+    return replace(
+        graph,
+        name=graph.compilation.journal.name_piece(graph.name, number),
+        gm=piece.gm,
+        functional=None,
+        piece=number,
+        lanes=graph.lanes if piece.memory is not None else None,
+        memory=piece.memory,
+    )
 
 
 def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
-    """The nodes whose memory some of these leaves may live in: one piece may return a view of what another has made."""
+    """The nodes that may share memory with some of these leaves: one piece may return a view of another's value."""
     wanted = [leaf for leaf in leaves if isinstance(leaf, Node)]
     if not wanted:
         return set()
@@ -228,40 +241,33 @@ def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
     return {node for node in gm.graph.nodes if not memory.isdisjoint(aliases.storages(node))}
 
 
-def _record_cuts(compilation: Compilation, graph_name: str, division: Division) -> None:
+def _record_cuts(graph: ExecutableGraph, division: Division) -> None:
     """One record for each reason at each line of the user's."""
     places: dict[tuple[str, str], list[Node]] = {}
     for node, reason in division.obstacles.items():
         places.setdefault((reason, node_line(node)), []).append(node)
     for (reason, line), nodes in places.items():
         first = nodes[0]
-        compilation.journal.add(Cut(graph_name, first.name, str(first.target), reason, line, len(nodes)))
+        graph.compilation.journal.add(Cut(graph.name, first.name, str(first.target), reason, line, len(nodes)))
 
 
-def eager_program(
-    compilation: Compilation,
-    graph_name: str,
-    folder: str,
-    gm: GraphModule,
-    counter: Counter[str],
-    lanes: Lanes | None = None,
-    above: AboveAutograd | None = None,
-    memory: Memory | None = None,
-) -> Boxed:
+# -- generated code ----------------------------------------------------------------------------------------------------
+
+
+def generated(graph: ExecutableGraph) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
-    from graphex.debug.scripts import write_output_code
-
+    compilation, gm = graph.compilation, graph.gm
     try:
-        code = generate(gm, lanes, memory)
-        body = code.function(f"<graphex {graph_name}>")
+        code = generate(gm, graph.lanes, graph.memory)
+        run = code.function(f"<graphex {graph.name}>")
     except Exception as error:
-        compilation.fall_back(graph_name, "the graph is interpreted node by node", error)
-        return _boxed(interpreted(gm))
+        graph.fall_back("the graph is interpreted node by node", error)
+        return interpreted(gm)
     if compilation.files.wanted:
-        compilation.files.text(f"{folder}/output_code.py", write_output_code(code, gm))
-    body = _below_autograd(body) if _is_plain(gm) else body
-    body = body if lanes is None else lanes.around(body)
-    return _observed(graph_name, body, counter, above)
+        compilation.files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(code, gm))
+    run = _below_autograd(run) if _is_plain(gm) else run
+    run = run if graph.lanes is None else graph.lanes.around(run)
+    return _observed(graph.name, run, graph.counter, graph.functional)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
@@ -273,9 +279,49 @@ def interpreted(gm: GraphModule) -> Boxed:
     return run
 
 
-def _uncaptured(run: Boxed, gm: GraphModule) -> Boxed:
-    """The program as it is; only while its thread warms up, what it writes to inputs is undone."""
-    return undone_in_session(run, Aliases(gm.graph).written_inputs())
+def _below_autograd(body: Boxed) -> Boxed:
+    """Skip the autograd keys: AOTAutograd has dealt with them. Writes are still counted, one layer further down."""
+
+    def run(args: list[Any]) -> Any:
+        with BelowAutograd():
+            return body(args)
+
+    return run
+
+
+def _observed(graph_name: str, run: Boxed, counter: Counter[str], functional: FunctionalProgram | None) -> Boxed:
+    """Count calls, name them in a profile, and let `functional` run those that autograd or functorch has to see."""
+    label = f"graphex: {graph_name}"
+
+    def observed(args: list[Any]) -> Any:
+        counter["calls"] += 1
+        if (
+            functional is not None
+            and (dual_level() >= 0 or transform() is not None or batches_gradients())
+            and (reason := functional.why(args))
+        ):
+            return functional(args, reason)
+        if profiler_enabled():
+            with torch.profiler.record_function(label):
+                return run(args)
+        return run(args)
+
+    return observed
+
+
+def _is_plain(gm: GraphModule) -> bool:
+    """Whether every call is an operator or arithmetic: any other callable may need the autograd keys itself."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return False
+        if node.op == "call_module":
+            inner = gm.get_submodule(str(node.target))
+            if not isinstance(inner, GraphModule) or not _is_plain(inner):
+                return False
+    return True
+
+
+# -- facts about a graph -----------------------------------------------------------------------------------------------
 
 
 def written_constants(gm: GraphModule) -> list[torch.Tensor]:
@@ -293,50 +339,3 @@ def device_for(gm: GraphModule) -> Device:
 def devices_of(gm: GraphModule) -> set[torch.device]:
     values = (node.meta.get("val") for node in gm.graph.nodes)
     return {value.device for value in values if isinstance(value, torch.Tensor)}
-
-
-def _below_autograd(body: Boxed) -> Boxed:
-    """Skip the autograd keys: AOTAutograd has dealt with them. Writes are still counted, one layer further down."""
-
-    def run(args: list[Any]) -> Any:
-        with BelowAutograd():
-            return body(args)
-
-    return run
-
-
-def _observed(graph_name: str, run: Boxed, counter: Counter[str], above: AboveAutograd | None) -> Boxed:
-    """Count calls, name them in a profile, and run those `above` that autograd or functorch has to see."""
-    label = f"graphex: {graph_name}"
-
-    def observed(args: list[Any]) -> Any:
-        counter["calls"] += 1
-        if (
-            above is not None
-            and (dual_level() >= 0 or transform() is not None or batches_gradients())
-            and (reason := above.why(args))
-        ):
-            return above(args, reason)
-        if profiler_enabled():
-            with torch.profiler.record_function(label):
-                return run(args)
-        return run(args)
-
-    return _boxed(observed)
-
-
-def _boxed(run: Boxed) -> Boxed:
-    run._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
-    return run
-
-
-def _is_plain(gm: GraphModule) -> bool:
-    """Whether every call is an operator or arithmetic: what else there is may need the autograd keys itself."""
-    for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return False
-        if node.op == "call_module":
-            inner = gm.get_submodule(str(node.target))
-            if not isinstance(inner, GraphModule) or not _is_plain(inner):
-                return False
-    return True

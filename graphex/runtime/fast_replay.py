@@ -1,61 +1,74 @@
-"""Where the inputs of a captured graph are, looked at in every call.
+"""Fast replay: a call that is like the one before is a replay and nothing else, and finding that out is one check.
 
-A tensor keeps its identity when its memory is replaced (`parameter.data = ...`), so nothing but the address tells. That
-is asked of every input, and by far the most that a replay costs the host: in C++ where that is loaded, which reads all
-of them in one go, else in Python, which takes inputs in runs of neighbours and does nothing for them one by one.
+    Dynamo  ->  Bypass  ->  guard: same addresses, same answers  ->  replay body: fill, launch, take the results
 
-Of frozen parameters it is enough that they are the same objects, and nothing in them is read.
+    asked of torch    stream,     profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level,
+    answers           as before,  False,            False,         0,              None,      -1,
+                      the switches that choose kernels ..., device settings, is_capturing
+                      as they were when the key was made,   as before,       False
+
+Where the answers, the addresses and the values of the key are those of the call before, no key is made and no store is
+searched. A tensor keeps its identity when its memory is replaced (`parameter.data = ...`), so the guard asks torch for
+the address of every input that was captured by address. That is most of what a replay costs the host: one call of C++
+(`native`) where that is loaded, else Python, which takes inputs in runs of neighbours. Frozen parameters only have to
+be the same objects.
+
+`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from operator import is_, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphex.device import Device
 from graphex.runtime import native
+from graphex.runtime.codegen import Boxed
 from graphex.runtime.keys import Key
+from graphex.runtime.program import Program
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.numerics import Switch, states
 
 if TYPE_CHECKING:
-    from graphex.runtime.captured_graph import Entry
-    from graphex.runtime.pools import Pool
+    from graphex.runtime.captured_graph import CapturedGraph, Pool
+
+Picker = Callable[[Sequence[Any]], Sequence[Any]]
+Guard = Callable[[Sequence[Any]], bool]
+ReplayBody = Callable[[Any], Any]
+Values = Callable[[Sequence[Any]], tuple[Any, ...]]
+Compiled = Callable[..., Any]
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 
-Picker = Callable[[Sequence[Any]], Sequence[Any]]
-
-_NOTHING: frozenset[int] = frozenset()
-
-
 class Addresses:
-    """The addresses of some of the inputs, and which objects others were, in one call."""
+    """The addresses of some of the inputs, and the identity of the `frozen` ones, in one call."""
 
-    def __init__(
-        self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = (), written: Sequence[int] = ()
-    ) -> None:
-        """Of those that are `written`, torch is always asked: memory that is copied before it is written moves then."""
+    def __init__(self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = ()) -> None:
         self.indices = sorted(indices)
         self._runs = runs(self.indices)
         self._known = self._of(args)
         self._frozen, self._pick_frozen = frozenset(frozen), picker(frozen)
         identities = self._identities = bytearray(self._identities_of(args))
-        # An object may get the place of one that is gone, and is not that one.
+        # A new object may get the place in memory of one that is gone.
         self._watched = [weakref.ref(each, partial(_forget, identities)) for each in self._pick_frozen(args)]
         addresses = array("q", self._known).tobytes()
-        sizes = [0 if index in written else args[index].element_size() for index in self.indices]
-        self.packed: native.Places = _packed(self.indices), addresses, _packed(sizes), _packed(frozen), identities
+        self.packed: native.Places = _packed(self.indices), addresses, _packed(frozen), identities
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are elsewhere in this call."""
@@ -85,7 +98,7 @@ def _packed(numbers: Sequence[int]) -> bytes:
 
 
 def _forget(identities: bytearray, gone: object) -> None:
-    """Called when one of the objects dies: nothing is at this place, so whatever comes is another object."""
+    """Called when one of the objects dies: no object is at address 0, so no later one is taken for it."""
     identities[:] = bytes(len(identities))
 
 
@@ -113,108 +126,194 @@ def runs(indices: Sequence[int]) -> list[slice]:
     return found
 
 
-# -- shortcuts ---------------------------------------------------------------------------------------------------------
-# What has to be as it was for a call to be a replay of one captured graph, and nothing else.
-#
-#     questions    stream,       profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level,
-#     answers      the same one, False,            False,         0,              None,      -1,
-#
-#                  the switches that choose kernels ..., is_capturing
-#                  what they were when it was found,     False
-#
-# Where the answers, the addresses and the sizes are those of the call before, there is nothing to look up: no key is
-# made
-# and no store is searched. One call of C++ finds that out, where that is loaded, and hardly any Python runs.
+# -- guards ------------------------------------------------------------------------------------------------------------
 
 
 _WATCHERS = (profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level)
 _UNWATCHED = (False, False, 0, None, -1)
 
-Fits = Callable[[Sequence[Any]], bool]
-Run = Callable[[Sequence[Any]], tuple[Any, ...]]
-Values = Callable[[Sequence[Any]], Key]
 
-
-class Questions:
-    """What is asked in every call of a graph, of torch and of its device."""
+class ReplayGuards:
+    """The questions that are asked of torch and of the device in every call of a graph."""
 
     def __init__(self, device: Device, switches: tuple[Switch, ...]) -> None:
         self._device, self._switches = device, switches
         self._has_settings = type(device).settings is not Device.settings
 
-    def on(self, stream: Any) -> tuple[native.Question, ...]:
-        """What is asked of a call that was made on this stream before: is it again, and is all else as it was?"""
+    def questions(self, stream: Any) -> tuple[native.Question, ...]:
+        """For a call on a stream that an earlier call was made on."""
         device = self._device
         settings = (device.settings,) if self._has_settings else ()
         captures = (device.is_capturing,) if device.can_capture_on(stream) else ()
         return (device.stream, *_WATCHERS, *self._switches, *settings, *captures)
 
     def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
-        """What is answered in a call of this key, on this stream, that nobody watches or captures."""
-        switches, settings = key[-1]
+        """The answers in a call of this key, on this stream, that no mode sees and no one captures."""
+        settings = (key.settings,) if self._has_settings else ()
         captures = (False,) if self._device.can_capture_on(stream) else ()
-        return (stream, *_UNWATCHED, *switches, *((settings,) if self._has_settings else ()), *captures)
+        return (stream, *_UNWATCHED, *key.switches, *settings, *captures)
 
 
-class Shortcut:
-    """`fits` says whether a call's inputs are where they were and the answers the same; then `run` replays it.
-
-    Without a `run` there is more to do for a replay than that knows of.
-    """
-
-    __slots__ = ("fits", "run", "stream")
-
-    def __init__(self, fits: Fits, stream: Any, run: Run | None) -> None:
-        self.fits, self.stream, self.run = fits, stream, run
-
-
-def what_fits(questions: Questions, key: Key, stream: Any, places: Addresses, values: Values | None = None) -> Fits:
-    """Whether a call is like one of this key with its inputs at these places; `values` reads what else varies.
+def make_guard(guards: ReplayGuards, key: Key, stream: Any, places: Addresses, values: Values | None = None) -> Guard:
+    """Whether a call is like one of this key with its inputs at these places; `values` reads the key's, if they vary.
 
     The answers are those that the key was made of: the switches may have been changed since, by any thread.
     """
-    asked, answers = questions.on(stream), questions.answers(key, stream)
-    fits: Fits = (
+    asked, answers = guards.questions(stream), guards.answers(key, stream)
+    fits: Guard = (
         partial(_fits_in_python, asked, answers, places)
         if native.fits is None
         else partial(native.fits, asked, answers, *places.packed)
     )
     if values is None:
         return fits
-    before = key[:-1]
+    before = key.values
     return lambda args: values(args) == before and fits(args)
-
-
-def straight_run(entry: Entry, pool: Pool, stream: Any, counter: Counter[str], written: Picker | None) -> Run | None:
-    """The replay of a graph with nothing to look at but the call's inputs, in as few steps as there are.
-
-    `pool` has the turns of all graphs that are filled from the same buffers. The entry's own may be another one.
-    """
-    if entry.lends or entry.outputs.may_be_held:
-        return None
-    replay, outputs = entry.replay.replay, entry.outputs
-    fill, take, needed = entry.fill if entry.copied else None, outputs.take, outputs.needed
-
-    def run(args: Sequence[Any]) -> tuple[Any, ...]:
-        if pool.stream != stream:
-            pool.take_turn_on(stream)
-        if fill is not None:
-            fill(args)
-        replay()
-        counter["replays"] += 1
-        if written is not None:
-            count_writes(written(args))
-        return take(needed(args))
-
-    return run
 
 
 def _fits_in_python(
     questions: tuple[native.Question, ...], answers: tuple[object, ...], places: Addresses, args: Sequence[Any]
 ) -> bool:
     if native.fits is not None:
-        return False  # it was loaded meanwhile, and the next shortcut has it
+        return False  # it was loaded meanwhile, and the next guard uses it
     try:
         return not places.moved(args) and states(questions) == answers
-    except Exception:  # whoever asks again gets to see it
+    except Exception:  # the search that follows asks again, and raises it
         return False
+
+
+# -- the replay --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FastReplay:
+    """`fits` says whether a call is like the one before; then `run` is all of it."""
+
+    fits: Guard
+    run: ReplayBody
+
+
+class Finish(NamedTuple):
+    """What a replay does besides the device's work, for all captured graphs of a program.
+
+    `numbers` are the outputs that the host computes, and the program that does; `returns_one` undoes the tuple of
+    results. `watch` looks for results of the last replay that are still held, before they are overwritten.
+    """
+
+    counter: Counter[str]
+    numbers: tuple[list[int], Boxed] | None
+    returns_one: bool
+    watch: Callable[[Any], None] | None
+
+
+def make_replay(
+    graph: CapturedGraph, pool: Pool, stream: Any, written: Picker | None, finish: Finish, *, boxed: bool
+) -> ReplayBody:
+    """The replay of a captured graph on a stream: the one body that every replay runs.
+
+    `pool` orders all graphs that are filled from the same buffers; the graph's own pool may be another one. `written`
+    picks the inputs to count a write of. `boxed`: the inputs come as a list, which is emptied.
+    """
+    launch, outputs = graph.replay.replay, graph.outputs
+    fill, take, needed = graph.fill if graph.copied else None, outputs.take, outputs.needed
+    counter, watch = finish.counter, finish.watch
+    compute = None if finish.numbers is None else finish.numbers[1]
+    rest = partial(_finished, finish) if finish.numbers is not None or finish.returns_one else None
+
+    def replay(args: Any) -> Any:
+        if watch is not None:
+            watch(outputs)
+        if pool.stream != stream:
+            pool.take_turn_on(stream)
+        if fill is not None:
+            fill(args)
+        launch()
+        # From here on the host works while the device does.
+        counter["replays"] += 1
+        if written is not None:
+            count_writes(written(args))
+        numbers = () if compute is None else compute(list(args))
+        given = needed(args)
+        if boxed:
+            args.clear()  # not earlier: until now this call may be all that keeps the memory of its inputs
+        return take(given) if rest is None else rest(take(given), numbers)
+
+    return replay
+
+
+def _finished(finish: Finish, results: tuple[Any, ...], numbers: Sequence[Any]) -> Any:
+    """Numbers that a graph returns belong to this call, not to the one that was captured."""
+    if finish.numbers is not None:
+        merged = list(results)
+        for place, number in zip(finish.numbers[0], numbers, strict=True):
+            merged[place] = number
+        results = tuple(merged)
+    return results[0] if finish.returns_one else results
+
+
+# -- past AOTAutograd's wrappers ---------------------------------------------------------------------------------------
+
+
+class _Seen(threading.local):
+    """The inputs and results of the program in the call that the thread is making."""
+
+    args: Sequence[Any] | None = None
+    results: Any = None
+
+
+class Bypass(Program):
+    """Stands between AOTAutograd and a program, and lets replays go past AOTAutograd's runtime wrappers.
+
+        Dynamo  ->  AOTAutograd's wrappers  ->  program      until a call shows that the program gets Dynamo's inputs,
+                                                             and Dynamo the program's results, as they are
+        Dynamo  ->  replay                                   from then on; the wrappers again if a call is no replay
+
+    The wrappers copy the list of inputs several times, enter contexts and look for work: for a graph of hundreds of
+    inputs that is a tenth of a call's time on the host.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.written)
+        self._program = program
+        self._seen = _Seen()
+        self._is_plain: bool | None = None
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self._is_plain is not None:
+            return self._program(args)
+        given = tuple(args)
+        results = self._program(args)
+        self._seen.args, self._seen.results = given, results
+        return results
+
+    def around(self, wrapped: Compiled) -> Compiled:
+        """The callable for Dynamo; `wrapped` is this program in AOTAutograd's wrappers."""
+        replayed, is_grad_enabled = self._program.replayed, torch.is_grad_enabled
+
+        @functools.wraps(wrapped)
+        def forward(*args: Any) -> Any:
+            if not self._is_plain:
+                return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
+            if is_grad_enabled():
+                with torch.no_grad():
+                    results = replayed(args)
+            else:
+                results = replayed(args)
+            return wrapped(*args) if results is None else results
+
+        return forward
+
+    def _watched(self, wrapped: Compiled, args: tuple[Any, ...]) -> Any:
+        seen = self._seen
+        try:
+            returned = wrapped(*args)
+            if seen.args is not None:  # else another thread has found out meanwhile
+                self._is_plain = _same(seen.args, args) and _same(seen.results, returned)
+        finally:
+            seen.args = seen.results = None
+        return returned
+
+
+def _same(some: Any, others: Sequence[Any]) -> bool:
+    """Whether both hold the very same objects."""
+    return isinstance(some, (list, tuple)) and len(some) == len(others) and all(map(is_, some, others))

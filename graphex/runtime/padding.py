@@ -1,16 +1,15 @@
 """Calls padded to a few sizes, so that a few captures serve all of them.
 
     capture_sizes=[4, 8]; x: f32[5, 16]      ->      rows 5..7 of a buffer of 8 are copies of row 0;
-                                                     the results of these rows are thrown away
+                                                     the results of these rows are dropped
 
-Any other rows would be some that this call does not have: a model may look up a table at `tokens - base`, and be out of
-its range. Only for graphs that are proven to treat rows separately (`analysis.rows`).
+The padding repeats a row of the call, because other values might not be valid: a model may look up a table at
+`tokens - base`. Only graphs that are proven to treat rows separately are padded (`analysis.row_independence`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,13 +22,10 @@ from graphex.analysis import Aliases
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
-from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd
 from graphex.runtime.buffers import empty_for
-from graphex.runtime.captured_graph import output_leaves, returns_one
-from graphex.runtime.codegen import Boxed
+from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
 from graphex.runtime.keys import host_outputs
-from graphex.runtime.pools import Pool
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
@@ -85,7 +81,7 @@ class Layout:
         return found
 
     def _check_strides(self, node: Node) -> None:
-        """Refuse what has no layout for a number of rows alone."""
+        """Refuse a value whose layout does not follow from the number of rows."""
         if free_symbols(node.meta["val"].stride()) - {self._symbol}:
             raise MixedRowsError("its strides do not follow from the number of rows", node)
 
@@ -119,7 +115,7 @@ def _once(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
 
 
 def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
-    """What is cut is copied, and a copy shares memory with nobody."""
+    """Refuse results that share memory: a result that is cut is copied, and its copy shares none."""
     taken: set[Storage] = set()
     for leaf in leaves:
         storages = aliases.storages(leaf)
@@ -128,39 +124,28 @@ def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
         taken |= storages
 
 
-class Padding:
-    """A boxed callable that pads a call to the next of `sizes`, runs it, and cuts its results."""
+class Padding(GraphProgram):
+    """Pads a call to the next of `sizes`, runs it, and cuts its results."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        gm: GraphModule,
-        sizes: Sequence[int],
-        run: Boxed,
-        pool: Pool,
-        counter: Counter[str],
-        above: AboveAutograd,
-    ) -> None:
+    def __init__(self, graph: ExecutableGraph, layout: Layout, run: Program, pool: Pool) -> None:
         """`run` may hand out memory of its own: results are copied out of it here."""
-        self._boxed_call = True
-        self._layout, self._sizes, self._run, self._pool, self._counter = layout, list(sizes), run, pool, counter
-        self._above = above
-        self._numbers = host_outputs(gm)
+        super().__init__(run.written)
+        assert graph.functional is not None
+        self._functional, self._counter = graph.functional, graph.counter
+        self._layout, self._run, self._pool = layout, run, pool
+        self._sizes = list(graph.compilation.config.capture_sizes)
+        self._numbers = host_outputs(graph.gm)
         self._buffers: dict[int, dict[int, Tensor]] = {}
-        self._returns_one = returns_one(gm)
-        self.written: list[int] = getattr(run, "written", [])
+        self._returns_one = returns_one(graph.gm)
 
-    def __call__(self, args: list[Any]) -> Any:
-        return session.run_in_session(self, args) if session.active else self.call(args)
-
-    def rehearse(self, args: list[Any]) -> None:
-        """What is padded does that for itself."""
+    def free(self) -> None:
+        self._run.free()
 
     def call(self, args: list[Any]) -> Any:
-        if is_seen_by_a_mode():  # it is to see the user's ops and no copies
+        if is_seen_by_a_mode():  # which must see the user's ops and no copies
             return self._run(args)
-        if reason := self._above.why(args):
-            return self._above(args, reason)
+        if reason := self._functional.why(args):
+            return self._functional(args, reason)
         size = self._layout.size(args)
         place = bisect_left(self._sizes, size)
         wanted = self._sizes[place] if place < len(self._sizes) and size else None

@@ -1,13 +1,20 @@
-"""Cut a graph around what a device graph cannot hold.
+"""Cut a graph around the nodes that a device graph cannot hold.
 
     graph:    a = mm(x, w); b = relu(a); n = item(count); c = slice(b, 0, n); y = mm(v, w); z = silu(y)
 
     pieces:   1 captured   a = mm(x, w); b = relu(a); y = mm(v, w); z = silu(y)
-              2 by itself  n = item(count); c = slice(b, 0, n)
+              2 eager      n = item(count); c = slice(b, 0, n)
 
-Every node gets the number of the first piece it can be in: captured pieces have odd numbers, the others even ones.
-What has to stay in order does: values, reads and writes of the same memory, everything with an effect, and what the
-user's events order. Streams meet at every cut (see `meeting`).
+Every node gets the number of the first piece it can be in: captured pieces have odd numbers, eager ones even numbers.
+Values, reads and writes of the same memory, nodes with an effect and the user's events keep their order. Streams meet
+at every cut (see `streams`).
+
+A device graph knows addresses, so the boundary of a captured piece decides where values are in a call:
+
+    eager       b = to(n, "cuda")            b is elsewhere in every call
+    captured    c = mul_(b, w); d = sin(c)   `b` is moving: copied to an address that stays, written there, and put back
+                                             if it is seen (here by readers of `c`, which is a part of `b`)
+    captured    e = cos(d)                   `d` was handed on: it is at one address in every call
 """
 
 from __future__ import annotations
@@ -38,8 +45,7 @@ from graphex.runtime.streams import (
 )
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
 
-# -- capturable --------------------------------------------------------------------------------------------------------
-# What a device graph cannot hold, node by node.
+# -- capturable nodes --------------------------------------------------------------------------------------------------
 
 
 _CAPTURABLE_HIGHER_ORDER = frozenset(
@@ -103,19 +109,10 @@ def _sized(value: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymBool))]
 
 
-# -- crossing ----------------------------------------------------------------------------------------------------------
-# What crosses the border of a captured piece, and at which place it is in a call.
-#
-#     by itself   b = to(n, "cuda")            b is elsewhere in every call
-#     captured    c = mul_(b, w); d = sin(c)   `b` is moving: copied to a place that stays, written there, and put back
-#                                              if somebody sees it (here whoever reads `c`, which is a part of `b`)
-#     captured    e = cos(d)                   `d` was handed on: it is at one place in every call
-#
-# A device graph knows addresses. What comes from outside of device graphs, and is only read, is copied for it in any
-# case; what is written as well has to get back to where the others look for it.
+# -- boundaries --------------------------------------------------------------------------------------------------------
 
 
-_CALLERS = ("placeholder", "get_attr")  # what somebody outside of the graph holds
+_CALLERS = ("placeholder", "get_attr")  # values that are held outside of the graph
 
 
 class Obstacle(NamedTuple):
@@ -126,10 +123,12 @@ class Obstacle(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """`handed_on` are the outputs of a piece that are at one place in every call, `written_later` those that others
-    write to, `held` those that a custom op may have kept or an op in flight works on. `moving` are the inputs that it
-    writes to and that are elsewhere in every call; True if somebody sees what is written.
+class Boundary:
+    """How the values of a captured piece enter and leave it, by their index.
+
+    `handed_on` are the outputs at one address in every call, `written_later` those that other pieces write to, `held`
+    those that a custom op may have kept or an op in flight works on. `moving` are the inputs that the piece writes to
+    and that are elsewhere in every call; True if the new value is seen outside of the piece.
     """
 
     handed_on: list[int] = field(default_factory=list)
@@ -139,14 +138,14 @@ class Crossing:
     obstacle: Obstacle | None = None
 
 
-class Crossings:
-    """Asked for one captured piece after the other, in the order they run."""
+class Boundaries:
+    """Finds the boundary of one captured piece after the other, in the order they run."""
 
     def __init__(self, aliases: Aliases) -> None:
         self._aliases = aliases
         self._stays: set[Storage] = set()  # the memory of what was handed on
 
-    def of(self, inputs: list[Node], outputs: list[Node], inside: set[Node]) -> Crossing:
+    def of(self, inputs: list[Node], outputs: list[Node], inside: set[Node]) -> Boundary:
         """`inside` are the nodes of the piece."""
         moving: dict[int, bool] = {}
         for index, node in enumerate(inputs):
@@ -155,22 +154,22 @@ class Crossings:
                 continue
             others = [other for other in inputs if other is not node and self._aliases.may_alias(node, other)]
             if others:
-                return Crossing(obstacle=_shared(writes[0], node, others[0]))
+                return Boundary(obstacle=_shared(writes[0], node, others[0]))
             moving[index] = self._is_seen(node, writes[0], inside)
         written_later = [
             place for place, node in enumerate(outputs) if not inside.issuperset(self._aliases.writes(node))
         ]
         held = [place for place, node in enumerate(outputs) if self._is_held(node, inside)]
-        return Crossing(self._handed_on(outputs, inside), written_later, held, moving)
+        return Boundary(self._handed_on(outputs, inside), written_later, held, moving)
 
     def _moves(self, node: Node) -> bool:
-        """Whether the value is made in each call, outside of device graphs. A part of an input is where that is."""
+        """Whether the value is made in each call, outside of device graphs. A part of an input moves with the input."""
         if not isinstance(node.meta.get("val"), Tensor):
             return False
         return any(each not in self._stays and each[0].op not in _CALLERS for each in self._aliases.storages(node))
 
     def _is_seen(self, node: Node, written_by: Node, inside: set[Node]) -> bool:
-        """Whether anybody outside of the piece could look at the memory of `node` after it was written to."""
+        """Whether the memory of `node` could be read outside of the piece after it was written to."""
         aliases = self._aliases
         users = [user for user in aliases.users_of_memory(node) if user not in inside]
         later = aliases.position(written_by)
@@ -193,11 +192,11 @@ class Crossings:
         return handed_on
 
     def _is_kept(self, node: Node, inside: set[Node]) -> bool:
-        """Whether somebody could hold the value when the graph is replayed the next time."""
+        """Whether the value could still be held when the graph is replayed the next time."""
         return self._aliases.reaches_output(node) or self._is_held(node, inside)
 
     def _is_held(self, node: Node, inside: set[Node]) -> bool:
-        """Whether somebody else than the caller could."""
+        """Whether an op, rather than the caller, could hold it."""
         readers = self._aliases.readers_after(node, node)
         return any(_may_keep(reader) for reader in readers if reader not in inside)
 
@@ -224,15 +223,15 @@ WORTH_CAPTURING = 3  # kernels; a smaller piece costs more to enter than it save
 class Piece:
     """A part of a graph as a graph of its own. `inputs` and `outputs` are nodes of the whole graph.
 
-    `memory` says what the values of a piece on several streams live in; None for a piece on the current stream.
-    `holds` are values that stay alive until it has run: it waits for an op in flight that was given them.
+    `memory` knows the storages of a piece on several streams; None for a piece on the current stream. `holds` are
+    values that stay alive until it has run: it waits for an op in flight that was given them.
     """
 
     gm: GraphModule
     captured: bool
     inputs: list[Node]
     outputs: list[Node]
-    crossing: Crossing = field(default_factory=Crossing)
+    boundary: Boundary = field(default_factory=Boundary)
     memory: MemoryOfPiece | None = None
     holds: list[Node] = field(default_factory=list)
 
@@ -274,13 +273,13 @@ def divide(gm: GraphModule, device: Device) -> Division:
 
 
 def _cannot_hand_over(pieces: list[Piece], aliases: Aliases) -> bool:
-    """Whether something would cross from one piece to another that is more than a tensor: a value with several parts,
-    or one that is addressed from the start of a memory of which only a part is handed over.
+    """Whether a value that is more than a tensor would go from one piece to another: one with several parts, or one
+    that is addressed from the start of a storage of which only a part is handed over.
     """
-    crossing = {node for piece in pieces if piece.captured for node in (*piece.inputs, *piece.outputs)}
+    shared = {node for piece in pieces if piece.captured for node in (*piece.inputs, *piece.outputs)}
     return any(
         isinstance(node.meta.get("val"), (list, tuple)) or (node.op != "placeholder" and aliases.is_absolute(node))
-        for node in crossing
+        for node in shared
     )
 
 
@@ -316,11 +315,10 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
         if node not in free:
             members.setdefault(level, []).append(node)
     members = with_events(members, levels)
-    (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    leaves = list(node_leaves(output.args))
+    leaves = list(node_leaves(gm.graph.output_node().args))
     returned = [leaf for leaf in leaves if leaf in free and leaf.op not in ("placeholder", "get_attr")]
     order = sorted(members)
-    if returned:  # numbers that the graph returns are computed at the end
+    if returned:  # numbers that the graph returns are computed last
         order.append(max(order, default=0) + 2 - max(order, default=0) % 2)
         members[order[-1]] = []
     needed = set(leaves)
@@ -331,14 +329,14 @@ def _pieces(gm: GraphModule, levels: dict[Node, int], free: set[Node], aliases: 
         piece = _piece(gm, members[level], last, needed, free, aliases, captured=bool(level % 2))
         needed.update((*piece.inputs, *held.get(level, ())))
         found.append(replace(piece, holds=held.get(level, [])))
-    crossings = Crossings(aliases)
+    boundaries = Boundaries(aliases)
     return [
-        _with_crossing(piece, set(members[level]), crossings) for level, piece in zip(order, found[::-1], strict=True)
+        _with_boundary(piece, set(members[level]), boundaries) for level, piece in zip(order, found[::-1], strict=True)
     ]
 
 
 def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) -> dict[int, list[Node]]:
-    """For each level the values that ops in flight were given which it waits for; the last waits for the rest."""
+    """For each level, the arguments of ops in flight that it waits for; the last level waits for the rest."""
     held: dict[int, list[Node]] = {}
     for value, wait in aliases.in_use.arguments_in_flight().items():
         until = end if wait is None else levels[wait]
@@ -347,11 +345,11 @@ def _held(levels: dict[Node, int], free: set[Node], end: int, aliases: Aliases) 
     return held
 
 
-def _with_crossing(piece: Piece, inside: set[Node], crossings: Crossings) -> Piece:
+def _with_boundary(piece: Piece, inside: set[Node], boundaries: Boundaries) -> Piece:
     if not piece.captured:
         return piece
-    crossing = crossings.of(piece.inputs, piece.outputs, inside)
-    return replace(piece, captured=crossing.obstacle is None, crossing=crossing)
+    boundary = boundaries.of(piece.inputs, piece.outputs, inside)
+    return replace(piece, captured=boundary.obstacle is None, boundary=boundary)
 
 
 def _piece(

@@ -1,4 +1,4 @@
-"""Run a graph that was cut into pieces: captured ones are replayed, the others run as generated code."""
+"""A graph that was cut into pieces: captured pieces are replayed, eager ones run as generated code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.analysis import Aliases
-from graphex.device import Device
-from graphex.runtime import session
-from graphex.runtime.above import AboveAutograd, counted
-from graphex.runtime.capture import Capturing
-from graphex.runtime.captured_graph import output_leaves
+from graphex.runtime.autograd import counted
+from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
 from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.runtime.pieces import Piece
-from graphex.runtime.pools import Pool
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
 TIMED_CALL = 3  # the first warms up, the second captures
@@ -35,26 +31,27 @@ class Step:
     frees: list[int]
 
 
-class Piecewise:
-    """A boxed callable that runs the pieces one after the other.
+class Piecewise(GraphProgram):
+    """Runs the pieces one after the other.
 
     Pieces hand values to each other in the memory of their device graphs, so one call at a time.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
+        graph: ExecutableGraph,
         pieces: Sequence[Piece],
         runs: Sequence[Boxed],
+        captured: Sequence[Program],
         pool: Pool,
-        device: Device,
-        counter: Any,
-        above: AboveAutograd,
     ) -> None:
-        self._boxed_call = True
-        inputs = gm.graph.find_nodes(op="placeholder")
-        self.written = Aliases(gm.graph).written_inputs()
-        self._pool, self._device, self._counter, self._above = pool, device, counter, above
+        """`captured` are those of the `runs` that have graphs to free."""
+        super().__init__(graph.written)
+        assert graph.functional is not None
+        gm, inputs = graph.gm, graph.gm.graph.find_nodes(op="placeholder")
+        self._captured = captured
+        self._pool, self._device, self._counter = pool, graph.device, graph.counter
+        self._functional = graph.functional
         self._calls = 0
         self._run = counted(self._run_steps, gm, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
@@ -63,8 +60,7 @@ class Piecewise:
                 slots[node] = len(slots)
         self._slots = len(slots)
         self._returned = [_getter(gm, leaf, slots) for leaf in output_leaves(gm)]
-        (output,) = (node for node in gm.graph.nodes if node.op == "output")
-        self._returns_one = not isinstance(output.args[0], (list, tuple))
+        self._returns_one = returns_one(gm)
         self.reads_numbers = any(map(_is_read_back, output_leaves(gm)))
         last = {slots[node]: place for place, piece in enumerate(pieces) for node in (*piece.inputs, *piece.holds)}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
@@ -79,15 +75,9 @@ class Piecewise:
             for place, (piece, run) in enumerate(zip(pieces, runs, strict=True))
         ]
 
-    def __call__(self, args: list[Any]) -> Any:
-        return session.run_in_session(self, args) if session.active else self.call(args)
-
-    def rehearse(self, args: list[Any]) -> None:
-        """Each piece does that for itself."""
-
     def call(self, args: list[Any]) -> Any:
-        if reason := self._above.why(args):
-            return self._above(args, reason)
+        if reason := self._functional.why(args):
+            return self._functional(args, reason)
         return self._run(args)
 
     def _run_steps(self, args: list[Any]) -> Any:
@@ -108,10 +98,8 @@ class Piecewise:
         return results[0] if self._returns_one else results
 
     def free(self) -> None:
-        """Give up the captured graphs of all pieces."""
-        for step in self._steps:
-            if isinstance(step.run, Capturing):
-                step.run.free()
+        for program in self._captured:
+            program.free()
 
     def _timed(self, run: Boxed, given: list[Any]) -> Any:
         """Once, the time that is spent outside of device graphs is measured."""

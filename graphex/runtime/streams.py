@@ -1,12 +1,27 @@
-"""Streams and events of the user's that a graph takes part in.
+"""Streams around a graph and between its pieces.
 
-Inside, their work runs on streams of the graph's own, captured or not. So a call starts behind what these streams have
-been given before, and they go on behind the call: to everybody outside it looks as if the work had been done on them.
+`ExternalStreams` orders a program with streams and events of the user's. Inside, their work runs on streams of the
+graph's own, captured or not. So a call starts behind the work that these streams have been given before, and they go on
+behind the call: from outside it looks as if the work had been done on them.
+
+The streams of a graph that is cut meet at every cut, and part again behind it:
+
+    graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
+
+    pieces:   1   record("begin", current); wait("begin", side)
+                  a = sin(x)  side; record("a", side); wait("a", current)
+              2   n = item(count)
+              3   record("begin", current); wait("begin", side)
+                  b = cos(a)  side; record("b", side); wait("b", current)
+                  c = add(b, n)
+
+An event of the user's whose record and wait are in one piece stays. The order that any other one asks for is given by
+the cut. Further events are added as for a whole graph, from the reads and writes of the piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,66 +34,60 @@ from graphex.analysis.effects import does_nothing, is_work, operator_of, placed_
 from graphex.device import Device
 from graphex.device.base import Outside, StreamPlan, stream_plan
 from graphex.passes.streams import AddingEvents
-from graphex.passes.torch_streams import STREAM
-from graphex.runtime.codegen import PART, Boxed
+from graphex.runtime.codegen import PART
+from graphex.runtime.program import Program
+from graphex.torch_private.dynamo import external_object
 
-# -- outside -----------------------------------------------------------------------------------------------------------
 
+class ExternalStreams(Program):
+    """A program that is ordered with streams and events of the user's."""
 
-def with_outside(run: Boxed, plan: StreamPlan, device: Device, *, events: bool) -> Boxed:
-    """`run`, ordered with the user's own streams and events; `run` itself if there are none."""
-    from graphex.torch_private.dynamo import external_object
+    def __init__(self, program: Program, streams: Sequence[int], events: Outside, device: Device) -> None:
+        """`streams` are torch's numbers for them."""
+        super().__init__(program.written)
+        self._program, self._streams, self._events, self._device = program, streams, events, device
+        self._numbers = (*streams, *events.recorded, *events.awaited)
 
-    numbers = [int(label.removeprefix(STREAM)) for label in plan.priorities if label.startswith(STREAM)]
-    outside = plan.outside if events else Outside()
-    if not (numbers or outside.recorded or outside.awaited):
-        return run
+    @staticmethod
+    def around(program: Program, plan: StreamPlan, device: Device, *, events: bool) -> Program:
+        """`program` itself if its graph has no streams and events of the user's."""
+        external = plan.outside if events else Outside()
+        if not (plan.external or external.recorded or external.awaited):
+            return program
+        return ExternalStreams(program, plan.external, external, device)
 
-    def ordered(args: list[Any]) -> Any:
-        if device.is_capturing():
-            return run(args)
-        objects = {number: external_object(number) for number in (*numbers, *outside.recorded, *outside.awaited)}
-        streams = [objects[number] for number in numbers if isinstance(objects[number], torch.Stream)]
-        current = device.current_stream()
+    def __call__(self, args: list[Any]) -> Any:
+        if self._device.is_capturing():
+            return self._program(args)
+        objects = {number: external_object(number) for number in self._numbers}
+        streams = [objects[number] for number in self._streams if isinstance(objects[number], torch.Stream)]
+        current = self._device.current_stream()
         for stream in streams:
             current.wait_stream(stream)
-        for number in outside.awaited:
+        for number in self._events.awaited:
             if isinstance(objects[number], torch.Event):
                 current.wait_event(objects[number])
-        results = run(args)
+        results = self._program(args)
         for stream in streams:
             stream.wait_stream(current)
-        for number in outside.recorded:
+        for number in self._events.recorded:
             if isinstance(objects[number], torch.Event):
                 objects[number].record(current)
         return results
 
-    ordered._boxed_call = True  # type: ignore[attr-defined]
-    return ordered
+    def free(self) -> None:
+        self._program.free()
 
 
-# -- meeting -----------------------------------------------------------------------------------------------------------
-# Streams of a graph that is cut: they meet at every cut, and part again behind it.
-#
-#     graph:    a = sin(x)  side;  n = item(count);  b = cos(a)  side;  c = add(b, n)
-#
-#     pieces:   1   record("begin", current); wait("begin", side); a = sin(x)  side; record("a", side); wait("a",
-#     current)
-#               2   n = item(count)
-#               3   record("begin", current); wait("begin", side); b = cos(a)  side; record("b", side); wait("b",
-#               current)
-#                   c = add(b, n)
-#
-# An event of the user's whose record and wait are in one piece stays. What any other asks for, the cut between the two
-# gives. The rest is added as for a whole graph, from what the piece reads and writes.
+# -- streams of pieces -------------------------------------------------------------------------------------------------
 
 
 _HOST_WAITS = torch.ops.graphex.host_wait.default
 
 
 class MemoryOfPiece:
-    """What the values of a piece live in, as the whole graph knows it: two inputs of a piece may share their memory,
-    and belong to the stream of a node that is in another piece.
+    """The storages of a piece's values, as the whole graph knows them: two inputs of a piece may share a storage, and
+    belong to the stream of a node in another piece.
     """
 
     def __init__(self, aliases: Aliases, copies: Mapping[Node, Node]) -> None:
@@ -102,7 +111,7 @@ class MemoryOfPiece:
 
 
 def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
-    """Add to `before` what the user's events order, and that nothing crosses a wait of the host."""
+    """Add to `before` the order of the user's events, and keep every node on its side of a host wait."""
     nodes = list(graph.nodes)
     if stream_plan(graph) is not None:
         keep_turns(nodes, before)
@@ -150,6 +159,6 @@ def add_missing_events(gm: GraphModule, memory: MemoryOfPiece) -> None:
 
 
 def is_not_understood(node: Node) -> bool:
-    """Whether a node is about streams in a way that nobody has read: where it may stand is not known."""
+    """Whether a node is a stream op that no pass has understood: it is not known where it may stand."""
     op = operator_of(node)
     return op is not None and op.namespace == "streams"

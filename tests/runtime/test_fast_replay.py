@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import graphex
 from graphex.runtime import capture, native
-from graphex.runtime.fast_replay import Addresses, Questions, what_fits
+from graphex.runtime.fast_replay import Addresses, ReplayGuards, make_guard
 from graphex.runtime.keys import Key, KeyReader
 from graphex.torch_private.numerics import states, switches_for
 from tests.harness.capture import agree, compile_it, count, in_threads, same, statuses
@@ -436,8 +436,8 @@ def switched_attention(name: str) -> Iterator[None]:
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a_call_fits_only_where_everything_is_as_it_was(where):
     device, x = Limited(), torch.randn(3)
-    key = ((states(SWITCHES), device.settings()),)
-    fits = what_fits(Questions(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
+    key = Key((), states(SWITCHES), device.settings())
+    fits = make_guard(ReplayGuards(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
     assert fits((x,))
     assert not fits((torch.randn(3),))
     with ELSEWHERE[where](device):
@@ -447,8 +447,8 @@ def test_a_call_fits_only_where_everything_is_as_it_was(where):
 
 def test_a_switch_that_another_thread_turns_meanwhile_is_noticed():
     device, x = TapeDevice(), torch.randn(3)
-    key = ((states(SWITCHES), device.settings()),)
+    key = Key((), states(SWITCHES), device.settings())
     with switched("cudnn_benchmark"):
-        fits = what_fits(Questions(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
+        fits = make_guard(ReplayGuards(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
         assert not fits((x,))
     assert fits((x,))

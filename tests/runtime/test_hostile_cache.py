@@ -110,7 +110,7 @@ def load() -> tuple[bool, list[str]]:
         warnings.simplefilter("always")
         native.load()
     assert native.fits is not None
-    answers = native.fits((), (), b"", b"", b"", b"", bytearray(), ()) is True
+    answers = native.fits((), (), b"", b"", b"", bytearray(), ()) is True
     return answers, [str(each.message) for each in caught if issubclass(each.category, GraphexWarning)]
 
 

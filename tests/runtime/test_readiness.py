@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
 Path(os.environ["GRAPHEX_CACHE_DIR"], "native").write_text("")
 interval = sys.getswitchinterval()
-from graphex.runtime import readiness
+from graphex.runtime import native as readiness
 from graphex.records import Journal
 readiness.wait_for_triton()  # nothing was begun
 journal = Journal()

@@ -1,13 +1,18 @@
-"""What every call does for hundreds of inputs, in C++, compiled once on the machine it runs on.
+"""What a process prepares once: the C++ that checks a replay, and Triton's own start.
+
+The check of a replay looks at hundreds of inputs in every call. Its C++ is compiled on the machine it runs on, in a
+thread while the first graph is still being made (`get_ready_meanwhile`):
 
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
         native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so.sealed     a shared object behind its hash
 
-Where there is no compiler, or Python's headers are missing, the same is done in Python and takes the host longer.
+Without a compiler or Python's headers the check runs in Python, which takes the host longer. It includes no header of
+torch: compiling those takes the better part of a minute, and a pointer to torch's own function for the address of a
+tensor, which Inductor's generated code calls too, costs 6 ns more for each input.
 
-A shared object is code, so one is loaded only if this user (or root) wrote it where nobody else can write, and if its
-content has the hash that was written with it. Everything else in its place is compiled again, with one warning. What
-was checked is loaded from a copy in a new folder: nobody can change it in between.
+A shared object is code, so one is loaded only if this user (or root) wrote it to a place where no other user can write,
+and if its content has the hash that was written with it. Otherwise it is compiled again, with one warning. It is loaded
+from a copy in a new folder, so that no other process can change it after the check.
 """
 
 from __future__ import annotations
@@ -18,27 +23,30 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from graphex.env import cache_directory, open_folder, sealed, unsealed
-from graphex.errors import GraphexWarning
-from graphex.torch_private.memory import tensor_begin, tensor_layout
+from graphex.errors import GraphexWarning, one_line
+from graphex.ops.definition import has_triton
+from graphex.records import FellBack, Journal
+from graphex.torch_private.memory import tensor_begin
 
 Question = Callable[[], object]
-Places = tuple[bytes, bytes, bytes, bytes, bytearray]
-Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
+Places = tuple[bytes, bytes, bytes, bytearray]
+Fits = Callable[[tuple[Question, ...], tuple[object, ...], bytes, bytes, bytes, bytearray, Sequence[Any]], bool]
 Say = Callable[[str, str], None]
 
 fits: Fits | None = None
-"""`fits(questions, answers, *places, args)`: whether everything is as it was. See the source, and `addresses`."""
+"""`fits(questions, answers, *places, args)`: whether a call is like the one before. See `fits.cpp`, `fast_replay`."""
 
 _SOURCE = Path(__file__).with_name("fits.cpp")
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
@@ -52,14 +60,13 @@ def _warn(what: str, reason: str) -> None:
 def load(say: Say = _warn) -> None:
     """Compile, if that was not done before, and use it from now on. Raises OSError or ImportError, saying why not.
 
-    What is wrong with the cache is told to `say`, and done without.
+    `say` is told what is wrong with the cache; it works without one.
     """
     global fits
     if tensor_begin is None:
         raise OSError("this torch does not say how to read the address of a tensor")
     module = _module(_SOURCE, say)
-    layout = tensor_layout()
-    module.use(tensor_begin, layout or (), (torch.Tensor, torch.nn.Parameter) if layout else ())
+    module.use(tensor_begin)
     fits = module.fits
 
 
@@ -158,3 +165,68 @@ def _compiler() -> str:
     if not found:
         raise FileNotFoundError("there is no C++ compiler")
     return found
+
+
+# -- while the first graph is being made -------------------------------------------------------------------------------
+
+
+OFTEN = 0.0005  # seconds that a thread works before it lets another one
+LONGEST = 60.0  # seconds to wait for a thread
+
+_begun: list[threading.Thread] = []
+_beginning = threading.Lock()
+_is_begun = False
+
+
+def get_ready_meanwhile(journal: Journal) -> None:
+    """Begin, once in a process. A failure is on record, and shows again, or does not matter, where it is needed."""
+    global _is_begun
+    with _beginning:
+        if not _is_begun:
+            _is_begun = True
+            _begin(journal)
+
+
+def _begin(journal: Journal) -> None:
+    about = "graphex: compiling C++"
+    threading.Thread(target=_get_native_ready, args=(journal,), name=about, daemon=True).start()
+    if has_triton():
+        import triton  # noqa: F401  (not in the thread: others may be importing it)
+
+        thread = threading.Thread(target=_get_triton_ready, name="graphex: getting Triton ready", daemon=True)
+        thread.start()
+        _begun.append(thread)
+
+
+def wait_for_triton() -> None:
+    """Wait for the thread that starts Triton, if there is one, instead of starting it a second time."""
+    for thread in _begun:
+        thread.join(LONGEST)
+
+
+def _get_native_ready(journal: Journal) -> None:
+    try:
+        load(lambda what, reason: journal.fall_back(FellBack("-", what, reason)))
+    except Exception as error:
+        journal.fall_back(FellBack("-", "replays are checked in Python", one_line(error)), warn=False)
+
+
+def _get_triton_ready() -> None:
+    """Triton compiles the code by which it asks the driver, and reads all its own files to know its caches by them."""
+    with suppress(Exception), _switching_often():
+        from triton.runtime.cache import triton_key
+        from triton.runtime.driver import driver
+
+        triton_key()
+        driver.active.get_current_target()
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Triton reads its files in hundreds of pieces, and after each the thread has to wait for its turn."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, OFTEN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

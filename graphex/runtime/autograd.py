@@ -1,11 +1,19 @@
-"""Calls that autograd or functorch has to see: they run op by op above both, and nothing is captured or replayed.
+"""What autograd sees of a graph: calls that must stay above it, and the version counters of inputs.
+
+AOTAutograd has dealt with gradients, so a call runs below autograd, in generated code that writes in place. Some calls
+must not, and are neither captured nor replayed:
 
     forward-mode AD     an input carries a tangent
     functorch           vmap, grad, jvp ... are around the call, so inputs may be wrapped tensors
 
-AOTAutograd has dealt with gradients, so every other call runs below autograd, in generated code that writes in place.
-Here the functional graph runs instead: memory that was written over is lost to a derivative, and vmap cannot write a
-batch into a tensor without one. Ops of graphex run as their references, which have every derivative.
+For these the functional graph runs op by op: a derivative needs memory that the generated code writes over, and vmap
+cannot write a batch into a tensor without one. Ops of graphex run as their references, which have every derivative.
+
+Version counters show autograd as many writes as the user's program makes, however they are run:
+
+    x.add_(1); x[0].mul_(2)                     two writes, whatever ops they have become, replayed or not
+
+AOTAutograd counts one write itself before each call, for an input of which autograd might have saved something.
 """
 
 from __future__ import annotations
@@ -26,20 +34,18 @@ from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.codegen import Boxed, attribute_of
 from graphex.torch_private.dynamo import dual_level, has_tangent, is_transformed
+from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
-
-# -- above -------------------------------------------------------------------------------------------------------------
-
 
 TANGENT = "an input carries a tangent (forward-mode AD)"
 TRANSFORM = "the call is inside of a transform of torch.func (vmap, grad, jvp ...), or gradients are batched"
 
 
-class AboveAutograd:
-    """The functional graph of a program, for the calls that must not run below autograd."""
+class FunctionalProgram:
+    """The functional graph of a program, op by op, for calls that autograd or functorch has to see."""
 
     def __init__(self, compilation: Compilation, graph_name: str, gm: GraphModule, functional: Graph) -> None:
-        """`gm` is the module that holds what the functional graph takes from attributes."""
+        """`gm` holds the attributes that the functional graph reads."""
         self._compilation, self._graph_name = compilation, graph_name
         self._said: set[str] = set()
         self.use(gm, functional)
@@ -50,6 +56,10 @@ class AboveAutograd:
         targets = {str(node.target) for node in functional.nodes if node.op == "get_attr"}
         values = [attribute_of(gm, target) for target in sorted(targets)]
         self.held = [value for value in values if isinstance(value, Tensor)]
+
+    def module(self) -> GraphModule:
+        """A copy of the functional graph, for passes."""
+        return GraphModule(self._gm, copy_graph(self._graph))
 
     def why(self, args: Sequence[Any]) -> str:
         """Why a call has to run here; empty if it need not."""
@@ -86,13 +96,7 @@ class _References(Interpreter):
         return super().call_function(function, args, dict(kwargs))
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-# Version counters of inputs: autograd sees as many writes as the program has made.
-#
-#     x.add_(1); x[0].mul_(2)                     two writes, whatever ops they have become, and however they are
-#     replayed
-#
-# AOTAutograd counts one write itself before each call, for an input of which autograd might have saved something.
+# -- version counters --------------------------------------------------------------------------------------------------
 
 
 COUNTED = "graphex_counted"  # on an input: AOTAutograd counts one of its writes
@@ -107,7 +111,7 @@ class Count:
 
 
 def counts(gm: GraphModule) -> dict[int, Count]:
-    """What is known of the writes to the inputs of a graph, by place."""
+    """The known counts of writes to the inputs of a graph, by place."""
     inputs = gm.graph.find_nodes(op="placeholder")
     noted = {place: found for place, node in enumerate(inputs) if (found := writes_to(node)) is not None}
     return {place: Count(found.count, int(COUNTED in inputs[place].meta)) for place, found in noted.items()}
@@ -127,7 +131,7 @@ def repeated(written: list[int], known: dict[int, Count], *, elsewhere: bool) ->
 
 @contextmanager
 def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A capture computes nothing, whatever the ops that are captured count."""
+    """A capture computes nothing: undo what the captured ops count."""
     seen = [tensor for tensor in tensors if not tensor.is_inference()] if sets_versions() else []
     before = [tensor._version for tensor in seen]
     try:
@@ -137,7 +141,7 @@ def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def counted(run: Boxed, gm: GraphModule, *, in_pieces: bool = False) -> Boxed:
-    """`run` counts the writes of its ops, or, in pieces, of each piece. This counts those of the user's program."""
+    """`run` counts the writes of its ops, or of each piece; the result counts those of the user's program."""
     aliases, inputs = Aliases(gm.graph), gm.graph.find_nodes(op="placeholder")
     wrong = {
         place: count
@@ -154,11 +158,10 @@ def counted(run: Boxed, gm: GraphModule, *, in_pieces: bool = False) -> Boxed:
         try:
             results = run(args)
         except BaseException:
-            # what was written until then, less what was counted for all of it before
+            # the writes until then, less those that AOTAutograd has counted ahead
             set_versions(tensors, [max(v, t._version - c.elsewhere) for v, (t, c) in zip(before, written, strict=True)])
             raise
         set_versions(tensors, [v + c.writes - c.elsewhere for v, (_, c) in zip(before, written, strict=True)])
         return results
 
-    count._boxed_call = True  # type: ignore[attr-defined]  # what AOTAutograd looks for
     return count

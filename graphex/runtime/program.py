@@ -1,0 +1,222 @@
+"""A graph that is to run, the programs that run it, and how a thread warms them up.
+
+    ExecutableGraph   the graph after all passes, and everything that decides how it runs
+    Program           call, written inputs, replay, free: all that the front end, `verify` and the loops know of a graph
+      Eager           generated code, called as it is
+      GraphProgram    captured graphs, which a thread can warm up: `capture`, `piecewise`, `padding`
+
+`graphex.warm_up` and `graphex.replayer` warm up, for calls of their own thread only: a call captures at once, what it
+writes to its inputs is undone, and the graphs that it ran are listed.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.happens_before import Memory
+from graphex.device import Device, Lanes
+from graphex.rewrite.compilation import Compilation
+from graphex.runtime.autograd import FunctionalProgram
+from graphex.runtime.codegen import Boxed, Code
+
+
+@dataclass(frozen=True)
+class DebugTools:
+    """What `debug`, a room above this one, does for a graph that is made to run: see `frontend.compiler`."""
+
+    write_code: Callable[[Code, GraphModule], str]
+    in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
+    dump_data: Callable[[ExecutableGraph], Boxed]
+    verify: Callable[[ExecutableGraph, Program], Program]
+
+
+@dataclass(frozen=True)
+class ExecutableGraph:
+    """A graph after all passes, and everything that decides how it runs. A piece of a graph is one too.
+
+    `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
+    version of a graph from the first. `lanes` are its streams, and `memory` knows the storages of values on them, where
+    the graph alone does not show them.
+    """
+
+    compilation: Compilation
+    name: str
+    phase: str  # inference, forward or backward
+    gm: GraphModule
+    device: Device
+    static_inputs: Sequence[int]
+    functional: FunctionalProgram | None
+    tools: DebugTools
+    version: str = ""
+    piece: int | None = None
+    lanes: Lanes | None = None
+    memory: Memory | None = None
+
+    @property
+    def counter(self) -> Counter[str]:
+        return self.compilation.journal.counter(self.name)
+
+    @property
+    def written(self) -> list[int]:
+        return Aliases(self.gm.graph).written_inputs()
+
+    @property
+    def folder(self) -> str:
+        """Where its debug files go."""
+        piece = "" if self.piece is None else f"piece_{self.piece}"
+        return "/".join(filter(None, (self.phase, self.version, piece)))
+
+    def fall_back(self, what: str, reason: object, at: Node | None = None) -> None:
+        """Put on record what is done without, and why."""
+        where = {} if at is None else {"node": at.name, "line": node_line(at)}
+        self.compilation.fall_back(self.name, what, reason, **where)
+
+
+class Program(ABC):
+    """A compiled graph. It is called with one list of inputs, which it empties, and returns what the graph returns."""
+
+    is_whole = True  # False where Python runs a part of the compiled function, before or after this graph
+    may_replay = False  # whether `replayed` ever has results
+    reads_numbers = False  # whether the graph returns numbers that depend on data
+
+    def __init__(self, written: Sequence[int] = ()) -> None:
+        """`written` are the inputs that the graph writes to."""
+        self._boxed_call = True  # AOTAutograd asks for it; its wrappers copy it, so it is on the instance
+        self.written = list(written)
+
+    @abstractmethod
+    def __call__(self, args: list[Any]) -> Any: ...
+
+    def replayed(self, args: tuple[Any, ...]) -> Any:
+        """The results of a call that is a replay and nothing else; None if the program has to be called."""
+        return None
+
+    def free(self) -> None:
+        """Free the captured graphs, if there are any; the next call of a key captures again."""
+        return
+
+
+class Eager(Program):
+    """A program that is not captured. What it writes to its inputs is undone while its thread warms up."""
+
+    def __init__(self, run: Boxed, written: Sequence[int] = ()) -> None:
+        super().__init__(written)
+        self._run = run
+
+    def __call__(self, args: list[Any]) -> Any:
+        if not active or not _thread.warming or not self.written:
+            return self._run(args)
+        tensors = [args[index] for index in self.written]
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            return self._run(args)
+        finally:
+            _restore(tensors, before)
+
+
+class GraphProgram(Program):
+    """A program with captured graphs in it."""
+
+    def __call__(self, args: list[Any]) -> Any:
+        return _run_in_session(self, args) if active else self.call(args)
+
+    @abstractmethod
+    def call(self, args: list[Any]) -> Any:
+        """Run, whatever the thread does around it."""
+
+    def rehearse(self, args: list[Any]) -> None:
+        """Run eagerly, if a capture for these inputs needs that first; the programs inside rehearse for themselves."""
+        return
+
+
+# -- warming up --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a compiled graph: the program, what it was given and what it returned.
+
+    `is_whole`: the graph is all that the function does, nothing of it ran in Python before or after.
+    """
+
+    program: GraphProgram
+    args: list[Any]
+    results: Any
+    is_whole: bool
+
+
+class _Thread(threading.local):
+    warming = False
+    ran: list[Ran] | None = None
+    depth = 0
+    is_whole = True
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+active = 0  # how many threads warm up: while there are none, a call looks no further
+
+
+def is_warming_up() -> bool:
+    """Whether calls capture at once instead of waiting for the second call of a key."""
+    return _thread.warming
+
+
+@contextmanager
+def warming_up() -> Iterator[list[Ran]]:
+    """Calls of this thread capture at once and leave their inputs as they were. Yields the graphs that were run.
+
+    A graph that is a piece of another is not listed.
+    """
+    global active
+    found: list[Ran] = []
+    with _lock:
+        active += 1
+    before = _thread.warming, _thread.ran
+    _thread.warming, _thread.ran = True, found
+    try:
+        yield found
+    finally:
+        _thread.warming, _thread.ran = before
+        with _lock:
+            active -= 1
+
+
+def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:
+    """Run a program while some thread, maybe this one, warms up."""
+    if not _thread.warming:
+        return program.call(args)
+    given, outermost = list(args), _thread.depth == 0
+    written = [given[index] for index in program.written]
+    before = [tensor.clone() for tensor in written]
+    # A program in pieces, or a padded one, is whole if all the graphs inside of it are.
+    _thread.is_whole = program.is_whole and (outermost or _thread.is_whole)
+    _thread.depth += 1
+    try:
+        program.rehearse(list(given))
+        _restore(written, before)
+        results = program.call(args)
+    finally:
+        _thread.depth -= 1
+    if outermost:
+        _restore(written, before)
+        assert _thread.ran is not None
+        _thread.ran.append(Ran(program, given, results, _thread.is_whole))
+    return results
+
+
+def _restore(tensors: list[Tensor], before: list[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
