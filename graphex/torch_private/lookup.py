@@ -25,9 +25,6 @@ import torch
 __all__ = ["TRIED", "Tried", "is_newer_than_tried", "is_too_old"]
 
 
-# -- lookup ------------------------------------------------------------------------------------------------------------
-
-
 _NOTHING: Any = object()
 _WITHOUT_PASSES = "the model runs without graphex's passes"
 
@@ -146,8 +143,7 @@ def replaced_in_this_thread(module: Any, name: str, substitute: Callable[..., An
                     setattr(module, name, replaced.original)
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-# The versions of torch that graphex was tried with, and what is different on each.
+# The versions of torch that graphex was tried with, and what is different on each
 
 
 @dataclass(frozen=True)
