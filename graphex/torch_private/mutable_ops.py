@@ -116,7 +116,7 @@ def _take_the_only_result(node: Node) -> None:
 def _of_any_type() -> AbstractContextManager[None]:
     """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
     matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
-    return replaced_in_this_thread(matcher, "fallback_node_due_to_unsupported_type", lambda original, *args: False)
+    return replaced_in_this_thread(matcher, "fallback_node_due_to_unsupported_type", lambda *args, **kwargs: False)
 
 
 def _copied_from_where_they_begin() -> AbstractContextManager[None]:
