@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from graphex.errors import OptionError, did_you_mean
 
-# -- option_kinds ------------------------------------------------------------------------------------------------------
-# What an option is, and what kinds of values options hold: a check for each, and the words for what it allows.
+# What an option is, and what kinds of values options hold: a check for each, and the words for what it allows
 
 
 T = TypeVar("T")
@@ -223,9 +222,6 @@ class Rules(Kind[tuple[AnyRule, ...]]):
             if not isinstance(rule, AnyRule):
                 raise self.refuse(name, rule)
         return tuple(rules)
-
-
-# -- config ------------------------------------------------------------------------------------------------------------
 
 
 class CompilerConfig:

@@ -1,6 +1,18 @@
-"""Switches of the environment, for a program that is not to be changed: what they say, and a word if that is nothing.
+"""The process's surroundings: environment variables, folders and files, and the pause of the garbage collector.
 
-`folders.py` has the one that is a folder.
+Environment variables switch graphex in a program that is not to be changed. A file is written as a whole: a reader sees
+the old content or the new, never a part. Files that one process leaves for the next are in folders that no other user
+can write to:
+
+    with open_folder(cache_directory(), "native") as folder:
+        folder.read("fits.so")          its bytes, if it is a plain file that only this user, or root, can have written
+        folder.replace("fits.so", ...)  written as a whole
+        with folder.lock("fits.lock"):  one process at a time
+
+A folder is opened once, its owner and mode are asked of the open descriptor, and files are opened relative to it,
+without following links: nothing can be swapped in between. A folder or file of another user, or that others may write
+to, is refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash
+proves nothing about the writer; owner and mode do.
 """
 
 from __future__ import annotations
@@ -24,18 +36,23 @@ from typing import BinaryIO
 
 from graphex.errors import GraphexWarning
 
-# -- switches ----------------------------------------------------------------------------------------------------------
+# Environment variables
 
 
-DISABLE, TUNING = "GRAPHEX_DISABLE", "GRAPHEX_TUNING"
+DISABLE, TUNING, LEAN_IMPORTS = "GRAPHEX_DISABLE", "GRAPHEX_TUNING", "GRAPHEX_LEAN_IMPORTS"
 _NO = ("", "0", "false", "no", "off")
 _TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "again"}
 
 
 def why_off() -> str:
-    """Why nothing is to be compiled; empty if it is. Whoever sets the switch to anything but a no has meant it."""
+    """Why nothing is to be compiled; empty if it is. Every value of the switch but a no means yes."""
     given = os.environ.get(DISABLE, "")
     return "" if given.lower() in _NO else f"{DISABLE}={given} is set"
+
+
+def lean_imports() -> bool:
+    """Whether torch's pattern matcher may be imported without the rest of Inductor."""
+    return os.environ.get(LEAN_IMPORTS, "on").lower() not in _NO
 
 
 def tuning() -> str:
@@ -52,35 +69,7 @@ def _tuning(given: str) -> str:
     return found or "on"
 
 
-# -- collector ---------------------------------------------------------------------------------------------------------
-# Stretches in which Python's garbage collector waits.
-
-
-_lock = threading.RLock()  # a finalizer may come in between, and pause it too
-_pauses = 0  # of all threads
-_is_ours_to_enable = False
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Leave garbage for later; what was switched off before stays off. Threads that pause it at a time end it once."""
-    global _pauses, _is_ours_to_enable
-    with _lock:
-        if not _pauses:
-            _is_ours_to_enable = gc.isenabled()
-        _pauses += 1
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            _pauses -= 1
-            if not _pauses and _is_ours_to_enable:
-                gc.enable()
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-# Files: where graphex keeps what the next process can use, names of ranks, and writing a file as a whole.
+# Folders, ranks, and files written as a whole
 
 
 DIRECTORY = "GRAPHEX_CACHE_DIR"
@@ -169,20 +158,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         beside.unlink(missing_ok=True)
 
 
-# -- cache_files -------------------------------------------------------------------------------------------------------
-# Files that one process leaves for the next, in folders that nobody else can write to.
-#
-#     with open_folder(cache_directory(), "native") as folder:
-#         folder.read("fits.so")          its bytes, if it is a plain file that only this user, or root, can have
-#         written
-#         folder.replace("fits.so", ...)  as a whole: a reader sees what was there or what is there now
-#         with folder.lock("fits.lock"):  one process at a time
-#
-# A folder is opened once, its owner and mode are asked of what was opened, and files are opened relative to it,
-# without
-# following links: nothing can be swapped in between. A folder or file of another user, or that others may write to, is
-# refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash proves
-# nothing about the writer; owner and mode do.
+# Files for the next process
 
 
 try:
@@ -346,9 +322,6 @@ def _wait_for(descriptor: int, path: Path) -> None:
             time.sleep(_PAUSE)
 
 
-# -- content ----------------------------------------------------------------------------------------------------------
-
-
 def sealed(content: bytes) -> bytes:
     """The content behind its hash."""
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
@@ -360,3 +333,29 @@ def unsealed(data: bytes) -> bytes:
     if seal != hashlib.sha256(content).hexdigest().encode():
         raise ValueError("its content is not what was written")
     return content
+
+
+# The garbage collector
+
+
+_lock = threading.RLock()  # a finalizer may come in between, and pause it too
+_pauses = 0  # of all threads
+_is_ours_to_enable = False
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """The garbage collector waits inside. One that was off stays off; of several threads the last ends the pause."""
+    global _pauses, _is_ours_to_enable
+    with _lock:
+        if not _pauses:
+            _is_ours_to_enable = gc.isenabled()
+        _pauses += 1
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _is_ours_to_enable:
+                gc.enable()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib import import_module
 
 import click
 
@@ -67,8 +66,7 @@ def _rules() -> list[Entry]:
 
     docs: dict[str, str] = {}
     for family in (*LIFTS, *FUSIONS):
-        said = inspect.cleandoc(import_module(f"graphex.fusion.rules.{family.module}").__doc__ or "")
-        docs.update(dict.fromkeys(family.rules, said))
+        docs.update(dict.fromkeys(family.names, family.doc))
     for noop in NOOPS.values():
         docs[noop.rule] = noop.reason
     found: dict[str, Entry] = {}

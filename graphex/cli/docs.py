@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -134,9 +133,8 @@ def families_section(families: Iterable[Family]) -> str:
     """Families of fusion rules: what they are called, and what their modules say about them."""
     parts = []
     for family in families:
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(family.rules))
-        said = inspect.cleandoc(import_module(f"graphex.fusion.rules.{family.module}").__doc__ or "")
-        parts.append(f"{names}\n\n```text\n{said}\n```\n")
+        names = ", ".join(f"`{name}`" for name in family.names)
+        parts.append(f"{names}\n\n```text\n{family.doc}\n```\n")
     return "\n".join(parts)
 
 

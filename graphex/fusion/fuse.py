@@ -19,7 +19,7 @@ from graphex.analysis.effects import operator_of
 from graphex.env import collector_paused
 from graphex.fusion.calls import op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.mismatch import Stop, op_title
+from graphex.fusion.mismatch import Mismatch, op_title
 from graphex.fusion.rule import Rule
 from graphex.fusion.splice import splice
 from graphex.ops import SPECS, has_kernel
@@ -31,7 +31,7 @@ _MOST_SWEEPS = 16
 _MOST_VISITED = 64
 
 
-Looks = dict[Node, tuple[object, Stop | None]]
+Looks = dict[Node, tuple[object, Mismatch | None]]
 """What a first look at an anchor has shown, and the operands it looked at."""
 
 
@@ -40,7 +40,7 @@ class Outcome:
     """What became of one rule: how often it applied, and how each try of the last sweep ended."""
 
     matches: int = 0
-    ends: dict[Node, Stop | Refusal] = field(default_factory=dict)
+    ends: dict[Node, Mismatch | Refusal] = field(default_factory=dict)
 
 
 def apply_rules(work: Work, rules: Iterable[Rule]) -> None:
@@ -91,7 +91,7 @@ class Fusion:
                 outcome.ends[anchor] = end
         return outcome.matches - before
 
-    def _first_look(self, rule: Rule, anchor: Node, looks: Looks) -> Stop | None:
+    def _first_look(self, rule: Rule, anchor: Node, looks: Looks) -> Mismatch | None:
         """Why the rule cannot apply here, where the next nodes show it. They are looked at again when they change."""
         operands = self._site.calls.operands(anchor)
         known = looks.get(anchor)
@@ -99,7 +99,7 @@ class Fusion:
             known = looks[anchor] = operands, rule.pattern.rejected(anchor, self._site.calls)
         return known[1]
 
-    def _try(self, rule: Rule, anchor: Node) -> Stop | Refusal | None:
+    def _try(self, rule: Rule, anchor: Node) -> Mismatch | Refusal | None:
         """Apply the rule here: None, or why it did not apply."""
         plan = try_rule(rule, anchor, self._site)
         if not isinstance(plan, Plan):
@@ -123,8 +123,8 @@ class Fusion:
 
         The variants of one idiom are rules of one name: they are counted together.
         """
-        told: list[tuple[Rule, Node, Stop | Refusal]] = []
-        closest: dict[Node, tuple[Rule, Stop | Refusal]] = {}
+        told: list[tuple[Rule, Node, Mismatch | Refusal]] = []
+        closest: dict[Node, tuple[Rule, Mismatch | Refusal]] = {}
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         as_good: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
@@ -151,17 +151,17 @@ class Fusion:
             if name in spoken_of or any(self.outcomes[rule].matches for rule in variants[name]):
                 self._count(name, variants[name], len(roots - as_good[name]))
 
-    def _end_at(self, rule: Rule, root: Node) -> Stop | Refusal:
+    def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
         ends = self.outcomes[rule].ends
         near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
         if not near and (absent := self._absent(rule)):
-            return Stop(1, root, f"the graph holds no {', '.join(sorted(map(op_title, absent)))}")
+            return Mismatch(1, root, f"the graph holds no {', '.join(sorted(map(op_title, absent)))}")
         if not near:
-            return Stop(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
+            return Mismatch(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
         return max(near, key=lambda end: _closeness(rule, end))
 
-    def _tell(self, rule: Rule, root: Node, end: Stop | Refusal) -> None:
+    def _tell(self, rule: Rule, root: Node, end: Mismatch | Refusal) -> None:
         where = end.node or root
         if isinstance(end, Refusal):
             self.work.refuse(where, end, rule=rule.name)
@@ -210,16 +210,16 @@ def _without_kernel(plan: Plan) -> str:
     return ""
 
 
-def _is_worth_telling(rule: Rule, end: Stop | Refusal) -> bool:
+def _is_worth_telling(rule: Rule, end: Mismatch | Refusal) -> bool:
     """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
     place only if most of the idiom is there. A rule that says why not has nothing to say but that.
     """
     if rule.why_not is not None:
-        return isinstance(end, Stop) and end.said == rule.why_not.reason
+        return isinstance(end, Mismatch) and end.said == rule.why_not.reason
     return rule.origin != "lift" or _closeness(rule, end) > 0.5
 
 
-def _closeness(rule: Rule, end: Stop | Refusal) -> float:
+def _closeness(rule: Rule, end: Mismatch | Refusal) -> float:
     """How much of a rule matched: all of it, if it was refused afterwards; more than ops, if all of these are there."""
     return 2.0 if isinstance(end, Refusal) else end.fits + min(end.matched / rule.pattern.size, 0.99)
 

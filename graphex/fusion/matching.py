@@ -3,7 +3,7 @@
     loose match -> arguments -> exact match -> nothing escapes, one stream -> the rule's own check
     -> replacement traced on the same arguments -> same results -> a place to put it
 
-The answer is a `Plan`, a `Stop` (the pattern ends somewhere) or a `Refusal` (it matched and must not be applied).
+The answer is a `Plan`, a `Mismatch` (the pattern ends somewhere) or a `Refusal` (it matched and must not be applied).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from graphex.analysis.effects import is_kernel
 from graphex.analysis.source import text_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
-from graphex.fusion.mismatch import Stop
+from graphex.fusion.mismatch import Mismatch
 from graphex.fusion.pattern_builder import pattern_of
 from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.fusion.rule import Rule
@@ -30,8 +30,6 @@ from graphex.fusion.tracing import Replacement, fresh, key_of, without_guards
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
-
-# -- matching ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -72,13 +70,13 @@ class Site:
         return found
 
 
-def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Stop | Refusal:
+def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Mismatch | Refusal:
     """What comes of `rule` with its anchor at this node."""
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
-    if isinstance(found, Stop):
+    if isinstance(found, Mismatch):
         return found
     if rule.why_not is not None:
-        return Stop(rule.pattern.size, found.match.nodes[-1], rule.why_not.reason, rule.why_not.edit)
+        return Mismatch(rule.pattern.size, found.match.nodes[-1], rule.why_not.reason, rule.why_not.edit)
     outputs = [found.match.ctx.pattern_to_node.get(output) for output in found.pattern.outputs]
     nodes = sorted(found.match.nodes)
     for refusal in (_escapes(rule, nodes, outputs), _streams(nodes)):
@@ -99,22 +97,22 @@ class Found:
     mode: FakeTensorMode
 
 
-def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Stop:
+def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Mismatch:
     """Match loosely, to find the arguments, then exactly."""
     loose = rule.pattern.match(anchor, site.calls)
-    if isinstance(loose, Stop):
+    if isinstance(loose, Mismatch):
         return loose
     bound = _bound(rule, loose)
-    if isinstance(bound, Stop):
+    if isinstance(bound, Mismatch):
         return bound
     mode = _mode_of(bound)
     if mode is None:
-        return Stop(len(loose.nodes), anchor, "no tensor argument was found")
+        return Mismatch(len(loose.nodes), anchor, "no tensor argument was found")
     if rule.given is not None:
         return Found(rule.pattern, loose, bound, mode)
     args = _arguments(rule, bound)
     exact = _exact(rule, args, anchor, site, mode)
-    if isinstance(exact, Stop):
+    if isinstance(exact, Mismatch):
         exact.fits = True
         return exact
     pattern, match = exact
@@ -128,18 +126,15 @@ def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
         return None
     pattern, mode, key = site.latest[rule]
     match = pattern.match(anchor, site.calls)
-    if isinstance(match, Stop):
+    if isinstance(match, Mismatch):
         return None
     bound = _bound(rule, match)
-    if isinstance(bound, Stop) or _mode_of(bound) is not mode or key_of(_arguments(rule, bound)) != key:
+    if isinstance(bound, Mismatch) or _mode_of(bound) is not mode or key_of(_arguments(rule, bound)) != key:
         return None
     return Found(pattern, match, bound, mode)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _bound(rule: Rule, match: Match) -> dict[str, Any] | Stop:
+def _bound(rule: Rule, match: Match) -> dict[str, Any] | Mismatch:
     """What stands for each argument of the rule's functions."""
     bound: dict[str, Any] = {}
     for name in rule.parameters:
@@ -153,7 +148,7 @@ def _bound(rule: Rule, match: Match) -> dict[str, Any] | Stop:
             kind, other = ("a tensor", "a number") if is_tensor else ("a number", "a tensor")
             said = f"'{name}' is {kind}, which it is not in the rule"
             advice = f"pass {other} for '{name}'", f"give {kind} as the rule's example for it"
-            return Stop(len(match.nodes), match.nodes[-1], said, *advice)
+            return Mismatch(len(match.nodes), match.nodes[-1], said, *advice)
         bound[name] = value
     bound.update({name: value for name, value in match.kwargs.items() if name.startswith("tangents_")})
     return bound
@@ -169,22 +164,22 @@ def _mode_of(bound: dict[str, Any]) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
-def _exact(rule: Rule, args: list[Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Stop:
+def _exact(rule: Rule, args: list[Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Mismatch:
     """Match once more, with the constants the search function has for these very arguments."""
     try:
         pattern = site.traced(rule, "search", args, mode)
     except NewGuardError as problem:
-        return Stop(rule.pattern.size, anchor, f"{problem}, which the rule would need", _STATIC)
+        return Mismatch(rule.pattern.size, anchor, f"{problem}, which the rule would need", _STATIC)
     except Exception as problem:
         said = f"the search function fails on these arguments: {_first_line(problem)}"
-        return Stop(rule.pattern.size, anchor, said, "", "let the search function take such arguments")
+        return Mismatch(rule.pattern.size, anchor, said, "", "let the search function take such arguments")
     assert isinstance(pattern, Pattern)
     if not all(isinstance(output, OpPattern) for output in pattern.outputs):
-        return Stop(rule.pattern.size, anchor, "with these shapes and dtypes there is nothing to compute")
+        return Mismatch(rule.pattern.size, anchor, "with these shapes and dtypes there is nothing to compute")
     if pattern.anchor_op != rule.pattern.anchor_op:
-        return Stop(rule.pattern.size, anchor, "with these shapes and dtypes the rule computes something else")
+        return Mismatch(rule.pattern.size, anchor, "with these shapes and dtypes the rule computes something else")
     found = pattern.match(anchor, site.calls)
-    return found if isinstance(found, Stop) else (pattern, found)
+    return found if isinstance(found, Mismatch) else (pattern, found)
 
 
 def _trace(rule: Rule, what: str, args: Sequence[Any], mode: FakeTensorMode, table: Any) -> Replacement | Pattern:
@@ -352,8 +347,7 @@ def _first_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
 
 
-# -- claims ------------------------------------------------------------------------------------------------------------
-# What the user's own rules would fuse: passes of ours that run before them leave it alone.
+# What the user's own rules would fuse: passes of ours that run before them leave it alone
 
 
 def claimed_by(work: Work, rules: Iterable[Rule]) -> dict[Node, str]:

@@ -1,4 +1,4 @@
-"""Ops and nodes as a user would say them."""
+"""Mismatches: where and why a match ended, told in the words of a user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.fx import Node
 
 from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import CAST, PERMUTE, RESHAPE, SOFT, op_of
-
-# -- words -------------------------------------------------------------------------------------------------------------
 
 
 def op_title(op: Any) -> str:
@@ -51,8 +49,7 @@ def show(value: Any) -> str:
     return f"'{value.name}'" if isinstance(value, Node) else repr(value)
 
 
-# -- stops -------------------------------------------------------------------------------------------------------------
-# Where and why matches end.
+# Where and why matches end
 
 
 Words = Callable[[], str]
@@ -60,7 +57,7 @@ Words = Callable[[], str]
 
 
 @dataclass(slots=True)
-class Stop:
+class Mismatch:
     """Where a match ended: after how many ops, at which node, why, and what edit of model or rule would help.
 
     There are as many as places times rules, and few are ever told: words are found when they are asked for.
@@ -84,7 +81,7 @@ class Stop:
 
 
 @dataclass(slots=True)
-class OtherOp(Stop):
+class OtherOp(Mismatch):
     """Something else (`found`: a node, or a number) stands where the pattern has an op, with these arguments."""
 
     expected: Any = None

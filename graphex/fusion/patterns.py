@@ -2,7 +2,7 @@
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 
-The parts are `OpPattern`s (see `op_patterns`); `making` makes them from a function.
+The parts are `OpPattern`s, calls of one op each, with normalised arguments; `pattern_builder` makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, Calls, is_nothing, op_of, targets_of, value_of
-from graphex.fusion.mismatch import OtherOp, Stop, Words, describe, op_title, show
+from graphex.fusion.mismatch import Mismatch, OtherOp, Words, describe, op_title, show
 from graphex.torch_private.patterns import (
     CallFunction,
     FailedMatch,
@@ -36,7 +36,7 @@ from graphex.torch_private.symbolic import statically_known_true
 #
 #     mul(x, rsqrt(m))        OpPattern(mul, {"self": x, "other": OpPattern(rsqrt, {"self": m})})
 #
-# An `Attempt` is one try at one node. If it fails it says where, after how many ops, and why: the `Stop` that came
+# An `Attempt` is one try at one node. If it fails it says where, after how many ops, and why: the `Mismatch` that came
 # furthest is what a near miss reports.
 
 
@@ -49,7 +49,7 @@ class Attempt(MatchContext):
     def __init__(self, outputs: Sequence[PatternExpr], calls: Calls, node: Node) -> None:
         super().__init__(list(outputs), graph=node.graph)
         self.calls = calls
-        self.furthest = Stop(-1, None, "")
+        self.furthest = Mismatch(-1, None, "")
         self.entered = 0  # ops whose arguments are being looked at
 
     def match(self, pattern: PatternExpr, node: Any) -> Match | FailedMatch:
@@ -67,7 +67,9 @@ class Attempt(MatchContext):
 
     def stop(self, node: Any, said: Words, advice: str | Words = "", to_author: str = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
-        return self._stopped(Stop(self._matched(), node if isinstance(node, Node) else None, said, advice, to_author))
+        return self._stopped(
+            Mismatch(self._matched(), node if isinstance(node, Node) else None, said, advice, to_author)
+        )
 
     def stop_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
         """Another op stands where this one should."""
@@ -79,7 +81,7 @@ class Attempt(MatchContext):
         done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
         return done + self.entered
 
-    def _stopped(self, stop: Stop) -> FailedMatch:
+    def _stopped(self, stop: Mismatch) -> FailedMatch:
         if stop.matched > self.furthest.matched:
             self.furthest = stop
         return FailedMatch("it ends after {} ops", stop.matched)
@@ -111,7 +113,7 @@ class OpPattern(CallFunction):
     def __repr__(self) -> str:
         return f"{op_title(self.op_name)}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
-    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+    def rejected(self, node: Node, calls: Calls) -> Mismatch | None:
         """A quick look at the ops of the arguments: most tries end here, and never set up a match."""
         operands = calls.operands(node)
         for name, op in self.firm:
@@ -279,9 +281,6 @@ def _users_through(node: Node) -> Iterator[Node]:
             yield from _users_through(user)
 
 
-# -- patterns ----------------------------------------------------------------------------------------------------------
-
-
 _ARITHMETIC = frozenset(
     {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor, torch.ops.aten.div.Tensor}
 )
@@ -346,14 +345,14 @@ class Pattern:
         begin = self.outputs[self.anchor]
         return (begin.op_name, begin.firm) if isinstance(begin, OpPattern) else None
 
-    def rejected(self, node: Node, calls: Calls) -> Stop | None:
+    def rejected(self, node: Node, calls: Calls) -> Mismatch | None:
         """Why the anchor cannot be at `node`, at a first look."""
         begin = self.outputs[self.anchor]
         if isinstance(begin, OpPattern) and calls.ops(node)[0] == begin.op_name:
             return begin.rejected(node, calls)
         return None
 
-    def match(self, node: Node, calls: Calls) -> Match | Stop:
+    def match(self, node: Node, calls: Calls) -> Match | Mismatch:
         """Match with the anchor at `node`; the furthest stop if it does not."""
         rejected = self.rejected(node, calls)
         if rejected is not None:
@@ -366,7 +365,7 @@ class Pattern:
         if isinstance(found, Match):
             return found
         if attempt.furthest.matched < 0:
-            return Stop(0, node, str(found))
+            return Mismatch(0, node, str(found))
         return attempt.furthest
 
     def _match(self, attempt: Attempt, node: Node) -> Match | FailedMatch:

@@ -17,7 +17,7 @@ from graphex.analysis.source import origins
 from graphex.errors import GraphexWarning, InputError, RuleError
 from graphex.fusion.calls import value_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.mismatch import Stop
+from graphex.fusion.mismatch import Mismatch
 from graphex.fusion.patterns import Check
 from graphex.fusion.registry import Handle, process_rules
 from graphex.fusion.rule import Rule
@@ -143,16 +143,13 @@ def _try_on(rule: Rule, values: Sequence[Any], mode: FakeTensorMode) -> Plan | s
     plan = next((end for end in ends if isinstance(end, Plan)), None)
     if plan is not None:
         return plan
-    stops = [end for end in ends if isinstance(end, Stop)]
+    stops = [end for end in ends if isinstance(end, Mismatch)]
     return max(stops, key=lambda stop: stop.matched).reason if stops else str(next(iter(ends), "it has no ops"))
 
 
 def _real_like(value: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device: only its sizes are looked at."""
     return torch.empty(tuple(int(size) for size in value.shape), dtype=value.dtype, device="meta")
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
 
 
 _WHOLE_NUMBERS = ((-7, 8), (0, 2))
@@ -228,9 +225,6 @@ def _difference(a: Any, b: Any, slack_of_whole: int) -> str | None:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-# -- register ----------------------------------------------------------------------------------------------------------
 
 
 def register_replacement(

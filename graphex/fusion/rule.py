@@ -29,16 +29,6 @@ from graphex.torch_private.symbolic import NEEDS_A_VALUE, FakeTensor, FakeTensor
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 
-def examples_of(make: Callable[[], Sequence[Any]]) -> Callable[[], Sequence[Any]]:
-    """Examples that are made, under a fake mode of their own, when the rule is first tried."""
-
-    def examples() -> Sequence[Any]:
-        with unset_fake_temporarily(), FakeTensorMode():
-            return make()
-
-    return examples
-
-
 @dataclass(frozen=True)
 class WhyNot:
     """What is said of a place that a rule finds and does not replace: the reason, and the edit that would help."""

@@ -98,9 +98,6 @@ def _lies_in(value: Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-# -- splice ------------------------------------------------------------------------------------------------------------
-
-
 def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
     """Carry out a plan: the nodes that are new, or why it had to be taken back."""
     if (refusal := _begins_to_share(gm, plan)) is not None:

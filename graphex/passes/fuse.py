@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
 from graphex.fusion.registry import users_rules
-from graphex.fusion.rules import FUSIONS, LIFTS, load_for
+from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of
 from graphex.ops import SPECS, has_kernel
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
@@ -32,7 +32,7 @@ class FusePatterns(GraphPass):
     option = "pattern_fusion_pass"
 
     def rules(self) -> tuple[str, ...]:
-        return tuple(rule for family in FUSIONS for rule in family.rules)
+        return names_of(FUSIONS)
 
     def apply(self, work: Work) -> None:
         without = work.config.disable_rules
@@ -66,7 +66,7 @@ class LiftIdioms(GraphPass):
         return super().enabled(config) and config.lift_idioms != "never"
 
     def rules(self) -> tuple[str, ...]:
-        return tuple(rule for family in LIFTS for rule in family.rules)
+        return names_of(LIFTS)
 
     def apply(self, work: Work) -> None:
         if work.config.lift_idioms == "always" or _has_kernels(work.graph):

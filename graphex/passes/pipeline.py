@@ -117,15 +117,16 @@ def stages(
 
 def check_names(config: CompilerConfig) -> None:
     """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
-    known = {
-        "disable_passes": {graph_pass.name for graph_pass in _passes(config)},
-        "disable_rules": rule_names(config),
-    }
-    for option, names in known.items():
+    for option, known in (("disable_passes", pass_names), ("disable_rules", rule_names)):
+        names = known(config) if getattr(config, option) else set()  # all families of rules are loaded for their names
         for name in getattr(config, option):
             if name not in names:
                 hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+
+
+def pass_names(config: CompilerConfig) -> set[str]:
+    return {graph_pass.name for graph_pass in _passes(config)}
 
 
 def rule_names(config: CompilerConfig) -> set[str]:

@@ -1,5 +1,7 @@
-"""Names torch does not promise to keep, one module per part of torch.
+"""Names torch does not promise to keep, one module for each part of torch. A torch upgrade starts here.
 
-A torch upgrade starts here: nothing else in graphex uses a private torch name. `lookup` is how each is looked up, and
-`versions` says which versions of torch were tried.
+Nothing else in graphex uses a private torch name. Read `lookup` first: how a name is looked up, what serves in its
+place and what is lost without it, how a function of torch is replaced in one thread, and which versions of torch were
+tried. Then, in the order of a compilation: `dynamo`, `aot`, `symbolic`, `graphs`, `schemas`, `patterns` (imported by
+`lean_imports`), `mutable_ops`, `memory`, `numerics`, `cuda`; `privateuse1` is the simulated npu.
 """

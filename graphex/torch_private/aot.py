@@ -1,4 +1,9 @@
-"""AOTAutograd: tracing, partitioning, and what it knows of a graph's inputs."""
+"""AOTAutograd: the call itself, its partitioners, its facts about the graph being compiled, and traces of functions.
+
+The facts (static inputs, counted writes, regenerated outputs) are read from the metadata in torch's tracing context. On
+a torch that keeps them elsewhere, parameters are taken for other inputs and every call goes through AOTAutograd's
+wrapper. Without the tracing names, rules given as functions match nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +36,6 @@ __all__ = [
     "symbolic_trace",
     "without_autograd_cache",
 ]
-
-
-# -- aot ---------------------------------------------------------------------------------------------------------------
 
 
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
@@ -170,8 +172,7 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
     }
 
 
-# -- symbolic_tracing --------------------------------------------------------------------------------------------------
-# Tracing a function to an ATen graph: forward alone, or forward and backward together.
+# Tracing a function to an ATen graph: forward alone, or forward and backward together
 
 
 _NO_RULES = "rules given as functions match nothing"

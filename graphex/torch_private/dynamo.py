@@ -59,8 +59,7 @@ __all__ = [
 ]
 
 
-# -- tracing -----------------------------------------------------------------------------------------------------------
-# Logs, traces, profiles and modes: structured-trace artifacts, and whether somebody is looking at calls of torch.
+# Logs, traces, profiles and modes: structured-trace artifacts, and whether somebody is looking at calls of torch
 
 
 if TYPE_CHECKING:
@@ -129,9 +128,6 @@ def is_traced() -> bool:
 def trace_artifact(name: str, encoding: str, text: str) -> None:
     if _trace_structured is not None:
         _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
-
-
-# -- dynamo ------------------------------------------------------------------------------------------------------------
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -360,8 +356,7 @@ def _context_in_closure(compiled: object) -> object | None:
     return None
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
-# Streams and events of model code: torch's ops for them, and the objects behind the numbers in these ops.
+# Streams and events of model code: torch's ops for them, and the objects behind the numbers in these ops
 
 
 _NO_STREAMS = "streams and events made in model code are not known"
@@ -396,8 +391,7 @@ def is_object_lookup(target: object) -> bool:
     return _fetch is not None and target is _fetch
 
 
-# -- distributed -------------------------------------------------------------------------------------------------------
-# DistributedDataParallel: calls whose gradients are not accumulated.
+# DistributedDataParallel: calls whose gradients are not accumulated
 
 
 _UNTOUCHED = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")

@@ -12,6 +12,9 @@ graphex's passes.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -20,9 +23,6 @@ from typing import Any, NoReturn
 import torch
 
 __all__ = ["TRIED", "Tried", "is_newer_than_tried", "is_too_old"]
-
-
-# -- lookup ------------------------------------------------------------------------------------------------------------
 
 
 _NOTHING: Any = object()
@@ -99,8 +99,51 @@ def _sentence(path: str) -> str:
     return f"torch {torch.__version__} has no {path}"
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-# The versions of torch that graphex was tried with, and what is different on each.
+# Replacing a function of torch
+
+
+_replacing = threading.Lock()
+
+
+class _Replaced:
+    """A function of torch that calls a substitute in the threads that have one, and the original in all others."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.substitutes: dict[int, Callable[..., Any]] = {}  # by thread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        substitute = self.substitutes.get(threading.get_ident())
+        return self.original(*args, **kwargs) if substitute is None else substitute(self.original, *args, **kwargs)
+
+
+@contextmanager
+def replaced_in_this_thread(module: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a call of `module.name` in this thread is one of `substitute(original, ...)`.
+
+    Other threads keep calling the original. The module has its own function back when the last thread is done.
+    """
+    thread = threading.get_ident()
+    with _replacing:
+        replaced = getattr(module, name)
+        if not isinstance(replaced, _Replaced):
+            replaced = _Replaced(replaced)
+            setattr(module, name, replaced)
+        before = replaced.substitutes.get(thread)
+        replaced.substitutes[thread] = substitute
+    try:
+        yield
+    finally:
+        with _replacing:
+            if before is not None:
+                replaced.substitutes[thread] = before
+            else:
+                del replaced.substitutes[thread]
+                if not replaced.substitutes and getattr(module, name) is replaced:
+                    setattr(module, name, replaced.original)
+
+
+# The versions of torch that graphex was tried with, and what is different on each
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.torch_private.lookup import private
+from graphex.torch_private.lookup import private, replaced_in_this_thread
 from graphex.torch_private.symbolic import FakeTensorMode, statically_known_true
 
 _NOT_UNWRAPPED = "models with mutable custom ops run without graphex's passes"
@@ -113,32 +113,19 @@ def _take_the_only_result(node: Node) -> None:
             node.graph.erase_node(part)
 
 
-@contextmanager
-def _of_any_type() -> Iterator[None]:
+def _of_any_type() -> AbstractContextManager[None]:
     """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
-    pattern_matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
-    name = "fallback_node_due_to_unsupported_type"
-    check = getattr(pattern_matcher, name)
-    setattr(pattern_matcher, name, lambda *args, **kwargs: False)
-    try:
-        yield
-    finally:
-        setattr(pattern_matcher, name, check)
+    matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
+    return replaced_in_this_thread(matcher, "fallback_node_due_to_unsupported_type", lambda *args, **kwargs: False)
 
 
-@contextmanager
-def _copied_from_where_they_begin() -> Iterator[None]:
-    """torch copies what an op writes from the start of its storage, and takes it from there to where the example began.
-    What is given in a call may begin elsewhere: nobody guards that, and some kernels say less of it than they do.
+def _copied_from_where_they_begin() -> AbstractContextManager[None]:
+    """torch copies a written tensor from the start of its storage, and views the copy at the example's storage offset.
+
+    A tensor of a later call may have another storage offset, which no guard checks.
     """
-    auto_functionalize = private("torch._higher_order_ops.auto_functionalize", lost=_NOT_UNWRAPPED)
-    name = "clone_preserve_strides"
-    original = getattr(auto_functionalize, name)
-    setattr(auto_functionalize, name, lambda tensor: _copy_of(tensor, original))
-    try:
-        yield
-    finally:
-        setattr(auto_functionalize, name, original)
+    module = private("torch._higher_order_ops.auto_functionalize", lost=_NOT_UNWRAPPED)
+    return replaced_in_this_thread(module, "clone_preserve_strides", lambda original, value: _copy_of(value, original))
 
 
 def _copy_of(tensor: Tensor, otherwise: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,10 +1,32 @@
-"""torch's pattern matcher: the pattern language and the `Match` that users' checks receive."""
+"""torch's pattern matcher (`torch._inductor.pattern_matcher`): the pattern language, and the `Match` of users' checks.
+
+Without these names no rule with a pattern matches, and the journal says so. `lean_imports` imports the module.
+"""
+
+from __future__ import annotations
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from graphex.torch_private.lean_imports import import_matcher
 from graphex.torch_private.lookup import private
+
+__all__ = [
+    "Arg",
+    "CallFunction",
+    "ExclusiveKeywordArg",
+    "FailedMatch",
+    "Ignored",
+    "KeywordArg",
+    "ListOf",
+    "Match",
+    "MatchContext",
+    "MultiOutputPattern",
+    "OrderedSet",
+    "PatternExpr",
+    "fwd_only",
+    "joint_fwd_bwd",
+]
 
 if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import (
@@ -46,20 +68,3 @@ else:
     fwd_only = private("torch._inductor.pattern_matcher.fwd_only", _Unmatched, lost=_NO_RULES)
     joint_fwd_bwd = private("torch._inductor.pattern_matcher.joint_fwd_bwd", _Unmatched, lost=_NO_RULES)
     OrderedSet = private("torch.utils._ordered_set.OrderedSet", _Unmatched, lost=_NO_RULES)
-
-__all__ = [
-    "Arg",
-    "CallFunction",
-    "ExclusiveKeywordArg",
-    "FailedMatch",
-    "Ignored",
-    "KeywordArg",
-    "ListOf",
-    "Match",
-    "MatchContext",
-    "MultiOutputPattern",
-    "OrderedSet",
-    "PatternExpr",
-    "fwd_only",
-    "joint_fwd_bwd",
-]

@@ -1,4 +1,8 @@
-"""What torch knows about an operator beyond its schema's text."""
+"""Operators beyond their schema's text: composite or not, conditions on arguments, and cheap ways into a kernel.
+
+Without the cheap ways (`torch._C._VariableFunctions` and its like) generated code calls OpOverloads, which costs the
+host more.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,6 @@ import torch
 from graphex.torch_private.lookup import private
 
 __all__ = ["holds_tensors", "is_composite", "overload_of", "require", "require_implemented"]
-
-
-# -- schemas -----------------------------------------------------------------------------------------------------------
 
 
 _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
@@ -41,8 +42,7 @@ def overload_of(given: Any) -> torch._ops.OpOverload | None:
     return given if isinstance(given, torch._ops.OpOverload) else None
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
-# Conditions on the arguments of an op, which torch can also hold against symbolic sizes.
+# Conditions on the arguments of an op, which torch can also hold against symbolic sizes
 
 
 Check = Callable[..., None]
@@ -60,8 +60,7 @@ require: Check = private("torch._check", _raising(RuntimeError))
 require_implemented: Check = private("torch._check_not_implemented", _raising(NotImplementedError))
 
 
-# -- kernels -----------------------------------------------------------------------------------------------------------
-# The ways into a kernel that cost less than calling its OpOverload.
+# The ways into a kernel that cost less than calling its OpOverload
 
 
 _BY_OVERLOAD = "generated code calls OpOverloads, which costs the host more"

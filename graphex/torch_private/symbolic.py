@@ -1,4 +1,8 @@
-"""Symbolic sizes and fake tensors."""
+"""Symbolic sizes, fake tensors and pytrees.
+
+The names come from `torch.fx.experimental.symbolic_shapes`, `torch._subclasses` and `torch.utils._pytree`. Most are
+required: without them models run without graphex's passes.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +43,6 @@ __all__ = [
     "symbol_of",
     "unset_fake_temporarily",
 ]
-
-
-# -- symbolic ----------------------------------------------------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -179,8 +180,7 @@ def multiple_of(size: Any, symbol: Any) -> int | None:
     return int(ratio) if ratio.is_Integer and ratio > 0 else None
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
-# Nested containers, and tensors that are made of others, taken apart the way torch does it.
+# Nested containers, and tensors that are made of others, taken apart the way torch does it
 
 
 if TYPE_CHECKING:

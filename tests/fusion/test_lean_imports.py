@@ -63,6 +63,11 @@ def test_a_matcher_that_wants_more_gets_all_of_it():
     run(other, COMPILE, "assert 'torch._inductor.lowering' in sys.modules", WHOLE)
 
 
+def test_a_switch_imports_all_of_inductor(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_LEAN_IMPORTS", "off")
+    run(COMPILE, "assert 'torch._inductor.lowering' in sys.modules", WHOLE)
+
+
 def test_a_module_that_holds_on_to_a_stand_in_finds_the_real_thing():
     held = """
     import sys

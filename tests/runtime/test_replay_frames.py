@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphex
-from tests.runtime.support import compile_it, count, replays, same
+from tests.harness.capture import compile_it, count, replays, same
 
 
 def frames_of(call: Callable[[], object]) -> list[str]:

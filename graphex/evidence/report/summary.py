@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
-from graphex.fusion.rules import FUSIONS
+from graphex.fusion.rules import FUSIONS, names_of
 
 _TITLES = {
     "lift_rms_norm": "RMSNorm",
@@ -30,7 +30,6 @@ _TITLES = {
     "rotary_qk": "query and key rotary embedding",
     "rotary_attention": "rotary embedding + attention",
 }
-_OURS = frozenset(rule for family in FUSIONS for rule in family.rules)
 _WRITES_INPUTS = "restore_input_writes"
 _MOST = 5  # sentences about one thing
 
@@ -95,7 +94,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         missed = "" if matches == candidates else _first_reason(graphs, rule)
         text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
-        idle = "plain" if rule in _OURS and not (matches and _can_be_helped(graphs, rule)) else "bad"
+        idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence("good" if matches == candidates else idle, text)
 
 

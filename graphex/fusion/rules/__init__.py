@@ -1,7 +1,12 @@
-"""Our own rules: which families there are, what they are called, and which ops make it worth loading them."""
+"""graphex's own rules, a family a module, and the ops that make it worth loading a family.
+
+A module begins with drawings of what its rules do, which are also their documentation, and ends with `RULES`. Read
+`common` first (how a rule is declared), then a short family (`silu_mul`), then one with variants (`rotary`).
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,66 +23,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """A module of `graphex.fusion` whose `RULES` are about the ops in `about`: it is loaded if a graph holds one."""
+    """The rules of one origin in a module of this folder: it is loaded if a graph holds one of the ops in `about`."""
 
     module: str
-    rules: tuple[str, ...]
+    origin: str
     about: frozenset[str]
 
     def load(self) -> tuple[Rule, ...]:
-        loaded: tuple[Rule, ...] = import_module(f"graphex.fusion.rules.{self.module}").RULES
-        return loaded
+        rules: tuple[Rule, ...] = import_module(f"{__name__}.{self.module}").RULES
+        return tuple(rule for rule in rules if rule.origin == self.origin)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its rules, which variants share."""
+        return tuple(dict.fromkeys(rule.name for rule in self.load()))
+
+    @property
+    def doc(self) -> str:
+        return inspect.cleandoc(import_module(f"{__name__}.{self.module}").__doc__ or "")
 
 
-def _after_norm(module: str, *rules: str) -> Family:
-    return Family(module, rules, frozenset({"npu::npu_add_rms_norm"}))
+def _fusion(module: str, *about: str) -> Family:
+    return Family(module, "default", frozenset(about))
+
+
+def _lift(module: str, *about: str) -> Family:
+    return Family(module, "lift", frozenset(about))
 
 
 FUSIONS: tuple[Family, ...] = (
-    _after_norm(
-        "norm_dynamic_quant",
-        "add_rms_norm_dynamic_quant",
-        "add_rms_norm_smooth_dynamic_quant",
-        "add_rms_norm_flatten_dynamic_quant",
-        "add_rms_norm_flatten_smooth_dynamic_quant",
-    ),
-    _after_norm("norm_cast", "add_rms_norm_cast", "add_rms_norm_flatten_cast"),
-    Family("batch_matmul", ("transpose_batchmatmul_transpose", "batchmatmul_transpose"), frozenset({"aten::bmm"})),
-    _after_norm(
-        "norm_quant",
-        "add_rms_norm_quant",
-        "add_rms_norm_quant_symmetric",
-        "add_rms_norm_quant_qint8",
-        "add_rms_norm_quant_qint8_symmetric",
-    ),
-    Family(
-        "add_rms_norm",
-        ("add_rms_norm", "lifted_add_rms_norm_dynamic_quant", "lifted_add_rms_norm_static_quant"),
-        frozenset({"graphex::rms_norm"}),
-    ),
-    Family(
-        "lifted_quant",
-        (
-            "lifted_rms_norm_dynamic_quant",
-            "lifted_rms_norm_static_quant",
-            "lifted_add_rms_norm_dynamic_quant",
-            "lifted_add_rms_norm_static_quant",
-            "lifted_silu_mul_dynamic_quant",
-            "lifted_silu_mul_static_quant",
-        ),
-        frozenset({"graphex::dynamic_quant", "graphex::static_quant"}),
-    ),
-    Family("rotary_pair", ("rotary_qk",), frozenset({"graphex::rotary"})),
+    _fusion("after_add_rms_norm", "npu::npu_add_rms_norm"),
+    _fusion("batch_matmul", "aten::bmm"),
+    _fusion("lifted_norms", "graphex::rms_norm", "graphex::dynamic_quant", "graphex::static_quant"),
+    _fusion("rotary", "graphex::rotary"),
 )
 LIFTS: tuple[Family, ...] = (
-    Family("lift_capped_attention", ("lift_capped_attention",), frozenset({"aten::tanh"})),
-    Family("grouped_attention", ("grouped_attention",), frozenset({"graphex::attention", "aten::tanh"})),
-    Family("lift_embedding", ("lift_embedding",), frozenset({"aten::embedding"})),
-    Family("lift_silu_mul", ("lift_silu_mul",), frozenset({"aten::silu"})),
-    Family("lift_rotary", ("lift_rotary",), frozenset({"aten::cat"})),
-    Family("lift_quant", ("lift_dynamic_quant", "lift_static_quant"), frozenset({"aten::clamp"})),
-    Family("lift_rms_norm", ("lift_rms_norm",), frozenset({"aten::rsqrt", "aten::sqrt", "aten::_fused_rms_norm"})),
+    _lift("attention", "graphex::attention", "aten::tanh"),
+    _lift("embedding", "aten::embedding"),
+    _lift("silu_mul", "aten::silu"),
+    _lift("rotary", "aten::cat"),
+    _lift("quant", "aten::clamp"),
+    _lift("rms_norm", "aten::rsqrt", "aten::sqrt", "aten::_fused_rms_norm"),
 )
+
+
+def names_of(families: Iterable[Family]) -> tuple[str, ...]:
+    """The names of all rules of some families. Loads every family."""
+    return tuple(dict.fromkeys(name for family in families for name in family.names))
 
 
 def load_for(graph: Graph, families: Iterable[Family], without: Iterable[str]) -> list[Rule]:

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.fusion.rule import Rule, examples_of
-from graphex.fusion.rules.lifting import Answer, all_of, certainly, dtypes, example, tensor
+from graphex.fusion.rule import Rule
+from graphex.fusion.rules.common import Answer, all_of, certainly, dtypes, example, rule, tensor
 from graphex.torch_private.patterns import Match
 
 npu = torch.ops.npu
 
 _LANES, _MOST = 128, 65536
+
+
+def _product(a: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    return torch.bmm(a.transpose(0, 1) if transposed else a, b).transpose(0, 1)
+
+
+def _fused(a: Tensor, b: Tensor, transposed: bool) -> Tensor:
+    fused: Tensor = npu.npu_transpose_batchmatmul(a, b, perm_x1=[1, 0, 2] if transposed else [0, 1, 2])
+    return fused
 
 
 def _aligned(match: Match) -> Answer:
@@ -32,27 +41,25 @@ def _aligned(match: Match) -> Answer:
     return None
 
 
+def _small_sum(match: Match) -> Answer:
+    size = tensor(match, "b").shape[1]
+    return certainly(size < _MOST, match, "b", f"the summed dimension is {size}, which is not certainly below {_MOST}")
+
+
+def _small_batches(match: Match) -> Answer:
+    b = tensor(match, "b")
+    size = b.shape[1] * b.shape[0]
+    said = f"the summed dimension times the batch is {size}, which is not certainly below {_MOST}"
+    return certainly(size < _MOST, match, "b", said)
+
+
 def _rule(name: str, *, transposed: bool) -> Rule:
-    def search(a: Tensor, b: Tensor) -> Tensor:
-        product = torch.bmm(a.transpose(0, 1) if transposed else a, b)
-        return product.transpose(0, 1)
-
-    def replace(a: Tensor, b: Tensor) -> Tensor:
-        fused: Tensor = npu.npu_transpose_batchmatmul(a, b, perm_x1=[1, 0, 2] if transposed else [0, 1, 2])
-        return fused
-
-    def small_enough(match: Match) -> Answer:
-        b = tensor(match, "b")
-        size = b.shape[1] * b.shape[0] if transposed else b.shape[1]
-        what = "the summed dimension times the batch" if transposed else "the summed dimension"
-        return certainly(size < _MOST, match, "b", f"{what} is {size}, which is not certainly below {_MOST}")
-
-    def examples() -> list[Any]:
-        a = example(3, 2, 128) if transposed else example(2, 3, 128)
-        return [a, example(2, 128, 256)]
+    def examples() -> dict[str, Any]:
+        return {"a": example(3, 2, 128) if transposed else example(2, 3, 128), "b": example(2, 128, 256)}
 
     kinds = dtypes(("a", "b"), (torch.float16, torch.bfloat16, torch.float32))
-    return Rule(name, search, replace, examples_of(examples), all_of(kinds, _aligned, small_enough), origin="default")
+    check = all_of(kinds, _aligned, _small_batches if transposed else _small_sum)
+    return rule(name, _product, _fused, examples, check, fixed={"transposed": transposed}, origin="default")
 
 
 RULES = (

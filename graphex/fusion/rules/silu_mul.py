@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.fusion.rules.lifting import example, floating, rule
+from graphex.fusion.rules.common import example, floating, rule
 
 
 def _search(gate: Tensor, up: Tensor) -> Tensor:
@@ -22,4 +22,8 @@ def _replace(gate: Tensor, up: Tensor) -> Tensor:
     return lifted
 
 
-RULES = (rule("lift_silu_mul", _search, _replace, lambda: [example(2, 16), example(2, 16)], floating("gate", "up")),)
+def _examples() -> dict[str, Tensor]:
+    return {"gate": example(2, 16), "up": example(2, 16)}
+
+
+RULES = (rule("lift_silu_mul", _search, _replace, _examples, floating("gate", "up")),)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphex.analysis import known_equal, known_true
 from graphex.analysis.source import dtype_text
-from graphex.fusion.rules.lifting import Answer, all_of, calling, names_of, rule, taking, tensor
+from graphex.fusion.rules.common import Answer, all_of, calling, names_of, rule, taking, tensor
 from graphex.ops.embedding import COPIED, MOST_INDICES
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import Match
@@ -51,7 +51,7 @@ RULES = (
         "lift_embedding",
         taking(names_of(looked_up), looked_up),
         _replace,
-        list,
+        dict,
         all_of(_few, _is_copied, _adjacent),
         given=calling(looked_up),
     ),

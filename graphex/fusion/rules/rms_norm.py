@@ -1,0 +1,253 @@
+"""RMSNorm as models write it becomes `graphex::rms_norm`.
+
+    x -> [float32] -> pow -> mean -> add eps -> rsqrt -> mul -> [cast] -> mul weight      rms_norm -> y, rstd
+
+What differs between models, and what is generated here:
+
+    the mean square       x.pow(2).mean(...), (x * x).mean(...), and either with sum(...) / n
+    its inverse root      rsqrt(m + eps), (m + eps) ** -0.5
+    no weight             n.to(dtype)
+    Llama, Qwen           weight * n.to(dtype)
+    T5                    weight * (x * rstd).to(dtype)               x is not cast by itself
+    OLMo, F.rms_norm      (weight * n).to(dtype)
+    Gemma                 ((1 + weight.float()) * n).to(dtype)        and the same without the 1, or cast before
+    F.rms_norm on CUDA    aten._fused_rms_norm
+
+rsqrt is a result of the idiom: in a training graph it is saved for backward, and so is the op's rstd. These norms
+round otherwise or are another function; they stay as they are, and the journal says which and why:
+
+    x / sqrt(m + eps), x * (1 / sqrt(m + eps))               other roundings than x * rsqrt(m + eps)
+    x * rsqrt(m.clamp(min=eps)), x / sqrt(m.clamp(min=eps))  the mean square m is clamped to the epsilon
+    x / (sqrt(m) + eps)                                      the epsilon is added to the root
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.analysis.source import dtype_text
+from graphex.fusion.rule import Rule, WhyNot
+from graphex.fusion.rules.common import example, floating, rule, tensor
+from graphex.ops.norms import wide_dtype
+from graphex.rewrite.base import Refusal
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
+
+NAME = "lift_rms_norm"
+
+lifted = torch.ops.graphex.rms_norm
+fused = torch.ops.aten._fused_rms_norm
+
+Both = tuple[Tensor, Tensor]
+
+
+# The mean square. A mean is a sum that is divided: in float32 and float64, in which norms are computed, the bits are
+# the same.
+
+
+@dataclass(frozen=True)
+class MeanSquare:
+    """One spelling: the function, and the ATen ops that a graph which holds it must have."""
+
+    of: Callable[[Tensor], Tensor]
+    requires: tuple[str, ...]
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(-1, keepdim=True)
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) / x.shape[-1]
+
+
+SPELLINGS = (
+    MeanSquare(lambda x: _mean(x.pow(2)), ("pow", "mean")),
+    MeanSquare(lambda x: _mean(x * x), ("mul", "mean")),
+    MeanSquare(lambda x: _sum(x.pow(2)), ("pow", "sum", "div")),
+    MeanSquare(lambda x: _sum(x * x), ("mul", "sum", "div")),
+)
+
+
+# The norm, its weight and its casts
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a model multiplies by its weight. `cast_before_weight` and the offset are those of the op."""
+
+    cast_before_weight: bool
+    widens_weight: bool = False
+    has_offset: bool = False
+    widens_x: bool = True  # T5 multiplies x as it is by rstd, which promotes it
+
+
+ENDINGS = (
+    Ending(cast_before_weight=True),
+    Ending(cast_before_weight=True, widens_x=False),
+    Ending(cast_before_weight=True, has_offset=True),
+    Ending(cast_before_weight=False),
+    Ending(cast_before_weight=False, widens_weight=True),
+    Ending(cast_before_weight=False, widens_weight=True, has_offset=True),
+)
+
+
+def _normalised(x: Tensor, eps: float, mean_square: MeanSquare, widens_x: bool = True) -> Both:
+    """Both casts of x are written out: two casts of a pattern match one of a graph, but not the other way round."""
+    rstd = torch.rsqrt(mean_square.of(x.to(wide_dtype(x))) + eps)
+    return (x.to(wide_dtype(x)) if widens_x else x) * rstd, rstd
+
+
+def _weighted(
+    x: Tensor, weight: Tensor, offset: float | None, eps: float, mean_square: MeanSquare, ending: Ending
+) -> Both:
+    n, rstd = _normalised(x, eps, mean_square, ending.widens_x)
+    if ending.cast_before_weight:
+        n = n.to(x.dtype)
+    if ending.widens_weight:
+        weight = weight.to(n.dtype)
+    y = n * (weight if offset is None else weight + offset)
+    return (y if ending.cast_before_weight else y.to(x.dtype)), rstd
+
+
+def _lifted_weighted(x: Tensor, weight: Tensor, offset: float | None, eps: float, ending: Ending) -> Both:
+    y, rstd = lifted(x, weight, eps, 0.0 if offset is None else offset, ending.cast_before_weight)
+    return y, rstd
+
+
+def _narrow(match: Match) -> bool | Refusal:
+    """Where the product is made in the wide type, a wider weight would make it wider still."""
+    x, weight = tensor(match, "x"), tensor(match, "weight")
+    if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
+        said = f"the weight is {dtype_text(weight.dtype)}, which is wider than the norm"
+        return Refusal(said, match.kwargs["weight"], f"cast the weight to {dtype_text(wide_dtype(x))}")
+    return floating("x", "weight")(match)
+
+
+def _unweighted(x: Tensor, eps: float, mean_square: MeanSquare) -> Both:
+    n, rstd = _normalised(x, eps, mean_square)
+    return n.to(x.dtype), rstd
+
+
+def _lifted_unweighted(x: Tensor, eps: float) -> Both:
+    y, rstd = lifted(x, None, eps)
+    return y, rstd
+
+
+def _examples() -> dict[str, Any]:
+    return {"x": example(2, 3, 16), "weight": example(16), "offset": 1.0, "eps": 1e-6}
+
+
+def _weighted_rule(mean_square: MeanSquare, ending: Ending) -> Rule:
+    fixed = {"mean_square": mean_square, "ending": ending} | ({} if ending.has_offset else {"offset": None})
+    check = floating("x", "weight") if ending.cast_before_weight else _narrow
+    requires = ("rsqrt", *mean_square.requires)
+    return rule(NAME, _weighted, _lifted_weighted, _examples, check, fixed=fixed, requires=requires)
+
+
+def _unweighted_rule(mean_square: MeanSquare) -> Rule:
+    fixed, requires = {"mean_square": mean_square}, ("rsqrt", *mean_square.requires)
+    return rule(NAME, _unweighted, _lifted_unweighted, _examples, floating("x"), fixed=fixed, requires=requires)
+
+
+def _fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
+    """torch's own fused op. Without an epsilon it takes that of the type it computes in."""
+    y, rstd = fused(x, [x.shape[-1]], weight, eps)
+    return y, rstd
+
+
+def _named(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
+    y, rstd = lifted(x, weight, float(torch.finfo(wide_dtype(x)).eps) if eps is None else eps, 0.0, False)
+    return y, rstd
+
+
+def _one_dimension(match: Match) -> bool | Refusal:
+    if len(match.kwargs["normalized_shape"]) != 1:
+        edit = "flatten the dimensions that it normalises into one"
+        return Refusal("it normalises more than the last dimension", match.nodes[0], edit)
+    return True if match.kwargs["weight"] is None else _narrow(match)
+
+
+def _torch_rms_norm() -> Rule:
+    """A trace cannot make this pattern: on other devices than CUDA torch takes the op apart while tracing."""
+    norm = CallFunction(fused.default, *map(KeywordArg, ("x", "normalized_shape", "weight", "eps")))
+    pattern = MultiOutputPattern([CallFunction(operator.getitem, norm, index) for index in (0, 1)])
+    return rule(
+        NAME,
+        _fused,
+        _named,
+        _examples,
+        _one_dimension,
+        requires=("_fused_rms_norm",),
+        given=pattern,
+    )
+
+
+# Norms that look like RMSNorm and are not: their rules replace nothing
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """One such norm, as a function of x and its mean square, and what is to be said about it."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    requires: tuple[str, ...]
+    why_not: WhyNot
+
+
+_DIVIDED = WhyNot(
+    "dividing by a square root rounds otherwise than multiplying by rsqrt, as the norm does that it would become",
+    "write x * torch.rsqrt(...) instead of x / torch.sqrt(...)",
+)
+_RECIPROCAL = WhyNot(
+    "1 / sqrt rounds otherwise than rsqrt, which the norm takes that it would become",
+    "write torch.rsqrt(...) instead of 1 / torch.sqrt(...)",
+)
+_CLAMPED = WhyNot(
+    "the mean square is clamped to the epsilon; the norm that it would become adds it",
+    "write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon",
+)
+_OUTSIDE = WhyNot(
+    "the epsilon is added to the root; the norm that it would become adds it to the mean square",
+    "write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon there",
+)
+
+UNLIKE = (
+    Unlike(lambda x, m, eps: x / torch.sqrt(m + eps), ("sqrt", "div"), _DIVIDED),
+    Unlike(lambda x, m, eps: x * torch.sqrt(m + eps).reciprocal(), ("sqrt", "reciprocal"), _RECIPROCAL),
+    Unlike(lambda x, m, eps: x * (1.0 / torch.sqrt(m + eps)), ("sqrt", "reciprocal"), _RECIPROCAL),
+    Unlike(lambda x, m, eps: x * torch.rsqrt(m.clamp(min=eps)), ("rsqrt", "clamp"), _CLAMPED),
+    Unlike(lambda x, m, eps: x * torch.rsqrt(torch.clamp_min(m, eps)), ("rsqrt", "clamp_min"), _CLAMPED),
+    Unlike(lambda x, m, eps: x / torch.sqrt(m.clamp(min=eps)), ("sqrt", "div", "clamp"), _CLAMPED),
+    Unlike(lambda x, m, eps: x / torch.sqrt(torch.clamp_min(m, eps)), ("sqrt", "div", "clamp_min"), _CLAMPED),
+    Unlike(lambda x, m, eps: x / (torch.sqrt(m) + eps), ("sqrt", "div", "add"), _OUTSIDE),
+)
+
+
+def _unlike(x: Tensor, eps: float, unlike: Unlike, mean_square: MeanSquare, widens_x: bool) -> Tensor:
+    wide = x.to(wide_dtype(x))
+    return unlike.norm(x.to(wide_dtype(x)) if widens_x else x, mean_square.of(wide), eps)
+
+
+def _unlike_rule(unlike: Unlike, mean_square: MeanSquare, widens_x: bool) -> Rule:
+    fixed = {"unlike": unlike, "mean_square": mean_square, "widens_x": widens_x}
+    requires = (*unlike.requires, *mean_square.requires)
+    return rule(NAME, _unlike, _unlike, _examples, fixed=fixed, requires=requires, why_not=unlike.why_not)
+
+
+def _variants() -> Iterator[Rule]:
+    for mean_square in SPELLINGS:
+        yield from (_weighted_rule(mean_square, ending) for ending in ENDINGS)
+        yield _unweighted_rule(mean_square)
+    yield _torch_rms_norm()
+    for unlike, mean_square, widens_x in product(UNLIKE, SPELLINGS, (True, False)):
+        yield _unlike_rule(unlike, mean_square, widens_x)
+
+
+RULES = tuple(_variants())
