@@ -18,7 +18,7 @@ from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 # -- attention_ways ----------------------------------------------------------------------------------------------------
 # Ways to compute attention: tiles of the kernel, and torch's own kernels. A way is made ready for one layout.
@@ -333,15 +333,7 @@ def description(job: Job) -> str:
     return ", ".join(words)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-) -> Any:
-    job = Job(query, key, value, mask, scale, is_causal, softcap)
-    call = signature(query, key, value, mask), is_causal, softcap > 0
-    return done(job, query, call, _PREPARED, _prepare)
+def attention(call: Arguments) -> Any:
+    job = Job(*call)
+    key = signature(*job[:4]), job.is_causal, job.softcap > 0
+    return done(job, job.query, key, _PREPARED, _prepare)

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphex.kernels.arithmetic import PTX
 from graphex.kernels.launch import launch
 from graphex.kernels.layout import Tile, block_of, blocks_of, on_device_of, remember, signature
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
 
 # -- embedding_kernel --------------------------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def _flat(indices: Tensor) -> Tensor:
     return indices if indices.dim() == 1 else indices.reshape(-1)
 
 
-def embedding(weight: Tensor, indices: Tensor) -> Any:
+def embedding(call: Arguments) -> Any:
+    weight, indices = call
     key = signature(weight, indices)
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(weight, indices))
     if isinstance(plan, Declined):

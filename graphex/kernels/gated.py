@@ -24,7 +24,7 @@ from graphex.kernels.layout import (
     rows_of,
     signature,
 )
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 # What the launches over x, or over a gate and what it multiplies, have in common.
@@ -140,12 +140,13 @@ def _launch(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Any:
-    return _launch(gate, up, True)
+def silu_mul(call: Arguments) -> Any:
+    return _launch(call.gate, call.up, True)
 
 
-def npu_swiglu(self: Tensor, dim: int = -1) -> Any:
-    if self.dim() == 0 or self.shape[dim] % 2:
+def npu_swiglu(call: Arguments) -> Any:
+    x, dim = call
+    if x.dim() == 0 or x.shape[dim] % 2:
         return Declined("there are no two halves")
-    gate, up = self.chunk(2, dim)
+    gate, up = x.chunk(2, dim)
     return _launch(gate, up, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from graphex.kernels.linear_kernels import combine_kernel, gemv_kernel, skinny_k
 from graphex.kernels.quant_options import is_column_vector
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops import linears as reference
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 # -- linear_ways -------------------------------------------------------------------------------------------------------
 # The ways to compute linear layers: the library's matrix product, or one of our kernels with one of its tiles.
@@ -328,7 +329,6 @@ def likely(job: Job) -> Way:
 KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
 OLDEST = (8, 0)
-Biases = Sequence[Tensor | None]
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
 
@@ -402,47 +402,33 @@ def description(job: Job) -> str:
     return " ".join(words)
 
 
-def _run(job: Job) -> Any:
-    key = job.prologue, job.gated, len(job.weights), signature(*job.tensors())
-    return done(job, job.x, key, _PREPARED, _prepare)
+def _run(call: Arguments, prologue: str = "none", gated: bool = False) -> Any:
+    """The results of a call of any op of the family: what an op has no argument for is as good as absent."""
+    given = partial(getattr, call)
+    x = call.gate if prologue == "silu_mul" else call.x
+    norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
+    up, gain, residual = given("up", None), given("gain", None), given("residual", None)
+    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated)
+    key = prologue, gated, len(job.weights), signature(*job.tensors())
+    result = done(job, x, key, _PREPARED, _prepare)
+    return result[0] if gated and not isinstance(result, Declined) else result
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:
-    return _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, residual))
+def linears(call: Arguments) -> Any:
+    return _run(call)
 
 
-def rms_norm_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: Sequence[Tensor],
-    biases: Biases,
-) -> Any:
-    return _run(Job("rms_norm", x, None, gain, eps, weight_offset, cast_before_weight, weights, biases, None))
+def rms_norm_linears(call: Arguments) -> Any:
+    return _run(call, "rms_norm")
 
 
-def silu_mul_linears(
-    gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
-) -> Any:
-    return _run(Job("silu_mul", gate, up, None, 0.0, 0.0, False, weights, biases, residual))
+def silu_mul_linears(call: Arguments) -> Any:
+    return _run(call, "silu_mul")
 
 
-def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Any:
-    result = _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, None, gated=True))
-    return result if isinstance(result, Declined) else result[0]
+def gated_linears(call: Arguments) -> Any:
+    return _run(call, gated=True)
 
 
-def rms_norm_gated_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: Sequence[Tensor],
-    biases: Biases,
-) -> Any:
-    norm = eps, weight_offset, cast_before_weight
-    result = _run(Job("rms_norm", x, None, gain, *norm, weights, biases, None, gated=True))
-    return result if isinstance(result, Declined) else result[0]
+def rms_norm_gated_linears(call: Arguments) -> Any:
+    return _run(call, "rms_norm", gated=True)

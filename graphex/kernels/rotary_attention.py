@@ -16,7 +16,7 @@ from graphex.kernels import rotary
 from graphex.kernels.attention import Job, New, Tile, chosen_way, refusal_of, steps
 from graphex.kernels.launch import called, done, launch, seen
 from graphex.kernels.layout import memory_order, signature
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 
 class Step(NamedTuple):
@@ -102,26 +102,12 @@ def _shares_memory(step: Step) -> bool:
     return in_mask or written[0] == written[1] or rotary.shares_memory(step.rotation())
 
 
-def rotary_attention_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    dim: int,
-    interleaved: bool,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-) -> Any:
-    step = Step(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved, mask, scale, softcap)
+def rotary_attention_(call: Arguments) -> Any:
+    step = Step(*call)
     if seen() is None and _shares_memory(step):
         return Declined("a cache shares its memory with what is read")
-    key = signature(*step[:8], mask), dim, interleaved, softcap > 0
-    found = done(step, q, key, _PREPARED, _prepare)
+    key = signature(*step[:8], step.mask), step.dim, step.interleaved, step.softcap > 0
+    found = done(step, step.q, key, _PREPARED, _prepare)
     if isinstance(found, Declined) and seen() is not None:
         _apart(step)  # what will run instead is compiled too
     return found
