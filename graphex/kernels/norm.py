@@ -1,4 +1,9 @@
-"""Launches of the RMSNorm kernel, and the ops that are no more than it."""
+"""The RMSNorm kernel, its launches, and the ops that are no more than it.
+
+The kernel normalises with and without the residual add before it, with a cast or a quantisation after it. One program
+normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in each pass
+over it. All ops of the family are this kernel with some of its inputs and outputs absent.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,9 @@ from torch import Tensor
 from graphex.kernels.arithmetic import (
     AS_WRITTEN,
     TRITON_TYPES,
-    follow,
     larger,
     of_columns,
+    pdl_wait,
     quantised,
     rounded,
     row_max,
@@ -43,12 +48,6 @@ from graphex.kernels.layout import (
 from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, is_column_vector, quant_refusal
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
-
-# -- norm_kernel -------------------------------------------------------------------------------------------------------
-# The RMSNorm kernel: with and without the residual add before it, with a cast or a quantisation after it.
-#
-# One program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again
-# in each pass over it. All ops of the family are this kernel with some of its inputs and outputs absent.
 
 
 @triton.jit
@@ -139,9 +138,9 @@ def norm_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     X: tl.constexpr = x1.dtype.element_ty
     W: tl.constexpr = X if weight is None else weight.dtype.element_ty
     Q: tl.constexpr = tl.int8 if q_out is None else q_out.dtype.element_ty
@@ -231,9 +230,6 @@ def norm_kernel(
                 Q,
             )
             tl.store(q_out + at, q, mask=ok)
-
-
-# -- norm --------------------------------------------------------------------------------------------------------------
 
 
 WIDEST = 16384

@@ -1,4 +1,4 @@
-"""Launches of the quantisation kernels, of x and of silu(gate) * up."""
+"""The quantisation kernels and their launches: one scale for each row, or a known scale; of x or of silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -49,9 +49,6 @@ from graphex.kernels.quant_options import (
 )
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.npu import QUANTISED, dynamic_range
-
-# -- quant_kernel ------------------------------------------------------------------------------------------------------
-# The quantisation kernels: one scale for each row, or a scale that is known. Of x itself or of silu(gate) * up.
 
 
 @triton.jit
@@ -198,9 +195,6 @@ def static_quant_kernel(
             q_out.dtype.element_ty,
         )
         tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=(row < rows) & column_ok)
-
-
-# -- quant -------------------------------------------------------------------------------------------------------------
 
 
 WIDEST = 8192

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import linears
-from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Config, Job
 from tests.kernels.test_compilation import Compiler
 
 MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200
@@ -29,7 +29,7 @@ def job(rows: int, prologue: str, sizes: tuple[int, ...]) -> Job:
     return Job(prologue, x, up, gain, 1e-5, 0.0, False, weights, [None for _ in sizes], residual)
 
 
-def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+def compiled(way: Config, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     """The code of a way's product, and how much shared memory it needs."""
     compilers = {}
     for name in ("gemv_kernel", "skinny_kernel", "combine_kernel"):
