@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels.attention import SHARED_MEMORY, ColdCaches, Job, Tile, Way, columns_for, ways
+from graphex.kernels.attention import SHARED_MEMORY, ColdCaches, Config, Job, Tile, columns_for, configs
 from graphex.kernels.tuning import Candidate, seconds_on_device
 
 HEADS = {"llama": (32, 8, 128), "multi-head": (32, 32, 128), "narrow": (16, 2, 64), "gemma": (16, 8, 256)}
@@ -45,7 +45,7 @@ class HalfFull(ColdCaches):
         return found
 
 
-def many_ways(of: Job) -> list[Way]:
+def many_configs(of: Job) -> list[Config]:
     """A grid of kernel configurations, without those that do not fit into a multiprocessor."""
     width = columns_for(of.query.shape[3]) + columns_for(of.value.shape[3])
     grid = product((1, 2, 3, 4, 8, 16, 32), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5))
@@ -54,7 +54,7 @@ def many_ways(of: Job) -> list[Way]:
 
 
 def measured(of: Job, scratch: ColdCaches, length: int, search: bool) -> dict[str, float]:
-    tried = dict.fromkeys((*ways(of, length), *(many_ways(of) if search else ())))
+    tried = dict.fromkeys((*configs(of, length), *(many_configs(of) if search else ())))
     candidates: list[Candidate] = [scratch.candidate(way) for way in tried]
     return seconds_on_device(candidates)
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import linears, tuning
-from graphex.kernels.linears import Gemv, Job, Library, Skinny, Way, likely, padded_rows, ways
+from graphex.kernels.linears import Config, Gemv, Job, Library, Skinny, configs, likely, padded_rows
 
 DTYPE = torch.bfloat16
 SHAPES = {  # what stands before the layers, the columns, the rows of each weight, whether a residual is added
@@ -72,7 +72,7 @@ MULTIPROCESSORS = 132
 SHARED_MEMORY = 40 * 1024, 224 * 1024  # bytes of tiles under way: what keeps the memory busy, what there is room for
 
 
-def many_ways(of: Job) -> Iterator[Way]:
+def many_configs(of: Job) -> Iterator[Config]:
     """Every tile that could be fast."""
     yield Library()
     if of.rows == 1:
@@ -96,7 +96,7 @@ def many_ways(of: Job) -> Iterator[Way]:
 
 def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:
     scratch = linears.ColdWeights(of)
-    return {way.name: scratch.candidate(way) for way in (*ways(of), *(many_ways(of) if search else ()))}
+    return {way.name: scratch.candidate(way) for way in (*configs(of), *(many_configs(of) if search else ()))}
 
 
 def measure(name: str, rows: int, bandwidth: float, search: bool) -> tuple[str, str]:

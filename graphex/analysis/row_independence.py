@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis.effects import is_random, node_leaves, operator_of, written_arguments
 from graphex.analysis.graphs import argument
 from graphex.analysis.inplace_variants import functional_twin
 from graphex.analysis.shapes import canonical_dim, known_equal
+from graphex.ops import SPECS
 from graphex.torch_private.symbolic import free_symbols, multiple_of
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def _is_number(value: Any) -> bool:
 # `rows` has the proof that asks them. An op that is not in the table is not known to treat rows separately.
 
 
-aten, ours = torch.ops.aten, torch.ops.graphex
+aten = torch.ops.aten
 
 Rule = Callable[["Rows", Node], "Place | None"]
 """The row dimension of a node's result, from those of its arguments; `rows.refuse` where there is none."""
@@ -297,11 +297,11 @@ def _along_the_last(*names: str) -> Rule:
     return rule
 
 
-def _looked_up(table: int, index: int) -> Rule:
+def _looked_up(table: str, index: str) -> Rule:
     def rule(rows: Rows, node: Node) -> Place | None:
-        if rows.place_of(node.args[table]) is not None:
+        if rows.place_of(argument(node, table)) is not None:
             rows.refuse(node, "it looks up rows of the padded size")
-        return rows.place_of(node.args[index])
+        return rows.place_of(argument(node, index))
 
     return rule
 
@@ -333,7 +333,6 @@ def _batched(*names: str) -> Rule:
 FACTORIES = {aten.full, aten.zeros, aten.ones, aten.empty}  # (size, ...)
 RESHAPES = {aten.view, aten.reshape, aten._unsafe_view, aten.expand}  # (tensor, size)
 POINTWISE = {
-    ours.silu_mul,
     aten._to_copy,
     aten.clone,
     aten.copy,
@@ -375,17 +374,16 @@ RULES: dict[Any, Rule] = {
     aten.bmm: _product_of_matrices(0, 1),
     aten.addmm: _product_of_matrices(1, 2),
     aten.linear: _linear,
-    ours.linears: _along_the_last("x", "residual"),
-    ours.gated_linears: _along_the_last("x"),
-    ours.rms_norm_gated_linears: _along_the_last("x"),
-    ours.rms_norm: _along_the_last("x"),
-    ours.rms_norm_linears: _along_the_last("x"),
-    ours.add_rms_norm: _along_the_last("x1", "x2"),
-    ours.silu_mul_linears: _along_the_last("gate", "up", "residual"),
-    aten.embedding: _looked_up(0, 1),
-    ours.embedding: _looked_up(0, 1),
+    aten.embedding: _looked_up("weight", "indices"),
     aten.index: _indexed,
     aten.convolution: _batched("input"),
     aten.scaled_dot_product_attention: _batched("query", "key", "value"),
-    ours.attention: _batched("query", "key", "value"),
 }
+
+# An op of graphex declares its rule (`ops.definition.RowRule`).
+_KINDS: dict[str, Callable[..., Rule]] = {"last_dim": _along_the_last, "batch": _batched, "lookup": _looked_up}
+_DECLARED = {
+    getattr(torch.ops.graphex, spec.name.partition("::")[2]): spec.rows for spec in SPECS.values() if spec.rows
+}
+POINTWISE.update(packet for packet, rows in _DECLARED.items() if rows.kind == "pointwise")
+RULES.update((packet, _KINDS[rows.kind](*rows.arguments)) for packet, rows in _DECLARED.items() if rows.kind in _KINDS)

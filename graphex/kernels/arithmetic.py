@@ -1,4 +1,13 @@
-"""Arithmetic that the kernels share. Values are float32 in registers; `rounded` is where the reference rounds."""
+"""Arithmetic that the kernels share. Values are float32 in registers; `rounded` is where the reference rounds.
+
+The last two functions are programmatic dependent launch (PDL, from Hopper on): kernels in a row leave less of a gap.
+
+    kernel        reads, computes | pdl_launch | writes its results
+    next kernel                      starts, finds its addresses | pdl_wait | reads ...
+
+`pdl_wait` waits for everything that the kernels before have done, however far back, because each of them has waited
+itself. So a kernel with PDL calls it before it reads anything that a kernel may have written, and before it writes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +16,6 @@ import os
 import torch
 import triton
 import triton.language as tl
-
-# -- arithmetic --------------------------------------------------------------------------------------------------------
-
 
 TRITON_TYPES = {
     torch.float16: tl.float16,
@@ -233,25 +239,15 @@ def static_quantised(
         return truncated(value, quant_min, quant_max, dtype)
 
 
-# -- chain -------------------------------------------------------------------------------------------------------------
-# Kernels that follow each other with less of a gap between them (programmatic dependent launch, from Hopper on).
-#
-#     kernel        reads, computes | let_next | writes its results
-#     next kernel                      starts, finds its addresses | follow | reads ...
-#
-# `follow` waits for everything that the kernels before have done, however far back, because each of them has waited in
-# its turn. So a chained kernel calls it before it reads anything that a kernel may have written, and before it writes.
-
-
 @triton.jit
-def follow(CHAINED: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done and their results are there to be read."""
-    if CHAINED:
+    if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def let_next(CHAINED: tl.constexpr):
+def pdl_launch(PDL: tl.constexpr):
     """The next kernel may start once all programs are here; it waits for the rest of this one."""
-    if CHAINED:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()

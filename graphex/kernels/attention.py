@@ -1,4 +1,8 @@
-"""Launches of attention: for each kind of job, the way that was measured to be fastest."""
+"""Launches of attention: for each kind of job, the configuration that was measured to be fastest.
+
+A `Config` is a tile of the kernel, or torch's own kernels (`Library`). It prepares itself for the layout of one job
+and then runs all jobs that are laid out alike. `chosen_config` chooses; `attention` is the launcher.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,13 @@ from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
-from graphex.kernels.launch import LIBRARY, Scratch, Start, done, is_aligned, launch
+from graphex.kernels.launch import LIBRARY, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
-from graphex.ops.definition import Declined
-
-# -- attention_ways ----------------------------------------------------------------------------------------------------
-# Ways to compute attention: tiles of the kernel, and torch's own kernels. A way is made ready for one layout.
-
+from graphex.ops.definition import Arguments, Declined
 
 MOST_SPLITS = 64
 SHARED_MEMORY = 128 * 2**10  # bytes of keys and values that a program may have on their way
@@ -109,7 +109,7 @@ def steps(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-class Way(Protocol):
+class Config(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -212,16 +212,13 @@ def tiles(job: Job, length: int) -> list[Tile]:
     return list(found)
 
 
-def ways(job: Job, length: int) -> list[Way]:
+def configs(job: Job, length: int) -> list[Config]:
     return [*tiles(job, length), Library()]
 
 
 @cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 132
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
 
 
 KIND = "attention"
@@ -262,12 +259,12 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
     """How to compute such a job, and whether that is the last word."""
     if refusal := refusal_of(job):
         return Declined(refusal), True
-    way, is_final = chosen_way(job)
-    return way.prepare(job), is_final
+    config, is_final = chosen_config(job)
+    return config.prepare(job), is_final
 
 
-def chosen_way(job: Job) -> tuple[Way, bool]:
-    """The way for a job that the kernel takes, and whether that is the last word."""
+def chosen_config(job: Job) -> tuple[Config, bool]:
+    """The config for a job that the kernel takes, and whether that is the last word."""
     length = next_power_of_2(job.length)
     likely = tiles(job, length)[0]
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
@@ -275,17 +272,17 @@ def chosen_way(job: Job) -> tuple[Way, bool]:
     text = description(job)
     found = candidates(job, length)
     chosen = choose(KIND, text, list(found.values()), found[likely.name])
-    (way,) = (way for way in ways(job, length) if way.name == chosen.name)
-    return way, is_settled(KIND, text)
+    (config,) = (config for config in configs(job, length) if config.name == chosen.name)
+    return config, is_settled(KIND, text)
 
 
 def candidates(job: Job, length: int) -> dict[str, Candidate]:
     scratch = ColdCaches(job)
-    return {way.name: scratch.candidate(way) for way in ways(job, length)}
+    return {config.name: scratch.candidate(config) for config in configs(job, length)}
 
 
 class ColdCaches(Scratch[Job]):
-    """Its mask allows everything: the next calls may have more to attend to than this one, and the way is for all."""
+    """Its mask allows everything: the choice is for later calls too, which may have more to attend to than this one."""
 
     def jobs(self, job: Job) -> list[Job]:
         job = job._replace(mask=allowing(job.mask))
@@ -333,15 +330,7 @@ def description(job: Job) -> str:
     return ", ".join(words)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-) -> Any:
-    job = Job(query, key, value, mask, scale, is_causal, softcap)
-    call = signature(query, key, value, mask), is_causal, softcap > 0
-    return done(job, query, call, _PREPARED, _prepare)
+def attention(call: Arguments) -> Any:
+    job = Job(*call)
+    key = signature(*job[:4]), job.is_causal, job.softcap > 0
+    return run_job(job, job.query, key, _PREPARED, _prepare)

@@ -8,8 +8,18 @@ Where the mask has something to say, a program first looks for the first and the
 its rows may attend to: what lies outside is not read. A row that may attend to nothing has a maximum of -inf and a sum
 of 0, and its result is 0.
 
-A decode step may bring along the token that it adds (`token_kernel.py`). The query is rotated here then, and the token
-is where the running sums begin. Its row in the caches is written and never read, so no program waits for another.
+A decode step may bring along the token that it adds: the tuple (key, value, cos, sin, place, and strides), with one row
+of key and value for each head and sequence, the angles of each sequence, and the one place in the caches where all of
+them go. The query is rotated here then, and the token is where the running sums begin. Its row in the caches is written
+and never read, so no program waits for another. ROTATE says how a row is rotated, as in `rotary_kernel.py`:
+
+    half          row[c] with row[c + D / 2], by angle c
+    deinterleave  row[2 c] with row[2 c + 1], by angle c; the results are the halves of a row
+
+Key and angles are read as often as there are rows of the query: they are then where the query is, and sums along a row
+stay with few threads.
+
+In order: scores and masks, the token, the kernel itself, the sum of the splits.
 """
 
 from __future__ import annotations
@@ -17,11 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import PTX, follow, let_next, rounded
-
-# -- scores_kernel -----------------------------------------------------------------------------------------------------
-# Parts of the attention kernels: what a mask allows, and how a product of query and key becomes a score.
-
+from graphex.kernels.arithmetic import PTX, pdl_launch, pdl_wait, rounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -80,22 +86,6 @@ def attended(
         first = tl.minimum(first, tl.min(tl.where(allowed, position, end)))
         last = tl.maximum(last, tl.max(tl.where(allowed, position + 1, start)))
     return first, last
-
-
-# -- token_kernel ------------------------------------------------------------------------------------------------------
-# The token that a decode step adds to its caches, as a part of the attention kernel.
-#
-# It comes as the tuple (key, value, cos, sin, place, and strides): one row of key and value for each head and
-# sequence,
-# the angles of each sequence, and the one place in the caches where all of them go. ROTATE says how a row is rotated,
-# as
-# in `rotary_kernel.py`:
-#
-#     half          row[c] with row[c + D / 2], by angle c
-#     deinterleave  row[2 c] with row[2 c + 1], by angle c; the results are the halves of a row
-#
-# Key and angles are read as often as there are rows of the query: they are then where the query is, and what is summed
-# along a row stays with few threads.
 
 
 @triton.jit
@@ -202,9 +192,6 @@ def first_sums(score, of_mask, is_here, new_v, step):
     return largest, totals, tl.where(weights == 0.0, 0.0, weights * new_v.to(tl.float32)[None, :])
 
 
-# -- attention_kernel --------------------------------------------------------------------------------------------------
-
-
 @triton.jit(
     do_not_specialize=["positions", "length", "chunk", "mask_batch", "mask_head", "mask_token", "mask_position"]
 )
@@ -248,9 +235,9 @@ def attention_kernel(
     CAPPED: tl.constexpr,
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, ROWS)
     column, value_column = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
@@ -334,7 +321,7 @@ def attention_kernel(
         largest = larger
         keys += BLOCK * k_position
         values += BLOCK * v_position
-    let_next(CHAINED)
+    pdl_launch(PDL)
     total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * GROUP
     stored = row_ok[:, None] & (value_column < VALUE_WIDTH)[None, :]
@@ -364,11 +351,11 @@ def combine_kernel(
     VALUE_WIDTH: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The splits of one row of one head become its result. What a split without positions left is not read."""
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    follow(CHAINED)
+    pdl_wait(PDL)
     rows = positions * GROUP
     split, value_column = tl.arange(0, SPLITS), tl.arange(0, VALUE_COLUMNS)
     place = ((batch * tl.num_programs(1) + head) * splits + split) * rows + row

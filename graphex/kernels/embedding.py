@@ -1,4 +1,6 @@
-"""Launches of the kernel that copies rows of a table.
+"""The kernel that copies rows of a table, and its launches.
+
+A program has one index and a block of columns, so that no index waits for another.
 
 ATen's kernel for up to 16 indices goes through them one after the other. For many indices it has another one, which
 leaves nothing to gain: those are declined.
@@ -17,12 +19,8 @@ from torch import Tensor
 from graphex.kernels.arithmetic import PTX
 from graphex.kernels.launch import launch
 from graphex.kernels.layout import Tile, block_of, blocks_of, on_device_of, remember, signature
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
-
-# -- embedding_kernel --------------------------------------------------------------------------------------------------
-# Rows of a table, copied: a program has one index and a block of columns, so that no index waits for another.
-
 
 _INSIDE = tl.constexpr("""
 {
@@ -56,9 +54,6 @@ def embedding_kernel(weight, indices, out, rows, columns, row_stride, step, BLOC
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
     tl.store(out + place * columns + column, tl.load(weight + row * row_stride + column, mask=ok), mask=ok)
-
-
-# -- embedding ---------------------------------------------------------------------------------------------------------
 
 
 MOST_WARPS = 4
@@ -117,7 +112,8 @@ def _flat(indices: Tensor) -> Tensor:
     return indices if indices.dim() == 1 else indices.reshape(-1)
 
 
-def embedding(weight: Tensor, indices: Tensor) -> Any:
+def embedding(call: Arguments) -> Any:
+    weight, indices = call
     key = signature(weight, indices)
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(weight, indices))
     if isinstance(plan, Declined):

@@ -1,4 +1,7 @@
-"""Launches of the silu(gate) * up kernel."""
+"""The silu(gate) * up kernel and its launches; `inputs_of` also serves the quantisation of x and of silu(gate) * up.
+
+Each input has its own strides: halves of a merged projection are read in place.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,7 @@ from graphex.kernels.layout import (
     rows_of,
     signature,
 )
-from graphex.ops.definition import Declined
-
-# -- elementwise -------------------------------------------------------------------------------------------------------
-# What the launches over x, or over a gate and what it multiplies, have in common.
+from graphex.ops.definition import Arguments, Declined
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,6 @@ def inputs_of(x: Tensor, up: Tensor | None) -> Inputs | Declined:
     return Inputs(order, rows, up_rows)
 
 
-# -- gated_kernel ------------------------------------------------------------------------------------------------------
-# silu(gate) * up: elementwise, each input with its own strides: halves of a merged projection are read in place.
-
-
 @triton.jit(do_not_specialize=["rows", "inner", "up_inner"])
 def silu_mul_kernel(
     gate,
@@ -105,9 +101,6 @@ def silu_mul_kernel(
     if ROUND_SILU:
         activated = rounded(activated, X)
     tl.store(out + row.to(tl.int64) * columns + column, (activated * u).to(X), mask=ok)
-
-
-# -- gated -------------------------------------------------------------------------------------------------------------
 
 
 _PLANS: dict[Any, Plan | Declined] = {}
@@ -140,12 +133,13 @@ def _launch(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Any:
-    return _launch(gate, up, True)
+def silu_mul(call: Arguments) -> Any:
+    return _launch(call.gate, call.up, True)
 
 
-def npu_swiglu(self: Tensor, dim: int = -1) -> Any:
-    if self.dim() == 0 or self.shape[dim] % 2:
+def npu_swiglu(call: Arguments) -> Any:
+    x, dim = call
+    if x.dim() == 0 or x.shape[dim] % 2:
         return Declined("there are no two halves")
-    gate, up = self.chunk(2, dim)
+    gate, up = x.chunk(2, dim)
     return _launch(gate, up, False)

@@ -1,11 +1,12 @@
-"""How a kernel is started: on the device, or only as far as it takes to be started there later.
+"""Launches of kernels: on the device, or only compiled, to be launched later.
 
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
 
-`only_compiling()` also keeps what would have been launched, and which choice that hangs on.
+`only_compiling()` also keeps the names of the kernels, and the choice among configurations that they depend on. Inside
+of `compiling_in_threads()` kernels that are only compiled are compiled in threads, and its end waits for them.
 
-Inside of `beside_each_other()` what is only compiled is compiled in threads, and the end waits for them.
+`run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
 """
 
 from __future__ import annotations
@@ -35,15 +36,12 @@ from graphex.kernels.tuning import Candidate
 from graphex.ops.definition import SPECS, Declined, launcher_of
 from graphex.torch_private.symbolic import FakeTensor
 
-# -- starts ------------------------------------------------------------------------------------------------------------
-
-
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 MOST_THREADS = 16
-OLDEST_THAT_CHAINS = (9, 0)
-_CHAINED = {"CHAINED": True, "launch_pdl": True}
-_ALONE = {"CHAINED": False}
+OLDEST_WITH_PDL = (9, 0)
+_WITH_PDL = {"PDL": True, "launch_pdl": True}
+_WITHOUT_PDL = {"PDL": False}
 
 
 @dataclass
@@ -77,16 +75,16 @@ def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """What a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
     contracted with sums unless the constants say otherwise.
     """
-    if "CHAINED" not in kernel.arg_names:
+    if "PDL" not in kernel.arg_names:
         return CONTRACTED | constants
-    chains = _chains(torch.cuda.current_device() if torch.cuda.is_available() else -1)
-    return CONTRACTED | constants | (_CHAINED if chains else _ALONE)
+    chains = _has_pdl(torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    return CONTRACTED | constants | (_WITH_PDL if chains else _WITHOUT_PDL)
 
 
 @cache
-def _chains(device: int) -> bool:
+def _has_pdl(device: int) -> bool:
     """Whether a device starts a kernel before the one before it has ended."""
-    return device >= 0 and bool(PTX.value) and torch.cuda.get_device_capability(device) >= OLDEST_THAT_CHAINS
+    return device >= 0 and bool(PTX.value) and torch.cuda.get_device_capability(device) >= OLDEST_WITH_PDL
 
 
 def _typed(argument: Any) -> Any:
@@ -125,7 +123,7 @@ def called(op: str, *args: Any) -> Any:
 
 
 @contextmanager
-def beside_each_other(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
+def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
     """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs.
 
     Garbage waits: up to Python 3.11 a collection that begins while one thread reads a kernel's source lets others read
@@ -193,18 +191,14 @@ class _NotCompiled:
         return 0
 
 
-# -- launching ---------------------------------------------------------------------------------------------------------
-# What the kernels with several ways share: how a way is started, and what it is started on to be measured.
-
-
 Job = TypeVar("Job")
 
-LIBRARY = "library"  # the way that has no kernels of ours to compile
+LIBRARY = "library"  # the configuration that has no kernels of ours to compile
 NO_ROOM = "the device has no room for the tile that is taken unmeasured"
 
 
-class AnyWay(Protocol):
-    """A way to do a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
+class AnyConfig(Protocol):
+    """A configuration of a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
 
     @property
     def name(self) -> str: ...
@@ -212,27 +206,27 @@ class AnyWay(Protocol):
     def prepare(self, job: Any) -> Callable[..., Any]: ...
 
 
-def done(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
-    """The results of a job, in the way that is `known` for its key or that `prepare` finds; or why there are none.
+def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
+    """The results of a job, by the configuration that is `known` for its key or that `prepare` finds; or `Declined`.
 
     `prepare` also says whether what it found is the last word.
     """
     with on_device_of(on):
-        way = known.get(key)
-        if way is None:
-            way, is_final = prepare(job)
+        config = known.get(key)
+        if config is None:
+            config, is_final = prepare(job)
             if is_final and seen() is None:
-                remember(known, key, way)
-        if isinstance(way, Declined):
-            return way
+                remember(known, key, config)
+        if isinstance(config, Declined):
+            return config
         try:
-            return way(job)
+            return config(job)
         except OutOfResources:
             return remember(known, key, Declined(NO_ROOM))
 
 
 class Scratch(ABC, Generic[Job]):
-    """A job to measure ways on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
+    """The job to measure on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -242,11 +236,13 @@ class Scratch(ABC, Generic[Job]):
     def jobs(self, job: Job) -> list[Job]:
         """The jobs to go round."""
 
-    def candidate(self, way: AnyWay) -> Candidate:
-        prepared = way.prepare(self._job)
-        is_ours = way.name != LIBRARY
+    def candidate(self, config: AnyConfig) -> Candidate:
+        prepared = config.prepare(self._job)
+        is_ours = config.name != LIBRARY
         return Candidate(
-            way.name, lambda: prepared(self._next()), (lambda: prepared(self._job, compile_only)) if is_ours else None
+            config.name,
+            lambda: prepared(self._next()),
+            (lambda: prepared(self._job, compile_only)) if is_ours else None,
         )
 
     def _next(self) -> Job:

@@ -1,27 +1,27 @@
-"""Launches of linear layers: for each kind of job, the way that was measured to be fastest."""
+"""Launches of linear layers: for each kind of job, the configuration that was measured to be fastest.
+
+A `Config` is the library's matrix product, or one of our kernels with one of its tiles: `Gemv` for one row, `Skinny`
+for a few. It prepares itself for tensors of certain shapes and strides; the result, a `Prepared`, is called with such
+tensors. `GEMVS`, `SKINNIES` and their gated forms list the tiles that are tried; the launchers come last.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, done, is_aligned, launch
+from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import Rows, blocks_of, rows_of, signature
-from graphex.kernels.linear_kernels import combine_kernel, gemv_kernel, skinny_kernel
+from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_kernel
 from graphex.kernels.quant_options import is_column_vector
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops import linears as reference
-from graphex.ops.definition import Declined
-
-# -- linear_ways -------------------------------------------------------------------------------------------------------
-# The ways to compute linear layers: the library's matrix product, or one of our kernels with one of its tiles.
-#
-# A way prepares itself for tensors of certain shapes and strides, which gives a `Prepared`: call it with such tensors.
-
+from graphex.ops.definition import Arguments, Declined
 
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
@@ -62,7 +62,7 @@ class Prepared(Protocol):
     def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
 
 
-class Way(Protocol):
+class Config(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -284,7 +284,7 @@ SKINNIES = {
         Skinny(64, 128, 4, 4, parts=4),
     ),
 }
-# A program of these has twice its tile of weights under way.
+# A program of these has twice its tile of weights under config.
 GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
 _MANY_GATED = (
     Skinny(32, 128, 4, 4),
@@ -303,14 +303,14 @@ _FEW_GATED = (
 GATED_SKINNIES = {16: _FEW_GATED, 32: _MANY_GATED, 64: _MANY_GATED}
 
 
-def ways(job: Job) -> list[Way]:
+def configs(job: Job) -> list[Config]:
     """All that could be fastest, the library first."""
     if job.rows == 1:
         return [Library(), *(GATED_GEMVS if job.gated else GEMVS)]
     return [Library(), *((GATED_SKINNIES if job.gated else SKINNIES)[padded_rows(job.rows)])]
 
 
-def likely(job: Job) -> Way:
+def likely(job: Job) -> Config:
     """What to take where nothing can be measured and nothing is known."""
     if job.rows == 1:
         return GATED_GEMVS[-1] if job.gated else Gemv(8, 512, 4, 4)
@@ -322,13 +322,9 @@ def likely(job: Job) -> Way:
     return Skinny(32, 128, 4, 4 if rows == 64 else 5)
 
 
-# -- linears -----------------------------------------------------------------------------------------------------------
-
-
 KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
 OLDEST = (8, 0)
-Biases = Sequence[Tensor | None]
 _PREPARED: dict[Any, Prepared | Declined] = {}
 
 
@@ -366,13 +362,13 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
     text = description(job)
     found = candidates(job)
     chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
-    (way,) = (way for way in ways(job) if way.name == chosen.name)
-    return way.prepare(job), is_settled(KIND, text)
+    (config,) = (config for config in configs(job) if config.name == chosen.name)
+    return config.prepare(job), is_settled(KIND, text)
 
 
 def candidates(job: Job) -> dict[str, Candidate]:
     scratch = ColdWeights(job)
-    return {way.name: scratch.candidate(way) for way in ways(job)}
+    return {config.name: scratch.candidate(config) for config in configs(job)}
 
 
 class ColdWeights(Scratch[Job]):
@@ -402,47 +398,33 @@ def description(job: Job) -> str:
     return " ".join(words)
 
 
-def _run(job: Job) -> Any:
-    key = job.prologue, job.gated, len(job.weights), signature(*job.tensors())
-    return done(job, job.x, key, _PREPARED, _prepare)
+def _run(call: Arguments, prologue: str = "none", gated: bool = False) -> Any:
+    """The results of a call of any op of the family: what an op has no argument for is as good as absent."""
+    given = partial(getattr, call)
+    x = call.gate if prologue == "silu_mul" else call.x
+    norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
+    up, gain, residual = given("up", None), given("gain", None), given("residual", None)
+    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated)
+    key = prologue, gated, len(job.weights), signature(*job.tensors())
+    result = run_job(job, x, key, _PREPARED, _prepare)
+    return result[0] if gated and not isinstance(result, Declined) else result
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> Any:
-    return _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, residual))
+def linears(call: Arguments) -> Any:
+    return _run(call)
 
 
-def rms_norm_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: Sequence[Tensor],
-    biases: Biases,
-) -> Any:
-    return _run(Job("rms_norm", x, None, gain, eps, weight_offset, cast_before_weight, weights, biases, None))
+def rms_norm_linears(call: Arguments) -> Any:
+    return _run(call, "rms_norm")
 
 
-def silu_mul_linears(
-    gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
-) -> Any:
-    return _run(Job("silu_mul", gate, up, None, 0.0, 0.0, False, weights, biases, residual))
+def silu_mul_linears(call: Arguments) -> Any:
+    return _run(call, "silu_mul")
 
 
-def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Any:
-    result = _run(Job("none", x, None, None, 0.0, 0.0, False, weights, biases, None, gated=True))
-    return result if isinstance(result, Declined) else result[0]
+def gated_linears(call: Arguments) -> Any:
+    return _run(call, gated=True)
 
 
-def rms_norm_gated_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: Sequence[Tensor],
-    biases: Biases,
-) -> Any:
-    norm = eps, weight_offset, cast_before_weight
-    result = _run(Job("rms_norm", x, None, gain, *norm, weights, biases, None, gated=True))
-    return result if isinstance(result, Declined) else result[0]
+def rms_norm_gated_linears(call: Arguments) -> Any:
+    return _run(call, "rms_norm", gated=True)

@@ -1,4 +1,9 @@
-"""Launches of the RMSNorm kernel, and the ops that are no more than it."""
+"""The RMSNorm kernel, its launches, and the ops that are no more than it.
+
+The kernel normalises with and without the residual add before it, with a cast or a quantisation after it. One program
+normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in each pass
+over it. All ops of the family are this kernel with some of its inputs and outputs absent.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,9 @@ from torch import Tensor
 from graphex.kernels.arithmetic import (
     AS_WRITTEN,
     TRITON_TYPES,
-    follow,
     larger,
     of_columns,
+    pdl_wait,
     quantised,
     rounded,
     row_max,
@@ -41,14 +46,8 @@ from graphex.kernels.layout import (
     signature,
 )
 from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, is_column_vector, quant_refusal
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
-
-# -- norm_kernel -------------------------------------------------------------------------------------------------------
-# The RMSNorm kernel: with and without the residual add before it, with a cast or a quantisation after it.
-#
-# One program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again
-# in each pass over it. All ops of the family are this kernel with some of its inputs and outputs absent.
 
 
 @triton.jit
@@ -139,9 +138,9 @@ def norm_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     X: tl.constexpr = x1.dtype.element_ty
     W: tl.constexpr = X if weight is None else weight.dtype.element_ty
     Q: tl.constexpr = tl.int8 if q_out is None else q_out.dtype.element_ty
@@ -231,9 +230,6 @@ def norm_kernel(
                 Q,
             )
             tl.store(q_out + at, q, mask=ok)
-
-
-# -- norm --------------------------------------------------------------------------------------------------------------
 
 
 WIDEST = 16384
@@ -372,35 +368,30 @@ def launch(
     return results
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_before_weight: bool = True
-) -> Any:
-    done = launch(Norm(x, None, weight, eps, weight_offset, cast_before_weight), y=True, rstd=True)
-    return done if isinstance(done, Declined) else (done.y, done.rstd)
+def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
+    """The results of these names, as a tuple, or why there are none."""
+    if isinstance(norm, Declined):
+        return norm
+    done = launch(norm, quantise, y="y" in names, y32="y32" in names, rstd="rstd" in names)
+    return done if isinstance(done, Declined) else tuple(getattr(done, name) for name in names)
 
 
-def add_rms_norm(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> Any:
-    done = launch(Norm(x1, x2, weight, eps, weight_offset, cast_before_weight), y=True, rstd=True)
-    return done if isinstance(done, Declined) else (done.y, done.rstd, done.total)
+def norm_of(call: Arguments) -> Norm:
+    """What a call of `rms_norm` or `add_rms_norm`, or of an op that begins with one, normalises."""
+    x1, x2 = (call.x1, call.x2) if hasattr(call, "x1") else (call.x, None)
+    return Norm(x1, x2, call.weight, call.eps, call.weight_offset, call.cast_before_weight)
 
 
-def add_rms_norm_cast(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> Any:
-    done = launch(Norm(x1, x2, weight, eps, weight_offset, cast_before_weight), y=True, y32=True, rstd=True)
-    return done if isinstance(done, Declined) else (done.y32, done.y, done.rstd, done.total)
+def rms_norm(call: Arguments) -> Any:
+    return run(norm_of(call), "y", "rstd")
+
+
+def add_rms_norm(call: Arguments) -> Any:
+    return run(norm_of(call), "y", "rstd", "total")
+
+
+def add_rms_norm_cast(call: Arguments) -> Any:
+    return run(norm_of(call), "y32", "y", "rstd", "total")
 
 
 def _over_gamma(x1: Tensor, x2: Tensor | None, gamma: Tensor, epsilon: float) -> Norm | Declined:
@@ -416,26 +407,22 @@ def _over_gamma(x1: Tensor, x2: Tensor | None, gamma: Tensor, epsilon: float) ->
     return Norm(x1.flatten(first), None if x2 is None else x2.flatten(first), gamma.flatten(), epsilon)
 
 
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Any:
-    return _npu_norm(self, None, gamma, epsilon)
+def npu_rms_norm(call: Arguments) -> Any:
+    return _npu_norm(call.self, None, call, "y", "rstd")
 
 
-def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Any:
-    return _npu_norm(x1, x2, gamma, epsilon)
+def npu_add_rms_norm(call: Arguments) -> Any:
+    return _npu_norm(call.x1, call.x2, call, "y", "rstd", "total")
 
 
-def npu_add_rms_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Any:
-    return _npu_norm(x1, x2, gamma, epsilon, y32=True)
+def npu_add_rms_norm_cast(call: Arguments) -> Any:
+    return _npu_norm(call.x1, call.x2, call, "y32", "y", "rstd", "total")
 
 
-def _npu_norm(x1: Tensor, x2: Tensor | None, gamma: Tensor, epsilon: float, y32: bool = False) -> Any:
-    norm = _over_gamma(x1, x2, gamma, epsilon)
-    done = norm if isinstance(norm, Declined) else launch(norm, y=True, y32=y32, rstd=True)
-    if isinstance(done, Declined):
+def _npu_norm(x1: Tensor, x2: Tensor | None, call: Arguments, *names: str) -> Any:
+    gamma = call.gamma
+    done = run(_over_gamma(x1, x2, gamma, call.epsilon), *names)
+    if isinstance(done, Declined) or gamma.dim() == 1:
         return done
-    results = [t for t in (done.y32, done.y, done.rstd, done.total) if t is not None]
-    if gamma.dim() == 1:
-        return tuple(results)
-    leading = x1.shape[: x1.dim() - gamma.dim()]
-    narrow = (*leading, *(1 for _ in gamma.shape))
-    return tuple(t.view(narrow if t is done.rstd else x1.shape) for t in results)
+    narrow = (*x1.shape[: x1.dim() - gamma.dim()], *(1 for _ in gamma.shape))
+    return tuple(t.view(narrow if name == "rstd" else x1.shape) for name, t in zip(names, done, strict=True))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.kernels.launch import MOST_THREADS, Seen, beside_each_other, only_compiling
+from graphex.kernels.launch import MOST_THREADS, Seen, compiling_in_threads, only_compiling
 from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of, pytree
 
@@ -70,7 +70,7 @@ class Planned:
 
 
 @dataclass
-class Ahead:
+class Precompiled:
     """What the calls of a graph will launch, what could not be found out, and what did not compile, or only again."""
 
     planned: list[Planned] = field(default_factory=list)
@@ -79,19 +79,19 @@ class Ahead:
     tried_again: list[Exception] = field(default_factory=list)
 
 
-def compile_ahead(graph: Graph) -> Ahead:
+def compile_ahead(graph: Graph) -> Precompiled:
     """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
     calls = distinct_calls(graph)
-    made = _compiled(calls, MOST_THREADS) if calls else Ahead()
+    made = _compiled(calls, MOST_THREADS) if calls else Precompiled()
     if failed := made.not_compiled:
         made = _compiled(calls, 1)
         made.tried_again = failed
     return made
 
 
-def _compiled(calls: dict[Call, int], threads: int) -> Ahead:
-    made = Ahead()
-    with FakeTensorMode(), beside_each_other(threads) as made.not_compiled:
+def _compiled(calls: dict[Call, int], threads: int) -> Precompiled:
+    made = Precompiled()
+    with FakeTensorMode(), compiling_in_threads(threads) as made.not_compiled:
         for call in sorted(calls, key=_is_quick):
             try:
                 with only_compiling() as seen:

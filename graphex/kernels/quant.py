@@ -1,4 +1,4 @@
-"""Launches of the quantisation kernels, of x and of silu(gate) * up."""
+"""The quantisation kernels and their launches: one scale for each row, or a known scale; of x or of silu(gate) * up."""
 
 from __future__ import annotations
 
@@ -38,12 +38,17 @@ from graphex.kernels.layout import (
     rows_of_ones,
     signature,
 )
-from graphex.kernels.quant_options import Dynamic, Static, dynamic_options, quant_refusal, static_options
-from graphex.ops.definition import Declined
+from graphex.kernels.quant_options import (
+    Dynamic,
+    Static,
+    dynamic_of,
+    dynamic_options,
+    quant_refusal,
+    static_of,
+    static_options,
+)
+from graphex.ops.definition import Arguments, Declined
 from graphex.ops.npu import QUANTISED, dynamic_range
-
-# -- quant_kernel ------------------------------------------------------------------------------------------------------
-# The quantisation kernels: one scale for each row, or a scale that is known. Of x itself or of silu(gate) * up.
 
 
 @triton.jit
@@ -192,9 +197,6 @@ def static_quant_kernel(
         tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=(row < rows) & column_ok)
 
 
-# -- quant -------------------------------------------------------------------------------------------------------------
-
-
 WIDEST = 8192
 
 _PLANS: dict[Any, Plan | Declined] = {}
@@ -237,17 +239,20 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     return q, scale if options.keepdim else scale.squeeze(-1)
 
 
-def dynamic_quant(x: Tensor, smooth: Tensor | None = None, **quant: Any) -> Any:
-    return _dynamic(x, None, smooth, dynamic_options(**quant))
+def dynamic_quant(call: Arguments) -> Any:
+    return _dynamic(call.x, None, call.smooth, dynamic_of(call))
 
 
-def silu_mul_dynamic_quant(gate: Tensor, up: Tensor, smooth: Tensor | None = None, **quant: Any) -> Any:
-    return _dynamic(gate, up, smooth, dynamic_options(**quant))
+def silu_mul_dynamic_quant(call: Arguments) -> Any:
+    return _dynamic(call.gate, call.up, call.smooth, dynamic_of(call))
 
 
-def npu_dynamic_quant(
-    input: Tensor,
-    *,
+def npu_dynamic_quant(call: Arguments) -> Any:
+    return npu_dynamic(*call)
+
+
+def npu_dynamic(
+    x: Tensor,
     smooth_scales: Tensor | None = None,
     group_index: Tensor | None = None,
     dst_type: torch.dtype | None = None,
@@ -258,7 +263,7 @@ def npu_dynamic_quant(
     options = dynamic_options(
         divisor=divisor, quant_min=smallest, quant_max=largest, dtype=dtype, keepdim=False, zero_is_zero=True
     )
-    return _dynamic(input, None, smooth_scales, options)
+    return _dynamic(x, None, smooth_scales, options)
 
 
 def _plan_static(
@@ -283,8 +288,7 @@ def _plan_static(
     return Plan(inputs.order, grid, integers, constants)
 
 
-def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, **quant: Any) -> Any:
-    options = static_options(scale, zero_point, x.shape[-1] if x.dim() else 0, **quant)
+def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static | Declined) -> Any:
     if isinstance(options, Declined):
         return options
     key = signature(x, up, scale, zero_point), options
@@ -299,33 +303,33 @@ def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | No
     return q
 
 
-def static_quant(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, **quant: Any) -> Any:
-    return _static(x, None, scale, zero_point, **quant)
+def static_quant(call: Arguments) -> Any:
+    return _static(call.x, None, call.scale, call.zero_point, static_of(call, call.x))
 
 
-def silu_mul_static_quant(
-    gate: Tensor, up: Tensor, scale: Tensor, zero_point: Tensor | None = None, **quant: Any
-) -> Any:
-    return _static(gate, up, scale, zero_point, **quant)
+def silu_mul_static_quant(call: Arguments) -> Any:
+    return _static(call.gate, call.up, call.scale, call.zero_point, static_of(call, call.gate))
 
 
-def npu_quantize(
-    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
-) -> Any:
+def npu_quantize(call: Arguments) -> Any:
+    return npu_static(*call)
+
+
+def npu_static(x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool) -> Any:
     one_number = scales.numel() == 1 and (zero_points is None or zero_points.numel() == 1)
-    if axis not in (-1, self.dim() - 1) and not one_number:
+    if axis not in (-1, x.dim() - 1) and not one_number:
         return Declined("scales along a dimension other than the last")
     if dtype not in QUANTISED:
         return Declined(f"the type code {dtype}")
     result, smallest, largest = QUANTISED[dtype]
-    return _static(
-        self,
-        None,
+    options = static_options(
         scales,
         zero_points,
+        x.shape[-1] if x.dim() else 0,
         mode="divide" if div_mode else "multiply",
         zero_point_before_round=True,
         quant_min=smallest,
         quant_max=largest,
         dtype=result,
     )
+    return _static(x, None, scales, zero_points, options)

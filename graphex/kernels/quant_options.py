@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 
 import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import TRITON_TYPES
 from graphex.kernels.layout import FLOATS
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 INTEGERS = frozenset((torch.int8, torch.uint8))
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
@@ -167,6 +168,21 @@ def _static_options(
         "FULL_RANGE": RANGES[dtype] == (quant_min, quant_max),
     }
     return Static(dtype, (quant_min, quant_max), types)
+
+
+_DYNAMIC = tuple(name for name in signature(dynamic_options).parameters if name != "zero_is_zero")
+_STATIC = tuple(signature(static_options).parameters)[3:]
+
+
+def dynamic_of(call: Arguments) -> Dynamic | Declined:
+    """The options of an op that ends in `graphex::dynamic_quant`."""
+    return dynamic_options(**{name: getattr(call, name) for name in _DYNAMIC})
+
+
+def static_of(call: Arguments, x: Tensor) -> Static | Declined:
+    """The options of an op that ends in `graphex::static_quant` of tensors that are shaped as x."""
+    options = {name: getattr(call, name) for name in _STATIC}
+    return static_options(call.scale, call.zero_point, x.shape[-1] if x.dim() else 0, **options)
 
 
 NO_QUANTISATION: dict[str, object] = {

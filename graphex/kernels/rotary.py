@@ -24,7 +24,7 @@ from graphex.kernels.layout import (
     warps_for,
 )
 from graphex.kernels.rotary_kernel import rotary_kernel
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 NONE = (0, 0, 0)
 MODES = {False: "half", True: "deinterleave"}
@@ -284,51 +284,37 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
     return q_out, k_out
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
-    done = _launch(Job(x, None, None, cos, sin), MODES[interleaved])
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Any:
+    done = _launch(Job(x, None, None, cos, sin), mode)
     return done if isinstance(done, Declined) else done[0]
 
 
-def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Any:
-    if rotary_mode not in ("half", "interleave"):
-        return Declined(f"rotary_mode '{rotary_mode}'")
-    done = _launch(Job(self, None, None, r1, r2), rotary_mode)
-    return done if isinstance(done, Declined) else done[0]
+def rotary(call: Arguments) -> Any:
+    return _rotated(call.x, call.cos, call.sin, MODES[call.interleaved])
 
 
-def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
-    return _launch(Job(q, k, None, cos, sin), MODES[interleaved])
+def npu_rotary_mul(call: Arguments) -> Any:
+    if call.rotary_mode not in ("half", "interleave"):
+        return Declined(f"rotary_mode '{call.rotary_mode}'")
+    return _rotated(call.self, call.r1, call.r2, call.rotary_mode)
 
 
-def rotary_write_(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    dim: int = -2,
-    interleaved: bool = False,
-) -> Any:
-    if x.dim() == 0:
+def rotary_qk(call: Arguments) -> Any:
+    return _launch(Job(call.q, call.k, None, call.cos, call.sin), MODES[call.interleaved])
+
+
+def rotary_write_(call: Arguments) -> Any:
+    if call.x.dim() == 0:
         return Declined("x has no dimension")
-    job = Job(None, x, None, cos, sin, keys=cache, positions=positions, dim=dim % x.dim())
-    done = _launch(job, MODES[interleaved])
+    dim = call.dim % call.x.dim()
+    job = Job(None, call.x, None, call.cos, call.sin, keys=call.cache, positions=call.positions, dim=dim)
+    done = _launch(job, MODES[call.interleaved])
     return done if isinstance(done, Declined) else None
 
 
-def rotary_qkv_write_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    dim: int = -2,
-    interleaved: bool = False,
-) -> Any:
-    if k.dim() == 0:
+def rotary_qkv_write_(call: Arguments) -> Any:
+    tensors = call.q, call.k, call.v, call.cos, call.sin, call.key_cache, call.value_cache, call.positions
+    if call.k.dim() == 0:
         return Declined("the key has no dimension")
-    done = _launch(Job(q, k, v, cos, sin, key_cache, value_cache, positions, dim % k.dim()), MODES[interleaved])
+    done = _launch(Job(*tensors, call.dim % call.k.dim()), MODES[call.interleaved])
     return done if isinstance(done, Declined) else done[0]

@@ -1,8 +1,7 @@
 """Launches of attention that rotates its query and adds a token to the caches first.
 
-The way is the one that attention alone was measured to be fastest in: a token more or less makes no difference to it,
-and the caches of a user are no place to measure writes. What the kernel does not take is done by two, one after the
-other.
+The configuration is that of attention alone: a token more or less makes no difference to it, and the caches of a user
+are no place to measure writes. A step that the kernel does not take runs as two ops.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from graphex.kernels import rotary
-from graphex.kernels.attention import Job, New, Tile, chosen_way, refusal_of, steps
-from graphex.kernels.launch import called, done, launch, seen
+from graphex.kernels.attention import Job, New, Tile, chosen_config, refusal_of, steps
+from graphex.kernels.launch import called, launch, run_job, seen
 from graphex.kernels.layout import memory_order, signature
-from graphex.ops.definition import Declined
+from graphex.ops.definition import Arguments, Declined
 
 
 class Step(NamedTuple):
@@ -82,10 +81,10 @@ def _prepare(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
     """How to take such a step, and whether that is the last word."""
     if refusal := _refusal(step):
         return Declined(refusal), True
-    way, is_final = chosen_way(step.attention())
-    if not isinstance(way, Tile):
+    config, is_final = chosen_config(step.attention())
+    if not isinstance(config, Tile):
         return _apart, is_final
-    run = way.prepare(step.attention(), step.new())
+    run = config.prepare(step.attention(), step.new())
     return lambda step: run(step.attention(), launch, step.new()), is_final
 
 
@@ -102,26 +101,12 @@ def _shares_memory(step: Step) -> bool:
     return in_mask or written[0] == written[1] or rotary.shares_memory(step.rotation())
 
 
-def rotary_attention_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    dim: int,
-    interleaved: bool,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-) -> Any:
-    step = Step(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved, mask, scale, softcap)
+def rotary_attention_(call: Arguments) -> Any:
+    step = Step(*call)
     if seen() is None and _shares_memory(step):
         return Declined("a cache shares its memory with what is read")
-    key = signature(*step[:8], mask), dim, interleaved, softcap > 0
-    found = done(step, q, key, _PREPARED, _prepare)
+    key = signature(*step[:8], step.mask), step.dim, step.interleaved, step.softcap > 0
+    found = run_job(step, step.q, key, _PREPARED, _prepare)
     if isinstance(found, Declined) and seen() is not None:
         _apart(step)  # what will run instead is compiled too
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import follow, rounded
+from graphex.kernels.arithmetic import pdl_wait, rounded
 
 
 @triton.jit
@@ -140,9 +140,9 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     outer = (tl.program_id(0) // token_blocks).to(tl.int64)
     within = tl.arange(0, TOKENS * HEADS)[:, None]
     head_within = (within % HEADS).to(tl.int64)  # heads may be further apart than 32 bits count

@@ -1,4 +1,4 @@
-"""Which of several ways to compute the same is fastest: measured on this device once, then remembered.
+"""Which of several configurations is fastest: measured on this device once, then remembered.
 
     choose("linears", "rms_norm bfloat16 1x4096 -> 4096+1024+1024", candidates, default)
 
@@ -39,7 +39,7 @@ PATIENCE = 10.0  # seconds for another thread's capture to end before measuring
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way: `run` launches it once on tensors of its own, `compile` only has its kernels compiled."""
+    """A configuration for one job: `run` launches it on tensors of its own, `compile` only compiles its kernels."""
 
     name: str
     run: Callable[[], object]
@@ -217,9 +217,9 @@ def cold_copies(bytes_read: int) -> int:
 
 def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates beside each other."""
-    from graphex.kernels.launch import beside_each_other
+    from graphex.kernels.launch import compiling_in_threads
 
-    with beside_each_other():
+    with compiling_in_threads():
         _compile_each(candidates)
 
 

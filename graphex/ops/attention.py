@@ -1,4 +1,7 @@
-"""Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores; inference alone."""
+"""Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores; inference alone.
+
+`attention` is the op by itself, `rotary_attention_` a whole decode step: it rotates and writes the caches first.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import op
+from graphex.ops import rotary  # noqa: F401  (its ops are parts of those here)
+from graphex.ops.definition import RowRule, op, part, with_kernel
 from graphex.ops.norms import wide_dtype
-from graphex.ops.rotary import fake_rotary_qkv_write_
 from graphex.torch_private.schemas import require
-
-# -- attention ---------------------------------------------------------------------------------------------------------
-
 
 MOST_POSITIONS = 16  # of a query: what a decode step has, with some guessed tokens; beyond, torch's kernels are as good
 MOST_ROWS = 64  # queries that share a head of the keys, for the kernel
@@ -40,19 +40,6 @@ def result_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((batch, positions, heads, value.shape[3])).transpose(1, 2)
 
 
-def fake_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool = False,
-    softcap: float = 0.0,
-) -> Tensor:
-    _check(query, key, value, mask, is_causal)
-    return result_like(query, value)
-
-
 def repeated(cache: Tensor, times: int) -> Tensor:
     """Every head `times` times in a row, as query heads that share it are numbered."""
     batch, heads, length, width = cache.shape
@@ -64,8 +51,9 @@ def repeated(cache: Tensor, times: int) -> Tensor:
 @op(
     "graphex::attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool is_causal=False, "
     "float softcap=0.0) -> Tensor",
-    fake=fake_attention,
+    title="attention",
     kernel="attention.attention",
+    rows=RowRule("batch", ("query", "key", "value")),
 )
 def attention(
     query: Tensor,
@@ -85,6 +73,13 @@ def attention(
     [B, T, H, Dv].
     """
     _check(query, key, value, mask, is_causal)
+    return _attended(query, key, value, mask, scale, is_causal, softcap)
+
+
+@part(fake=lambda query, key, value, *_: result_like(query, value))
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, softcap: float
+) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if softcap > 0:
         found = _capped(query, repeated(key, groups), repeated(value, groups), mask, scale, is_causal, softcap)
@@ -115,34 +110,14 @@ def _capped(
     return torch.matmul(weights.to(query.dtype), value)
 
 
-# -- rotary_attention --------------------------------------------------------------------------------------------------
-# The attention of a decode step with what comes before it: the rotary embedding, and the write of the caches.
-
-
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    dim: int,
-    interleaved: bool,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float = 0.0,
-) -> Tensor:
-    turned = fake_rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    return fake_attention(turned, key_cache, value_cache, mask, scale, False, softcap)
+_attention, _rotary_qkv_write_ = with_kernel("graphex::attention"), with_kernel("graphex::rotary_qkv_write_")
 
 
 @op(
     "graphex::rotary_attention_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) key_cache,"
     " Tensor(b!) value_cache, Tensor positions, int dim, bool interleaved, Tensor? mask, float scale,"
     " float softcap=0.0) -> Tensor",
-    fake=_fake,
+    title="rotary embedding + attention",
     kernel="rotary_attention.rotary_attention_",
 )
 def rotary_attention_(
@@ -165,7 +140,6 @@ def rotary_attention_(
     turned = rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
     return attention(turned, key_cache, value_cache, mask, scale, False, softcap)
     """
-    ops = torch.ops.graphex  # each with its own kernel, where there is one
-    turned = ops.rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    result: Tensor = ops.attention(turned, key_cache, value_cache, mask, scale, False, softcap)
+    turned = _rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
+    result: Tensor = _attention(turned, key_cache, value_cache, mask, scale, False, softcap)
     return result

@@ -1,17 +1,25 @@
-"""One way to define an op: its schema, what it computes, what it returns, its derivative, and its kernel.
+"""How an op is declared, once: its schema, and with it everything that another part of graphex asks about it.
 
     @op(
         "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
-        fake=lambda gate, up: torch.empty_like(gate),
+        title="silu(gate) * up",                   what a report calls it
         gradient=Gradient(save, backward),
-        kernel="gated.silu_mul",
+        kernel="gated.silu_mul",                   graphex/kernels/gated.py, silu_mul(call)
+        rows=RowRule("pointwise"),                 how it treats the rows of its arguments
     )
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         '''The formula.'''
 
-The decorated function is the reference: plain ATen, on any device, the meaning of the op. A kernel named here runs
-instead of it on CUDA; where it declines, the reference runs and `declined()` counts the reason. Nothing is imported
-for a kernel before its first call.
+The decorated function is the reference: plain ATen, on any device, the meaning of the op. Its docstring is the
+documentation.
+
+A fake says shape, type and layout of the results. Without one, the reference is run on fake tensors, and whatever it
+calls of this library (ops, and functions that are a `part`) answers with its own fake: an op that is composed of
+others needs none. An op that computes much by itself has a short one, since fakes run whenever a graph is traced.
+
+A kernel runs instead of the reference on devices that have kernels. Its launcher takes one argument, the call: a named
+tuple of the schema's arguments, defaults filled in. Where it declines, the reference runs and `declined()` counts the
+reason. Nothing is imported for a kernel before its first call.
 """
 
 from __future__ import annotations
@@ -19,11 +27,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections import Counter
-from collections.abc import Callable
+import threading
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -42,14 +51,31 @@ class Gradient:
 
 
 @dataclass(frozen=True)
+class RowRule:
+    """How an op treats the rows of its arguments. `analysis.row_independence` knows the kinds:
+
+    pointwise       elements one by one, broadcast
+    last_dim        each row of the named arguments for itself; all else is the same for every row
+    batch           rows are dimension 0, and the named arguments have them
+    lookup          rows of the first argument, by the numbers in the second
+    """
+
+    kind: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class OpSpec:
     """An op as it was declared."""
 
     schema: str
     reference: Function
-    fake: Function | None
+    fake: Function | None  # None: the reference, with the fakes of its parts
     gradient: Gradient | None
     kernel: str | None
+    rows: RowRule | None
+    title: str
+    is_composite: bool  # torch traces through it
     defined_here: bool
 
     @property
@@ -62,6 +88,14 @@ class OpSpec:
         return inspect.getdoc(self.reference) or ""
 
 
+class Arguments(Protocol):
+    """A call of an op: a named tuple of its schema's arguments."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 @dataclass(frozen=True)
 class Declined:
     """What a kernel returns for arguments it was not written for: the reference runs instead."""
@@ -70,29 +104,73 @@ class Declined:
 
 
 SPECS: dict[str, OpSpec] = {}
+_named_tuple: Any = namedtuple  # its fields come from a schema: mypy cannot know them
 _LIBRARIES: dict[str, torch.library.Library] = {}
 _DECLINED: Counter[tuple[str, str]] = Counter()
+
+
+class _Thread(threading.local):
+    runs_fakes = False  # while a reference is run as a fake
+
+
+_thread = _Thread()
 
 
 def op(
     schema: str,
     *,
-    fake: Function | None,
+    fake: Function | None = None,
     gradient: Gradient | None = None,
     kernel: str | None = None,
+    rows: RowRule | None = None,
+    title: str = "",
+    is_composite: bool = False,
 ) -> Callable[[F], F]:
-    """Define an op from its reference. Without `fake` it is a composition that torch traces through."""
+    """Define an op from its reference. torch traces through an op that `is_composite`."""
 
     def define(reference: F) -> F:
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        spec = SPECS[name] = OpSpec(schema, reference, fake, gradient, kernel, ours)
+        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours)
+        SPECS[name] = spec
         if ours:
             _register(spec, namespace)
-        return reference
+        return reference if fake is None else part(fake)(reference)
 
     return define
+
+
+def part(fake: Function) -> Callable[[F], F]:
+    """A function that references call: where a reference is run as a fake, `fake` answers for it."""
+
+    def define(function: F) -> F:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (fake if _thread.runs_fakes else function)(*args, **kwargs)
+
+        return cast(F, call)
+
+    return define
+
+
+def with_kernel(name: str) -> Function:
+    """An op as a part of references: not its reference but the op itself, with its kernel where there is one."""
+    spec = SPECS[name]
+    namespace, _, short = name.partition("::")
+    run = getattr(getattr(torch.ops, namespace), short)
+    return part(spec.fake or spec.reference)(lambda *args: run(*args))
+
+
+def _as_fake(reference: Function) -> Function:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        before, _thread.runs_fakes = _thread.runs_fakes, True
+        try:
+            return reference(*args, **kwargs)
+        finally:
+            _thread.runs_fakes = before
+
+    return fake
 
 
 @cache
@@ -114,6 +192,12 @@ def has_kernel(name: str, device: torch.device | str) -> bool:
     return runs_kernels(torch.device(device).type) and has_triton()
 
 
+def title_of(name: str) -> str:
+    """What a report calls the op `name` of graphex, or its in-place form; empty if it has no title."""
+    found = (SPECS.get(f"graphex::{name}{suffix}") for suffix in ("", "_"))
+    return next((spec.title for spec in found if spec is not None), "")
+
+
 def declined() -> dict[tuple[str, str], int]:
     """(op, reason) -> how many calls on CUDA ran the reference because the kernel does not take such arguments."""
     return dict(_DECLINED)
@@ -124,11 +208,11 @@ def _register(spec: OpSpec, namespace: str) -> None:
     signature = spec.schema.partition("::")[2]
     short = signature.partition("(")[0]
     library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    if spec.fake is None:
+    if spec.is_composite:
         library.impl(short, spec.reference, "CompositeImplicitAutograd")
         return
     library.impl(short, spec.reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(spec.name, spec.fake, lib=library)
+    torch.library.register_fake(spec.name, spec.fake or _as_fake(spec.reference), lib=library)
     if spec.gradient is not None:
         torch.library.register_autograd(
             spec.name, spec.gradient.backward, setup_context=_named(spec.gradient.save), lib=library
@@ -148,20 +232,32 @@ def _named(save: Callable[[Any, tuple[Any, ...], Any], None]) -> Function:
 
 
 def launcher_of(spec: OpSpec) -> Function:
-    """The function that launches an op's kernel: its arguments are the op's."""
+    """The function that launches an op's kernel, with the arguments of the op."""
+    launch, bind = _launcher(spec)
+    return lambda *args, **kwargs: launch(bind(*args, **kwargs))
+
+
+@cache
+def _launcher(spec: OpSpec) -> tuple[Callable[[Arguments], Any], Callable[..., Arguments]]:
+    """The launcher of an op, and the named tuple that it takes."""
     assert spec.kernel is not None
     module, _, name = spec.kernel.partition(".")
-    launcher: Function = getattr(importlib.import_module(f"graphex.kernels.{module}"), name)
-    return launcher
+    namespace, _, short = spec.name.partition("::")
+    arguments = getattr(getattr(torch.ops, namespace), short).default._schema.arguments
+    defaults = [each.default_value for each in arguments if each.has_default_value()]
+    bind = _named_tuple(name, [each.name for each in arguments], defaults=defaults)
+    return getattr(importlib.import_module(f"graphex.kernels.{module}"), name), bind
 
 
 def _with_kernel(spec: OpSpec) -> Function:
-    launcher: Function | None = None
+    launch: Any = None
+    bind: Any = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal launcher
-        launcher = launcher or launcher_of(spec)
-        result = launcher(*args, **kwargs)
+        nonlocal launch, bind
+        if launch is None:
+            launch, bind = _launcher(spec)
+        result = launch(bind(*args, **kwargs))
         if isinstance(result, Declined):
             _DECLINED[spec.name, result.reason] += 1
             return spec.reference(*args, **kwargs)

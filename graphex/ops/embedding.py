@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op
+from graphex.ops.definition import Gradient, RowRule, op
 from graphex.torch_private.schemas import require
 
 aten = torch.ops.aten
@@ -54,7 +54,9 @@ def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, N
     "graphex::embedding(Tensor weight, Tensor indices) -> Tensor",
     fake=_fake_embedding,
     gradient=Gradient(_save_embedding, _embedding_backward),
+    title="embedding",
     kernel="embedding.embedding",
+    rows=RowRule("lookup", ("weight", "indices")),
 )
 def embedding(weight: Tensor, indices: Tensor) -> Tensor:
     """`weight[indices]`: for each index the row of a table [N, D] with this number, as a contiguous tensor [..., D].

@@ -1,11 +1,13 @@
 """Linear layers that share their input, with what stands before and after them: the matrix products of a decode step.
 
+    silu_mul            silu(gate) * up, the activation of a gated feed-forward block
     linears             query, key and value of one hidden state; a projection and the residual added to its result
     rms_norm_linears    the same, of an RMSNorm: the gain and the scale of a row can be folded into the products
     silu_mul_linears    the projection after a gated activation
     gated_linears, rms_norm_gated_linears      the two before it: silu of the first, times the second
 
-The weights stay where they are: nothing is joined, copied or assumed constant. For inference: there is no derivative.
+The weights stay where they are: nothing is joined, copied or assumed constant. The linear layers
+are for inference: they have no derivative.
 """
 
 from __future__ import annotations
@@ -17,12 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import Gradient, op
-from graphex.ops.norms import check_norm, norm_dtype
+from graphex.ops.definition import Gradient, RowRule, op, with_kernel
+from graphex.ops.norms import check_norm
 from graphex.torch_private.schemas import require
-
-# -- gated -------------------------------------------------------------------------------------------------------------
-# silu(gate) * up, the activation of a gated feed-forward block.
 
 
 def check_gated(gate: Tensor, up: Tensor) -> None:
@@ -53,9 +52,11 @@ def _silu_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Te
 
 @op(
     "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
+    title="silu(gate) * up",
     fake=_fake_silu_mul,
     gradient=Gradient(_save_silu_mul, _silu_mul_backward),
     kernel="gated.silu_mul",
+    rows=RowRule("pointwise"),
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""
@@ -63,8 +64,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-# -- linears -----------------------------------------------------------------------------------------------------------
-
+_rms_norm, _silu_mul = with_kernel("graphex::rms_norm"), with_kernel("graphex::silu_mul")
 
 Biases = Sequence[Tensor | None]
 
@@ -107,48 +107,20 @@ def check_linears(
     weights: Sequence[Tensor],
     biases: Biases,
     residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
 ) -> None:
-    """`dtype` is the type that the products see, where it is not that of x."""
     require(x.dim() > 0, lambda: "a linear layer needs at least one dimension; its input has none")
     require(
         len(weights) == len(biases), lambda: f"there are {len(weights)} weights, so as many biases; got {len(biases)}"
     )
     for weight, bias in zip(weights, biases, strict=True):
-        _check_linear(x.shape[-1], dtype or x.dtype, weight, bias)
+        _check_linear(x.shape[-1], x.dtype, weight, bias)
     if residual is not None:
         _check_residual(x, weights, residual)
 
 
-def _fake_results(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
-
-
 def _fake_linears(x: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
     check_linears(x, weights, biases, residual)
-    return _fake_results(x, weights)
-
-
-def _fake_rms_norm_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: list[Tensor],
-    biases: Biases,
-) -> list[Tensor]:
-    check_norm(x, gain)
-    check_linears(x, weights, biases, dtype=norm_dtype(x, gain, cast_before_weight))
-    return _fake_results(x, weights)
-
-
-def _fake_silu_mul_linears(
-    gate: Tensor, up: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None
-) -> list[Tensor]:
-    check_gated(gate, up)
-    check_linears(gate, weights, biases, residual)
-    return _fake_results(gate, weights)
+    return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
 def _check_gated(weights: Sequence[Tensor]) -> None:
@@ -160,28 +132,11 @@ def _check_gated(weights: Sequence[Tensor]) -> None:
     )
 
 
-def _fake_gated_linears(x: Tensor, weights: list[Tensor], biases: Biases) -> Tensor:
-    _check_gated(weights)
-    return _fake_linears(x, weights, biases)[0]
-
-
-def _fake_rms_norm_gated_linears(
-    x: Tensor,
-    gain: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    weights: list[Tensor],
-    biases: Biases,
-) -> Tensor:
-    _check_gated(weights)
-    return _fake_rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)[0]
-
-
 @op(
     "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
     fake=_fake_linears,
     kernel="linears.linears",
+    rows=RowRule("last_dim", ("x", "residual")),
 )
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
     """One linear layer for each weight, all of the same x.
@@ -202,8 +157,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tens
 @op(
     "graphex::rms_norm_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
     "Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-    fake=_fake_rms_norm_linears,
     kernel="linears.rms_norm_linears",
+    rows=RowRule("last_dim", ("x",)),
 )
 def rms_norm_linears(
     x: Tensor,
@@ -222,15 +177,15 @@ def rms_norm_linears(
     The weights have the type of the norm. A kernel may leave out the roundings of n.
     """
     check_norm(x, gain)
-    normed, _ = torch.ops.graphex.rms_norm(x, gain, eps, weight_offset, cast_before_weight)
+    normed, _ = _rms_norm(x, gain, eps, weight_offset, cast_before_weight)
     return linears(normed, weights, biases)
 
 
 @op(
     "graphex::silu_mul_linears(Tensor gate, Tensor up, Tensor[] weights, Tensor?[] biases, "
     "Tensor? residual=None) -> Tensor[]",
-    fake=_fake_silu_mul_linears,
     kernel="linears.silu_mul_linears",
+    rows=RowRule("last_dim", ("gate", "up", "residual")),
 )
 def silu_mul_linears(
     gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
@@ -241,13 +196,13 @@ def silu_mul_linears(
 
     A kernel may leave out the roundings of the activation.
     """
-    return linears(torch.ops.graphex.silu_mul(gate, up), weights, biases, residual)
+    return linears(_silu_mul(gate, up), weights, biases, residual)
 
 
 @op(
     "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
-    fake=_fake_gated_linears,
     kernel="linears.gated_linears",
+    rows=RowRule("last_dim", ("x",)),
 )
 def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tensor:
     """Two linear layers of the same x, a gate and what it lets through.
@@ -258,15 +213,15 @@ def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tenso
     A kernel may leave out the roundings of gate and up.
     """
     _check_gated(weights)
-    made: Tensor = torch.ops.graphex.silu_mul(*linears(x, weights, biases))
+    made: Tensor = _silu_mul(*linears(x, weights, biases))
     return made
 
 
 @op(
     "graphex::rms_norm_gated_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
     "Tensor[] weights, Tensor?[] biases) -> Tensor",
-    fake=_fake_rms_norm_gated_linears,
     kernel="linears.rms_norm_gated_linears",
+    rows=RowRule("last_dim", ("x",)),
 )
 def rms_norm_gated_linears(
     x: Tensor,
@@ -286,5 +241,5 @@ def rms_norm_gated_linears(
     """
     _check_gated(weights)
     norm = eps, weight_offset, cast_before_weight
-    made: Tensor = torch.ops.graphex.silu_mul(*rms_norm_linears(x, gain, *norm, weights, biases))
+    made: Tensor = _silu_mul(*rms_norm_linears(x, gain, *norm, weights, biases))
     return made

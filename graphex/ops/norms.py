@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op
+from graphex.ops.definition import Gradient, RowRule, op
 from graphex.torch_private.schemas import require
 
 NORM = "float eps, float weight_offset=0.0, bool cast_before_weight=True"
@@ -53,28 +53,12 @@ def check_residual(x1: Tensor, x2: Tensor) -> None:
     )
 
 
-def fake_rstd(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True, dtype=wide_dtype(x))
-
-
 def _fake_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_before_weight: bool = True
 ) -> tuple[Tensor, Tensor]:
     check_norm(x, weight)
-    return torch.empty_like(x, dtype=norm_dtype(x, weight, cast_before_weight)), fake_rstd(x)
-
-
-def _fake_add_rms_norm(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_residual(x1, x2)
-    total = x1 + x2
-    return (*_fake_rms_norm(total, weight, eps, weight_offset, cast_before_weight), total)
+    rstd = x.sum(-1, keepdim=True, dtype=wide_dtype(x))
+    return torch.empty_like(x, dtype=norm_dtype(x, weight, cast_before_weight)), rstd
 
 
 def norm_gradients(
@@ -139,9 +123,11 @@ def _add_rms_norm_backward(
 
 @op(
     f"graphex::rms_norm(Tensor x, Tensor? weight, {NORM}) -> (Tensor y, Tensor rstd)",
+    title="RMSNorm",
     fake=_fake_rms_norm,
     gradient=Gradient(_save_rms_norm, _rms_norm_backward),
     kernel="norm.rms_norm",
+    rows=RowRule("last_dim", ("x",)),
 )
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_before_weight: bool = True
@@ -177,9 +163,10 @@ def weighted(
 
 @op(
     f"graphex::add_rms_norm(Tensor x1, Tensor x2, Tensor? weight, {NORM}) -> (Tensor y, Tensor rstd, Tensor sum)",
-    fake=_fake_add_rms_norm,
+    title="residual add + RMSNorm",
     gradient=Gradient(_save_add_rms_norm, _add_rms_norm_backward),
     kernel="norm.add_rms_norm",
+    rows=RowRule("last_dim", ("x1", "x2")),
 )
 def add_rms_norm(
     x1: Tensor,
@@ -199,18 +186,6 @@ def add_rms_norm(
     return (*rms_norm(total, weight, eps, weight_offset, cast_before_weight), total)
 
 
-def _fake_add_rms_norm_cast(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, rstd, total = _fake_add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
-    return torch.empty_like(y, dtype=torch.float32), y, rstd, total
-
-
 def _add_rms_norm_cast_backward(
     ctx: Any, grad32: Tensor | None, grad: Tensor | None, grad_rstd: Tensor | None, grad_sum: Tensor | None
 ) -> tuple[Any, ...]:
@@ -228,7 +203,6 @@ def _save_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 @op(
     f"graphex::add_rms_norm_cast(Tensor x1, Tensor x2, Tensor? weight, {NORM})"
     " -> (Tensor y32, Tensor y, Tensor rstd, Tensor sum)",
-    fake=_fake_add_rms_norm_cast,
     gradient=Gradient(_save_add_rms_norm_cast, _add_rms_norm_cast_backward),
     kernel="norm.add_rms_norm_cast",
 )

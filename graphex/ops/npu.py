@@ -1,4 +1,4 @@
-"""torch_npu's quantisation ops."""
+"""torch_npu's ops besides its norms: quantisation, matmul with transposes, swiglu, rotary embedding, cast, scatter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from graphex.ops.definition import Gradient, op
 from graphex.ops.quant import ranged
 from graphex.ops.rotary import rotate_half
 from graphex.torch_private.schemas import require, require_implemented
-
-# -- npu_quant ---------------------------------------------------------------------------------------------------------
-
 
 # Codes of torch.dtype as torch_npu's schemas carry them -> (the type of the result, its range).
 QUANTISED = {
@@ -49,13 +46,7 @@ def dynamic_range(dst_type: torch.dtype | None) -> tuple[torch.dtype, float, flo
     return dst_type, FLOAT8[dst_type], -FLOAT8[dst_type], FLOAT8[dst_type]
 
 
-def _fake_npu_dynamic_quant(
-    input: Tensor,
-    *,
-    smooth_scales: Tensor | None = None,
-    group_index: Tensor | None = None,
-    dst_type: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+def _fake_npu_dynamic_quant(input: Tensor, *, dst_type: torch.dtype | None = None, **_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input, dtype=dynamic_range(dst_type)[0]), input.sum(-1, dtype=torch.float32)
 
 
@@ -143,10 +134,6 @@ def npu_quantize(
     return ranged(v, smallest, largest, result)
 
 
-# -- npu_other ---------------------------------------------------------------------------------------------------------
-# torch_npu's matmul with transposes, its activation, its rotary embedding, its cast and its scatter.
-
-
 def _permuted_sizes(
     input: Tensor, weight: Tensor, perms: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -163,12 +150,11 @@ def _fake_npu_transpose_batchmatmul(
     input: Tensor,
     weight: Tensor,
     *,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
     perm_x1: Sequence[int] | None = None,
     perm_x2: Sequence[int] | None = None,
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
+    **_: Any,
 ) -> Tensor:
     a, b, order = _permuted_sizes(input, weight, (perm_x1, perm_x2, perm_y))
     require(
@@ -321,10 +307,6 @@ def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "hal
     return (self * r1) + (_rotated(self, rotary_mode) * r2)
 
 
-def _fake_npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(self, dtype=dtype)
-
-
 def _save_npu_dtype_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.x_dtype = inputs[0].dtype
 
@@ -335,7 +317,6 @@ def _npu_dtype_cast_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | No
 
 @op(
     "npu::_npu_dtype_cast(Tensor self, ScalarType dtype) -> Tensor",
-    fake=_fake_npu_dtype_cast,
     gradient=Gradient(_save_npu_dtype_cast, _npu_dtype_cast_backward),
 )
 def npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,7 +342,7 @@ def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Ten
 
 @op(
     "npu::npu_scatter_nd_update_(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
-    fake=None,
+    is_composite=True,
 )
 def npu_scatter_nd_update_(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """`npu_scatter_nd_update` in place. torch traces through it: a graph shows its `index_put`."""

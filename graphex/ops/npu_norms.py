@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op
+from graphex.ops.definition import Gradient, op, part
 from graphex.ops.norms import check_residual, norm_gradients, residual_gradient, wide_dtype
 from graphex.ops.npu import npu_dynamic_quant, npu_quantize
 from graphex.torch_private.schemas import require
@@ -29,11 +29,6 @@ def _check_gamma(x: Tensor, gamma: Tensor) -> None:
 
 def _dims(gamma: Tensor) -> tuple[int, ...]:
     return tuple(range(-gamma.dim(), 0))
-
-
-def _fake_npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    _check_gamma(self, gamma)
-    return torch.empty_like(self), self.sum(_dims(gamma), keepdim=True, dtype=wide_dtype(self))
 
 
 def _save_npu_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -52,6 +47,12 @@ def _npu_rms_norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | No
     return None if grad_x is None else grad_x.to(x.dtype), grad_gamma, None
 
 
+def _fake_norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    _check_gamma(x, gamma)
+    return torch.empty_like(x), x.sum(_dims(gamma), keepdim=True, dtype=wide_dtype(x))
+
+
+@part(_fake_norm)
 def _norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     _check_gamma(x, gamma)
     x32 = x.to(wide_dtype(x))
@@ -64,7 +65,6 @@ def _norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) 
 
 @op(
     "npu::npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
-    fake=_fake_npu_rms_norm,
     gradient=Gradient(_save_npu_rms_norm, _npu_rms_norm_backward),
     kernel="norm.npu_rms_norm",
 )
@@ -75,14 +75,6 @@ def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Te
     y    = (self.to(float32) * rstd * gamma.to(float32)).to(self.dtype)
     """
     return _norm(self, gamma, epsilon)
-
-
-def _fake_npu_add_rms_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_residual(x1, x2)
-    total = x1 + x2
-    return (*_fake_npu_rms_norm(total, gamma, epsilon), total)
 
 
 def _save_npu_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -101,7 +93,6 @@ def _npu_add_rms_norm_backward(
 
 @op(
     "npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_npu_add_rms_norm,
     gradient=Gradient(_save_npu_add_rms_norm, _npu_add_rms_norm_backward),
     kernel="norm.npu_add_rms_norm",
 )
@@ -114,13 +105,6 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     check_residual(x1, x2)
     total = x1 + x2
     return (*_norm(total, gamma, epsilon), total)
-
-
-def _fake_npu_add_rms_norm_cast(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, rstd, total = _fake_npu_add_rms_norm(x1, x2, gamma, epsilon)
-    return torch.empty_like(y, dtype=torch.float32), y, rstd, total
 
 
 def _save_npu_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -137,7 +121,6 @@ def _npu_add_rms_norm_cast_backward(ctx: Any, grad32: Tensor | None, grad: Tenso
 @op(
     "npu::npu_add_rms_norm_cast(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_npu_add_rms_norm_cast,
     gradient=Gradient(_save_npu_add_rms_norm_cast, _npu_add_rms_norm_cast_backward),
     kernel="norm.npu_add_rms_norm_cast",
 )
@@ -149,32 +132,10 @@ def npu_add_rms_norm_cast(
     return y.to(torch.float32, copy=True), y, rstd, total
 
 
-def _fake_npu_add_rms_norm_quant(
-    x1: Tensor,
-    x2: Tensor,
-    gamma: Tensor,
-    scales1: Tensor,
-    zero_points1: Tensor | None,
-    beta: Tensor | None = None,
-    scales2: Tensor | None = None,
-    zero_points2: Tensor | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-6,
-    div_mode: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_residual(x1, x2)
-    _check_gamma(x1, gamma)
-    total = x1 + x2
-    q = torch.empty_like(total, dtype=torch.int8)
-    return q, q.new_empty(0) if scales2 is None else torch.empty_like(q), total
-
-
 @op(
     "npu::npu_add_rms_norm_quant(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1,"
     " Tensor? beta=None, Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, float epsilon=1e-06,"
     " bool div_mode=True) -> (Tensor, Tensor, Tensor)",
-    fake=_fake_npu_add_rms_norm_quant,
     kernel="norm_quant.npu_add_rms_norm_quant",
 )
 def npu_add_rms_norm_quant(
@@ -210,33 +171,10 @@ def wants(output_mask: list[bool] | tuple[bool, ...], smooth_scale2: Tensor | No
     return (output_mask[0], output_mask[1]) if len(output_mask) == 2 else (True, smooth_scale2 is not None)
 
 
-def _fake_npu_add_rms_norm_dynamic_quant(
-    x1: Tensor,
-    x2: Tensor,
-    gamma: Tensor,
-    *,
-    smooth_scale1: Tensor | None = None,
-    smooth_scale2: Tensor | None = None,
-    beta: Tensor | None = None,
-    epsilon: float = 1e-6,
-    output_mask: list[bool] | tuple[bool, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    check_residual(x1, x2)
-    _check_gamma(x1, gamma)
-    total = x1 + x2
-    parts = []
-    for wanted in wants(output_mask, smooth_scale2):
-        q = torch.empty_like(total, dtype=torch.int8) if wanted else total.new_empty(0, dtype=torch.int8)
-        parts.append((q, total.sum(-1, dtype=torch.float32) if wanted else total.new_empty(0, dtype=torch.float32)))
-    (y1, scale1), (y2, scale2) = parts
-    return y1, y2, total, scale1, scale2
-
-
 @op(
     "npu::npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None,"
     " Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=1e-06, bool[2] output_mask=[])"
     " -> (Tensor y1, Tensor y2, Tensor x_out, Tensor scale1, Tensor scale2)",
-    fake=_fake_npu_add_rms_norm_dynamic_quant,
     kernel="norm_quant.npu_add_rms_norm_dynamic_quant",
 )
 def npu_add_rms_norm_dynamic_quant(

@@ -4,6 +4,10 @@ per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
                         q = (x / s).round().clamp(-128, 127).to(int8)
 torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (1.0 / s)), -127, 127)
 SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
+
+After `dynamic_quant` and `static_quant` come the ops that end in one of them: norms, and silu(gate) * up. Each is the
+composition of two ops of this library and nothing else: the value between them is rounded to its type. Their keyword
+arguments are those of `dynamic_quant` and `static_quant`.
 """
 
 from __future__ import annotations
@@ -14,12 +18,9 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import op
-from graphex.ops.linears import check_gated, silu_mul
-from graphex.ops.norms import NORM, add_rms_norm, check_norm, check_residual, norm_dtype, rms_norm
+from graphex.ops.linears import silu_mul
+from graphex.ops.norms import NORM, add_rms_norm, rms_norm
 from graphex.torch_private.schemas import require
-
-# -- quant -------------------------------------------------------------------------------------------------------------
-
 
 RANGE = "float quant_min=-128.0, float quant_max=127.0, ScalarType? dtype=None, ScalarType? compute_dtype=None"
 DYNAMIC = (
@@ -48,20 +49,16 @@ def check_smooth(x: Tensor, smooth: Tensor | None) -> None:
         )
 
 
-def fake_dynamic_quant(
+def _fake_dynamic_quant(
     x: Tensor,
     smooth: Tensor | None = None,
     *,
-    divisor: float = 127.0,
-    min_amax: float = 0.0,
-    min_scale: float = 0.0,
     mode: str = "divide",
-    quant_min: float = -128.0,
-    quant_max: float = 127.0,
     dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype | None = None,
     keepdim: bool = True,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     check_mode(mode, ("divide", "reciprocal"))
     check_smooth(x, smooth)
@@ -71,7 +68,8 @@ def fake_dynamic_quant(
 
 @op(
     f"graphex::dynamic_quant(Tensor x, Tensor? smooth=None, *, {DYNAMIC}) -> (Tensor q, Tensor scale)",
-    fake=fake_dynamic_quant,
+    title="dynamic quantisation",
+    fake=_fake_dynamic_quant,
     kernel="quant.dynamic_quant",
 )
 def dynamic_quant(
@@ -132,17 +130,14 @@ def check_static(x: Tensor, scale: Tensor, zero_point: Tensor | None, mode: str)
             )
 
 
-def fake_static_quant(
+def _fake_static_quant(
     x: Tensor,
     scale: Tensor,
     zero_point: Tensor | None = None,
     *,
     mode: str = "divide",
-    zero_point_before_round: bool = False,
-    quant_min: float = -128.0,
-    quant_max: float = 127.0,
     dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype | None = None,
+    **_: Any,
 ) -> Tensor:
     check_static(x, scale, zero_point, mode)
     return torch.empty_like(x, dtype=dtype or torch.int8)
@@ -150,7 +145,8 @@ def fake_static_quant(
 
 @op(
     f"graphex::static_quant(Tensor x, Tensor scale, Tensor? zero_point=None, *, {STATIC}) -> Tensor",
-    fake=fake_static_quant,
+    title="static quantisation",
+    fake=_fake_static_quant,
     kernel="quant.static_quant",
 )
 def static_quant(
@@ -189,34 +185,9 @@ def static_quant(
     return (whole + zero_point).clamp(quant_min, quant_max).to(dtype)
 
 
-# -- fused_quant -------------------------------------------------------------------------------------------------------
-# What ends in a quantisation, as one op: the norms and silu(gate) * up.
-#
-# Each is the composition of two ops of this library and nothing else: the value between them is rounded to its type.
-# Keyword arguments are those of `dynamic_quant` and `static_quant`.
-
-
-def _fake_y(x: Tensor, weight: Tensor | None, cast_before_weight: bool) -> Tensor:
-    check_norm(x, weight)
-    return torch.empty_like(x, dtype=norm_dtype(x, weight, cast_before_weight))
-
-
-def _fake_rms_norm_dynamic_quant(
-    x: Tensor,
-    weight: Tensor | None,
-    smooth: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-    **quant: Any,
-) -> tuple[Tensor, Tensor]:
-    return fake_dynamic_quant(_fake_y(x, weight, cast_before_weight), smooth, **quant)
-
-
 @op(
     f"graphex::rms_norm_dynamic_quant(Tensor x, Tensor? weight, Tensor? smooth, {NORM}, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale)",
-    fake=_fake_rms_norm_dynamic_quant,
     kernel="norm_quant.rms_norm_dynamic_quant",
 )
 def rms_norm_dynamic_quant(
@@ -236,25 +207,9 @@ def rms_norm_dynamic_quant(
     return dynamic_quant(rms_norm(x, weight, eps, weight_offset, cast_before_weight)[0], smooth, **quant)
 
 
-def _fake_add_rms_norm_dynamic_quant(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    smooth: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-    **quant: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_residual(x1, x2)
-    total = x1 + x2
-    return (*fake_dynamic_quant(_fake_y(total, weight, cast_before_weight), smooth, **quant), total)
-
-
 @op(
     f"graphex::add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor? weight, Tensor? smooth, {NORM}, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale, Tensor sum)",
-    fake=_fake_add_rms_norm_dynamic_quant,
     kernel="norm_quant.add_rms_norm_dynamic_quant",
 )
 def add_rms_norm_dynamic_quant(
@@ -276,23 +231,9 @@ def add_rms_norm_dynamic_quant(
     return (*dynamic_quant(y, smooth, **quant), total)
 
 
-def _fake_rms_norm_static_quant(
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-    **quant: Any,
-) -> Tensor:
-    return fake_static_quant(_fake_y(x, weight, cast_before_weight), scale, zero_point, **quant)
-
-
 @op(
     f"graphex::rms_norm_static_quant(Tensor x, Tensor? weight, Tensor scale, Tensor? zero_point, {NORM}, *, {STATIC})"
     " -> Tensor",
-    fake=_fake_rms_norm_static_quant,
     kernel="norm_quant.rms_norm_static_quant",
 )
 def rms_norm_static_quant(
@@ -314,26 +255,9 @@ def rms_norm_static_quant(
     return static_quant(y, scale, zero_point, **quant)
 
 
-def _fake_add_rms_norm_static_quant(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-    **quant: Any,
-) -> tuple[Tensor, Tensor]:
-    check_residual(x1, x2)
-    total = x1 + x2
-    return fake_static_quant(_fake_y(total, weight, cast_before_weight), scale, zero_point, **quant), total
-
-
 @op(
     "graphex::add_rms_norm_static_quant(Tensor x1, Tensor x2, Tensor? weight, Tensor scale, Tensor? zero_point,"
     f" {NORM}, *, {STATIC}) -> (Tensor q, Tensor sum)",
-    fake=_fake_add_rms_norm_static_quant,
     kernel="norm_quant.add_rms_norm_static_quant",
 )
 def add_rms_norm_static_quant(
@@ -356,17 +280,9 @@ def add_rms_norm_static_quant(
     return static_quant(y, scale, zero_point, **quant), total
 
 
-def _fake_silu_mul_dynamic_quant(
-    gate: Tensor, up: Tensor, smooth: Tensor | None = None, **quant: Any
-) -> tuple[Tensor, Tensor]:
-    check_gated(gate, up)
-    return fake_dynamic_quant(torch.empty_like(gate), smooth, **quant)
-
-
 @op(
     f"graphex::silu_mul_dynamic_quant(Tensor gate, Tensor up, Tensor? smooth=None, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale)",
-    fake=_fake_silu_mul_dynamic_quant,
     kernel="quant.silu_mul_dynamic_quant",
 )
 def silu_mul_dynamic_quant(
@@ -376,17 +292,9 @@ def silu_mul_dynamic_quant(
     return dynamic_quant(silu_mul(gate, up), smooth, **quant)
 
 
-def _fake_silu_mul_static_quant(
-    gate: Tensor, up: Tensor, scale: Tensor, zero_point: Tensor | None = None, **quant: Any
-) -> Tensor:
-    check_gated(gate, up)
-    return fake_static_quant(torch.empty_like(gate), scale, zero_point, **quant)
-
-
 @op(
     f"graphex::silu_mul_static_quant(Tensor gate, Tensor up, Tensor scale, Tensor? zero_point=None, *, {STATIC})"
     " -> Tensor",
-    fake=_fake_silu_mul_static_quant,
     kernel="quant.silu_mul_static_quant",
 )
 def silu_mul_static_quant(

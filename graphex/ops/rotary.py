@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op
+from graphex.ops.definition import Gradient, op, part
 from graphex.torch_private.schemas import require
 
 
@@ -46,7 +46,7 @@ def halves(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return x[..., 0::2], x[..., 1::2], cos[..., :half], sin[..., :half]
 
 
-def fake_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def _fake_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     check_rotary(x, cos, sin, interleaved)
     if not interleaved:
         product = x * cos
@@ -97,7 +97,8 @@ def _rotary_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
 
 @op(
     "graphex::rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
-    fake=fake_rotary,
+    title="rotary embedding",
+    fake=_fake_rotary,
     gradient=Gradient(_save_rotary, _rotary_backward),
     kernel="rotary.rotary",
 )
@@ -115,10 +116,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         return (x * cos) + (rotate_half(x) * sin)
     a, b, c, s = halves(x, cos, sin)
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).contiguous()
-
-
-def _fake_rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    return fake_rotary(q, cos, sin, interleaved), fake_rotary(k, cos, sin, interleaved)
 
 
 def _save_rotary_qk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -143,7 +140,7 @@ def _rotary_qk_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 @op(
     "graphex::rotary_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q, Tensor k)",
-    fake=_fake_rotary_qk,
+    title="query and key rotary embedding",
     gradient=Gradient(_save_rotary_qk, _rotary_qk_backward),
     kernel="rotary.rotary_qk",
 )
@@ -174,23 +171,14 @@ def check_cache(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor,
         )
 
 
-def _fake_rotary_write_(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    dim: int = -2,
-    interleaved: bool = False,
-) -> None:
-    check_rotary(x, cos, sin, interleaved)
-    check_cache(x, torch.promote_types(x.dtype, cos.dtype), cache, positions, dim, "cache")
+@part(fake=lambda *_: None)
+def _write(cache: Tensor, dim: int, positions: Tensor, rows: Tensor) -> None:
+    cache.index_copy_(dim, positions, rows)
 
 
 @op(
     "graphex::rotary_write_(Tensor x, Tensor cos, Tensor sin, Tensor(a!) cache, Tensor positions, int dim=-2,"
     " bool interleaved=False) -> ()",
-    fake=_fake_rotary_write_,
     kernel="rotary.rotary_write_",
 )
 def rotary_write_(
@@ -211,30 +199,12 @@ def rotary_write_(
     """
     check_rotary(x, cos, sin, interleaved)
     check_cache(x, torch.promote_types(x.dtype, cos.dtype), cache, positions, dim, "cache")
-    cache.index_copy_(dim, positions, rotary(x, cos, sin, interleaved))
-
-
-def fake_rotary_qkv_write_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    dim: int = -2,
-    interleaved: bool = False,
-) -> Tensor:
-    _fake_rotary_write_(k, cos, sin, key_cache, positions, dim, interleaved)
-    check_cache(v, v.dtype, value_cache, positions, dim, "value_cache")
-    return fake_rotary(q, cos, sin, interleaved)
+    _write(cache, dim, positions, rotary(x, cos, sin, interleaved))
 
 
 @op(
     "graphex::rotary_qkv_write_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) key_cache,"
     " Tensor(b!) value_cache, Tensor positions, int dim=-2, bool interleaved=False) -> Tensor",
-    fake=fake_rotary_qkv_write_,
     kernel="rotary.rotary_qkv_write_",
 )
 def rotary_qkv_write_(
@@ -257,5 +227,5 @@ def rotary_qkv_write_(
     """
     rotary_write_(k, cos, sin, key_cache, positions, dim, interleaved)
     check_cache(v, v.dtype, value_cache, positions, dim, "value_cache")
-    value_cache.index_copy_(dim, positions, v)
+    _write(value_cache, dim, positions, v)
     return rotary(q, cos, sin, interleaved)

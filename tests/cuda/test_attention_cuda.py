@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import graphex
 from graphex.kernels import attention, tuning
-from graphex.kernels.attention import KIND, ways
+from graphex.kernels.attention import KIND, configs
 from graphex.ops import declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, job
 
@@ -69,7 +69,7 @@ def test_float32_is_left_to_torch():
 @torch.no_grad()
 def test_every_way_of_a_decode_step(batch, length, mask):
     of = job(batch=batch, group=4, heads=8, length=length, width=128, mask=mask, dtype=torch.bfloat16, device="cuda")
-    for way in ways(of, length):
+    for way in configs(of, length):
         assert_right(of, way.prepare(of)(of))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from graphex.kernels import linears, tuning
-from graphex.kernels.linears import Job, Library, likely, ways
+from graphex.kernels.linears import Job, Library, configs, likely
 from tests.harness.kernels.linears import check
 from tests.harness.processes import python
 
@@ -94,7 +94,7 @@ def test_every_tile_agrees_with_float64(rows, dtype):
     ]
     tuning.compile_all([candidate for each in jobs for candidate in linears.candidates(each).values()])
     for each in jobs:
-        for way in ways(each):
+        for way in configs(each):
             check(way, each)
 
 
@@ -190,7 +190,7 @@ def test_measuring_leaves_everything_as_it_was(rows, measuring, monkeypatch):
     assert torch.equal(generator, torch.cuda.get_rng_state())
     (choice,) = tuning.choices()
     assert choice.source == "measured"
-    assert set(choice.seconds) == {way.name for way in ways(each)}
+    assert set(choice.seconds) == {way.name for way in configs(each)}
     assert all(0 < seconds < 1e-2 for seconds in choice.seconds.values())
     assert torch.equal(call(each)[0], found[0])
     assert tuning.measured() == 1

@@ -12,12 +12,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import linears
-from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Job, Way
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Config, Job
 from tests.harness.kernels.hopper import MOST_SHARED, Compiler
 from tests.harness.kernels.linears import zeros_job
 
 
-def compiled(way: Way, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+def compiled(way: Config, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
     """The code of a way's product, and how much shared memory it needs."""
     compilers = {}
     for name in ("gemv_kernel", "skinny_kernel", "combine_kernel"):

@@ -15,20 +15,11 @@ from typing import Any
 
 from graphex.evidence.tables import size_text
 from graphex.fusion.rules import FUSIONS, names_of
+from graphex.ops.definition import title_of as op_title
 
 _TITLES = {
-    "lift_rms_norm": "RMSNorm",
-    "lift_rotary": "rotary embedding",
-    "lift_silu_mul": "silu(gate) * up",
-    "lift_embedding": "embedding",
-    "lift_attention": "attention",
     "lift_capped_attention": "soft-capped attention",
     "grouped_attention": "repeated keys and values",
-    "lift_dynamic_quant": "dynamic quantisation",
-    "lift_static_quant": "static quantisation",
-    "add_rms_norm": "residual add + RMSNorm",
-    "rotary_qk": "query and key rotary embedding",
-    "rotary_attention": "rotary embedding + attention",
 }
 _WRITES_INPUTS = "restore_input_writes"
 _MOST = 5  # sentences about one thing
@@ -46,7 +37,7 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
 
 def title_of(rule: str) -> str:
     """The usual name of the pattern that a rule fuses."""
-    return _TITLES.get(rule, rule)
+    return _TITLES.get(rule) or op_title(rule.removeprefix("lift_")) or rule
 
 
 def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention import Job, Way
+from graphex.kernels.attention import Config, Job
 from graphex.ops.attention import attention
 from tests.harness.kernels.compare import assert_close_to_reference
 
@@ -67,7 +67,7 @@ def job(
     return Job(query, key, value, masked, width**-0.5, is_causal, softcap)
 
 
-def check(way: Way, of: Job) -> None:
+def check(way: Config, of: Job) -> None:
     assert_right(of, way.prepare(of)(of))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphex.ops.definition import SPECS
+from graphex.ops.definition import SPECS, launcher_of
 from tests.harness.kernels.samples import Sample
 
 
@@ -24,10 +23,7 @@ def roundings(name: str, sample: Sample) -> int:
 
 def launcher(name: str) -> Callable[..., Any]:
     """The function that launches an op's kernel, whatever device the tensors are on."""
-    kernel = SPECS[name].kernel
-    assert kernel is not None
-    module, _, function = kernel.partition(".")
-    return getattr(importlib.import_module(f"graphex.kernels.{module}"), function)
+    return launcher_of(SPECS[name])
 
 
 def tensors(result: Any) -> list[Tensor]:

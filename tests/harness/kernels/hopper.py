@@ -43,7 +43,7 @@ class Compiler:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.arg_names = [name for name in kernel.arg_names if name != "CHAINED"]  # that is for the device to say
+        self.arg_names = [name for name in kernel.arg_names if name != "PDL"]  # that is for the device to say
         self.code: list[str] = []
         self.shared = 0  # bytes of shared memory that the largest of them needs
 
@@ -57,8 +57,8 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        if "CHAINED" in self.kernel.arg_names:
-            constants["CHAINED"] = True  # as on a Hopper GPU
+        if "PDL" in self.kernel.arg_names:
+            constants["PDL"] = True  # as on a Hopper GPU
         given = dict(zip(self.kernel.arg_names, args, strict=False)) | constants
         types: dict[str, object] = {}
         fixed: dict[tuple[int, ...], object] = {}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.kernels.linears import Job, Way
+from graphex.kernels.linears import Config, Job
 from graphex.ops.norms import weighted
 
 
@@ -38,7 +38,7 @@ def eager(job: Job) -> list[Tensor]:
     return results if job.residual is None else [job.residual + results[0]]
 
 
-def check(way: Way, job: Job, at_most: float = 2.0) -> None:
+def check(way: Config, job: Job, at_most: float = 2.0) -> None:
     """The results have at most twice the error of eager's, or half a unit in the last place of the largest."""
     found = way.prepare(job)(job)
     for mine, its, right in zip(found, eager(job), exact(job), strict=True):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import attention
-from graphex.kernels.attention import Tile, allowing, copied, description, ways
+from graphex.kernels.attention import Tile, allowing, configs, copied, description
 from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, check, job
@@ -113,7 +113,7 @@ def test_no_number_stays_no_number():
 
 def test_every_way_that_is_measured_is_right():
     of = job(group=4, heads=2, length=300, width=32, mask="prefix")
-    for way in ways(of, 512):
+    for way in configs(of, 512):
         check(way, of)
 
 

@@ -139,7 +139,7 @@ def test_every_layout_through_the_op():
 
 
 def test_where_torchs_attention_is_faster_the_two_ops_run(monkeypatch):
-    monkeypatch.setattr(rotary_attention, "chosen_way", lambda job: (Library(), True))
+    monkeypatch.setattr(rotary_attention, "chosen_config", lambda job: (Library(), True))
     check(through_the_op, step(group=2, heads=2, mask="prefix"))
 
 

@@ -1,6 +1,18 @@
-"""Several weights in one launch: blocks of rows are numbered through all of them, and a program finds its own.
+"""The kernels of linear layers.
 
-A gated pair of weights is different: a program has the same rows of both.
+    gemv_kernel       one row: each program multiplies some rows of a weight with x and sums along them
+    skinny_kernel     2 to 64 rows: matrix products that read the weights once, through the tensor cores
+    combine_kernel    adds the partial sums of a skinny_kernel that splits K
+
+Several weights share a launch: blocks of rows are numbered through all of them, and a program finds its own. GATED is
+different: a program has the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
+
+`gemv_kernel` reads the weights once and keeps them nowhere. It makes the norm or activation before the layer from x
+while it reads, and never rounds it: an RMSNorm scales the sums at the end, by the squares that were summed beside them.
+
+`skinny_kernel` has all rows as one tile, padded to BM, and each program multiplies them with BN rows of a weight. Where
+that would not fill the device, K is split: the partial sums of each part go to memory and are added in order. A norm or
+activation before the layers is a kernel of its own: made here, it would be made again by every program.
 """
 
 from __future__ import annotations
@@ -8,9 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import follow, let_next, row_start, silu
-
-# -- weights_kernel ----------------------------------------------------------------------------------------------------
+from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu
 
 
 @triton.jit
@@ -57,14 +67,6 @@ def gated(gate, up, biases, n, ok):
     return silu(gate, False) * up
 
 
-# -- gemv_kernel -------------------------------------------------------------------------------------------------------
-# Linear layers of one row: each program multiplies some rows of a weight with x and sums along them.
-#
-# The weights are read once and kept nowhere. The norm or activation before the layer is made from x while it is read,
-# and never rounded: an RMSNorm scales the sums at the end, by what the squares that were summed beside them say. GATED
-# multiplies with the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
-
-
 @triton.jit
 def _input(x, up, gain, offset, k, K, PROLOGUE: tl.constexpr, EVEN_K: tl.constexpr):
     """A part of the row that is multiplied, and of the row it is made from, in float32."""
@@ -109,9 +111,9 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
     n = block * BN + tl.arange(0, BN)
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
@@ -133,7 +135,7 @@ def gemv_kernel(
         if GATED:
             w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
             more_products += w.to(tl.float32) * value[None, :]
-    let_next(CHAINED)
+    pdl_launch(PDL)
     total = tl.sum(products, 1)
     up_total = tl.sum(more_products, 1)
     if PROLOGUE == "rms_norm":
@@ -151,17 +153,6 @@ def gemv_kernel(
             if residual is not None:
                 result += tl.load(residual + n, mask=ok, other=0.0).to(tl.float32)
             tl.store(outs[i] + n, result.to(outs[i].dtype.element_ty), mask=ok)
-
-
-# -- skinny_kernel -----------------------------------------------------------------------------------------------------
-# Linear layers of 2 to 64 rows: matrix products that read the weights once, through the tensor cores.
-#
-# All rows are one tile, padded to BM, and each program multiplies them with BN rows of a weight. Where that would not
-# fill the device, K is split: the partial sums of each part go to memory and `combine_kernel` adds them, in order.
-# GATED
-# multiplies with the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
-#
-# A norm or activation before the layers is a kernel of its own: made here, it would be made again by every program.
 
 
 @triton.jit
@@ -227,9 +218,9 @@ def skinny_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,  # of K, for each part of it
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CHAINED)
+    pdl_wait(PDL)
     # The tensor cores take 64 rows at a time from one side: of the weights where x has fewer.
     WEIGHT_FIRST: tl.constexpr = BM < 64
     block = tl.program_id(0)
@@ -260,7 +251,7 @@ def skinny_kernel(
         total = _product(w, a, total, WEIGHT_FIRST)
         if GATED:
             up_total = _product(read_weight(let_through + k, k < K, EVEN_K), a, up_total, WEIGHT_FIRST)
-    let_next(CHAINED)
+    pdl_launch(PDL)
     if WEIGHT_FIRST:
         total = tl.trans(total)
         up_total = tl.trans(up_total)
@@ -306,10 +297,10 @@ def combine_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     BN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The sum of the parts of some rows and one block of columns."""
-    follow(CHAINED)
+    pdl_wait(PDL)
     block = tl.program_id(0)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
     ok = row < rows
