@@ -91,7 +91,7 @@ class Verifying(Program):
         return None if self._settled is None else self._settled.replayed(args)
 
     def free(self) -> None:
-        self._program.free()
+        (self._settled or self._program).free()
 
     def _roll_back(self, gm: GraphModule) -> Program:
         if self._graph.functional is not None:

@@ -103,13 +103,7 @@ def _aot(
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
             nonlocal trains
             trains = trains or phase == "forward"
-            if phase != "forward":  # noted on the joint graph, before equal values were merged
-                note_program_writes(graph.graph, has_out=has_out, exact=phase == "inference")
-            _note_counted(graph)
-            static = static_input_indices() if phase != "backward" else ()
-            if phase == "inference":
-                _note_regenerated(graph)
-            return compile_graph(graph, inputs, compilation, phase, static).program
+            return _compiled(graph, inputs, compilation, phase, has_out=has_out)
 
         return compile_phase
 
@@ -134,6 +128,18 @@ def _aot(
     if len(bypasses) == 1:
         return bypasses[0].around(compiled)
     return _with_tangents(compiled, gm, compilation) if trains else compiled
+
+
+def _compiled(
+    gm: GraphModule, inputs: Sequence[Any], compilation: Compilation, phase: str, *, has_out: bool
+) -> Program:
+    """One graph of AOTAutograd's, with notes on what only AOTAutograd knows at this moment."""
+    if phase != "forward":  # noted on the joint graph, before equal values were merged
+        note_program_writes(gm.graph, has_out=has_out, exact=phase == "inference")
+    _note_counted(gm)
+    if phase == "inference":
+        _note_regenerated(gm)
+    return compile_graph(gm, inputs, compilation, phase, static_input_indices() if phase != "backward" else ()).program
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:

@@ -24,7 +24,7 @@ from graphex.torch_private.symbolic import is_traceable_wrapper_subclass, pytree
 
 Pick = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Any]
 
-# What may stand in a result: tensors, and what is the same in every call. In other objects there may be tensors.
+# The leaves that a result may have: tensors, and values that are the same in every call. Others may hold tensors.
 _PLAIN = (Tensor, int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
 
 
@@ -32,7 +32,7 @@ class Replayer:
     """Replays one call of a compiled model. No guard is checked: the inputs must fit the call it was made for."""
 
     def __init__(self, ran: Ran, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """`result` is what the model made of the graph's results."""
+        """`result` is the model's result, made of the graph's results."""
         given, self._form = pytree.tree_flatten((args, kwargs))
         wanted, self._spec = pytree.tree_flatten(result)
         if any(map(is_traceable_wrapper_subclass, (*given, *wanted))):
@@ -40,7 +40,7 @@ class Replayer:
         self._program, self._inputs, self._given, self._names = ran.program, tuple(ran.args), given, list(kwargs)
         self._replayed = ran.program.replayed
         self._fixed = [(place, leaf) for place, leaf in enumerate(given) if not isinstance(leaf, Tensor)]
-        self._twins = _twins(given)
+        self._duplicates = _duplicates(given)
         where = {id(leaf): number for number, leaf in enumerate(given) if isinstance(leaf, Tensor)}
         self._places = {place: where[id(value)] for place, value in enumerate(ran.args) if id(value) in where}
         self._joined = _shares_an_input(given, where, ran.args)
@@ -89,8 +89,8 @@ class Replayer:
                 raise InputError(
                     f"this replayer was made for {value!r}, {leaves[place]!r} was given; make another one."
                 )
-        for place, twin in self._twins:
-            if leaves[place] is not leaves[twin]:
+        for place, other in self._duplicates:
+            if leaves[place] is not leaves[other]:
                 raise InputError("this replayer was made with one tensor for two arguments, and was given two.")
         inputs = list(self._inputs)
         for place, leaf in self._places.items():
@@ -101,7 +101,7 @@ class Replayer:
 
 
 def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replayer:
-    """A callable that replays `compiled(*args, **kwargs)`, for those who guarantee their inputs.
+    """A callable that replays `compiled(*args, **kwargs)`, for callers that guarantee their inputs.
 
     Neither Dynamo's guards nor AOTAutograd's wrapper run: sizes, types and devices must be those of `args`. Addresses
     are still looked at, and arguments that are no tensors must be the same. What making it writes to inputs is undone.
@@ -125,7 +125,7 @@ def replayer(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Replaye
 
 
 def _why_no_graph(found: Journal, *, none_ran: bool) -> str:
-    """What the journal knows of what was not captured, and a way out where it is the device."""
+    """The journal's reasons why a graph was not captured, and a way out where the device has no graphs."""
     if reasons := "; ".join(dict.fromkeys(record.reason for record in found.fallbacks)):
         return f" ({reasons})"
     devices = [set(map(torch.device, graph.devices)) for graph in found.graphs]
@@ -139,16 +139,16 @@ def _why_no_graph(found: Journal, *, none_ran: bool) -> str:
 
 
 def _is_same(found: Any, made_for: Any) -> bool:
-    """What is no tensor went into the graph as it was; of an object nobody knows what in it did."""
+    """Whether an argument that is no tensor is as it was traced: an equal number or text, or the very same object."""
     plain = isinstance(made_for, (int, float, complex, str, bytes))
     return found is made_for or (plain and type(found) is type(made_for) and bool(found == made_for))
 
 
-def _twins(given: list[Any]) -> list[tuple[int, int]]:
+def _duplicates(given: list[Any]) -> list[tuple[int, int]]:
     """Places of arguments at which the same tensor stands: the graph has one input for both."""
     first: dict[int, int] = {}
     found = [(place, first.setdefault(id(leaf), place)) for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
-    return [(place, twin) for place, twin in found if place != twin]
+    return [(place, other) for place, other in found if place != other]
 
 
 def _shares_an_input(given: list[Any], where: dict[int, int], inputs: Sequence[Any]) -> bool:

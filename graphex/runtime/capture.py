@@ -29,7 +29,16 @@ from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
 from graphex.runtime.captured_graph import CapturedGraph, PieceInputs, Plan, Pool, Slot, Store, capture_graph, pool_for
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import FastReplay, Finish, ReplayBody, ReplayGuards, make_guard, make_replay, picker
+from graphex.runtime.fast_replay import (
+    FastReplay,
+    Finish,
+    Picker,
+    ReplayBody,
+    ReplayGuards,
+    make_guard,
+    make_replay,
+    picker,
+)
 from graphex.runtime.keys import Key, KeyReader, host_outputs
 from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
@@ -70,10 +79,8 @@ class CapturedProgram(program.GraphProgram):
         plan = self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, from_pieces)
         super().__init__([*plan.written, *plan.moving])
         known = counts(gm) if from_pieces is None else {}  # the program around all pieces counts writes to its inputs
-        self._count_in_call, self._count_alone = (
-            picker(places) if (places := repeated(plan.written, known, elsewhere=elsewhere)) else None
-            for elsewhere in (True, False)
-        )
+        self._count_in_call = _counting(repeated(plan.written, known, elsewhere=True))
+        self._count_alone = _counting(repeated(plan.written, known, elsewhere=False))
         self._key = KeyReader(gm, aliases, device)
         self._guards = ReplayGuards(device, self._key.switches)
         self._pool = pool or pool_for(device, config.use_graph_pool)
@@ -300,6 +307,10 @@ class CapturedProgram(program.GraphProgram):
             return _without_modes(run, args)
         with torch.profiler.record_function(self._label):
             return _without_modes(run, args)
+
+
+def _counting(places: list[int]) -> Picker | None:
+    return picker(places) if places else None
 
 
 def _without_modes(run: ReplayBody, args: Sequence[Any]) -> Any:

@@ -316,12 +316,12 @@ def _alone_in_their_memory(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
     starts = {index: args[index].data_ptr() for index in (*plan.by_address, *plan.plain)}
     spans = sorted((start, start + bytes_of(args[index]), index) for index, start in starts.items())
     shared: set[int] = set()
-    furthest, whose = 0, -1
+    furthest, owner = 0, -1
     for start, end, index in spans:
         if start < min(furthest, end):
-            shared |= {index, whose}
+            shared |= {index, owner}
         if end > furthest:
-            furthest, whose = end, index
+            furthest, owner = end, index
     return frozenset(plan.plain) - shared
 
 

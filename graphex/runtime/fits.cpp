@@ -91,7 +91,7 @@ static PyObject* fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (!begin_at(args, there, Places(given[2], PyBytes_AS_STRING(given[3])))) Py_RETURN_FALSE;
     const int answered = are_answered(given[0], given[1]);
     if (answered < 0) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // somebody wants to stop the program
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // such as KeyboardInterrupt
         PyErr_Clear();
     }
     return PyBool_FromLong(answered == 1);
