@@ -152,7 +152,7 @@ class Device:
         return None
 
     def stream_lasts(self) -> bool:
-        """Whether the current stream is torch's own, which nobody can destroy."""
+        """Whether the current stream is torch's own, which a program cannot destroy."""
         return True
 
     def can_capture_on(self, stream: Any) -> bool:
@@ -163,7 +163,7 @@ class Device:
         """Let the current stream wait for what has been given to another one, named by `stream()` there."""
 
     def is_capturing(self) -> bool:
-        """Whether somebody else is capturing the current stream. Asked in every call, as `stream` is."""
+        """Whether the current stream is being captured by other code. Asked in every call, as `stream` is."""
         return False
 
     def seconds(self, run: Callable[[], Any]) -> float:

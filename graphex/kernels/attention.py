@@ -69,7 +69,7 @@ class Job(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many keys count: causal positions are from the beginning, and those after the last query are nobody's."""
+        """How many keys count: causal positions are from the beginning, and no query attends beyond its own."""
         length, positions = self.key.shape[2], self.query.shape[2]
         return min(length, positions) if self.is_causal else length
 

@@ -50,7 +50,7 @@ def own_weight(block, weights, sizes, strides, BN: tl.constexpr, GATED: tl.const
 
 @triton.jit
 def read_weight(pointers, ok, EVEN_K: tl.constexpr):
-    """A tile that nobody reads again."""
+    """A tile that is read once."""
     if EVEN_K:
         return tl.load(pointers, eviction_policy="evict_first")
     else:

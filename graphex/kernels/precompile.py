@@ -2,7 +2,7 @@
 
     graph:   y = rms_norm_linears(x, ...); a = attention(q, ...); z = rms_norm_linears(y, ...)
 
-    ahead:   each distinct call goes through its launcher with fake tensors of the traced sizes, which launches nothing
+    here:    each distinct call goes through its launcher with fake tensors of the traced sizes, which launches nothing
 
 A launcher chooses as it will in the call, from what is known; where it will measure, all candidates are compiled.
 Symbolic sizes are taken as they were when the graph was traced.
@@ -107,7 +107,7 @@ def _compiled(calls: dict[Call, int], threads: int) -> Precompiled:
 
 
 def _is_quick(call: Call) -> bool:
-    """What takes longest to compile comes first: nobody waits for the others then."""
+    """The ops that take longest to compile come first: the others are done by the time they are."""
     return call.op not in SLOW
 
 
@@ -119,7 +119,7 @@ def distinct_calls(graph: Graph) -> dict[Call, int]:
 
 
 def _call_of(node: Node) -> Call | None:
-    """None for what has no kernel, or whose sizes are not known before it runs."""
+    """None for a node without a kernel, or with sizes that are not known before it runs."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     name = node.target.name().partition(".")[0]

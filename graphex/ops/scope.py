@@ -74,7 +74,7 @@ def _define() -> None:
         ops = {**LEXICAL, **PLACED} if namespace == "graphex" else LEXICAL
         for name, (signature, run) in ops.items():
             if hasattr(getattr(torch.ops, namespace), name):
-                continue  # somebody else's, with the same meaning
+                continue  # of another package, with the same meaning
             library.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
             library.impl(name, run, "CompositeExplicitAutograd")
             fake = _moment if run is _moment else _nothing
