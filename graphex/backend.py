@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.config import CompilerConfig, config_from
-from graphex.debug.history import Film, readable_path
+from graphex.debug.history import GraphHistory, readable_path
 from graphex.device import kernel_runtime
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
@@ -170,8 +170,8 @@ def _compile(
     compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
     if kernel_runtime() is not None:
         get_ready_meanwhile(journal)
-    if journal.film is not None:
-        journal.film.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
+    if journal.history is not None:
+        journal.history.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
     if compilation.files.wanted:
         compilation.files.text("dynamo_out_graph.txt", gm.print_readable(print_output=False))
     compile_it = partial(compile_with_aot, compilation=compilation, custom_decompositions=custom_decompositions)
@@ -211,8 +211,8 @@ def _begin(
     config = _noted(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory())
-    if files.directory is not None and journal.film is None:
-        journal.film = Film()
+    if files.directory is not None and journal.history is None:
+        journal.history = GraphHistory()
     return Compilation(config, journal, dynamo.compile_id(), custom or {}, files, is_whole)
 
 
@@ -236,7 +236,7 @@ def watching(
 
     with watching() as watch:
         runpy.run_path("model.py")
-    watch.journals                     # one for each thing that was compiled, with its film
+    watch.journals                     # one for each thing that was compiled, with its history
     """
     watch = Watch(config_from(options).given(), on_compile)
     _watches.append(watch)
@@ -251,8 +251,8 @@ def _noted(config: CompilerConfig, journal: Journal) -> CompilerConfig:
     for watch in tuple(_watches):
         if not any(known is journal for known in watch.journals):
             watch.journals.append(journal)
-        if journal.film is None:
-            journal.film = Film()
+        if journal.history is None:
+            journal.history = GraphHistory()
         if watch.options:
             config = config_from(config)
             config.update(watch.options)

@@ -40,12 +40,12 @@ def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dic
 
     Besides values these are uses of one memory, everything with an effect the graph does not show, and writes that
     the caller sees where something raises. `events`: nodes that order streams keep their place among the effects;
-    without it they are left out, for a caller that knows what each of them orders (`keep_turns`).
+    without it they are left out, for a caller that knows what each of them orders (`keep_epochs`).
     """
     before = {node: set(node.all_input_nodes) for node in graph.nodes}
     last_effect: Node | None = None
     for node in graph.nodes:
-        if keeps_its_turn(node) or (events and synchronisation(node) is not None):
+        if has_hidden_effect(node) or (events and synchronisation(node) is not None):
             if last_effect is not None:
                 before[node].add(last_effect)
             last_effect = node
@@ -98,7 +98,7 @@ def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, No
             raising.append(node)
 
 
-def keeps_its_turn(node: Node) -> bool:
+def has_hidden_effect(node: Node) -> bool:
     """Whether the node has an effect besides writing to memory that it says it writes to."""
     if node.op in ("placeholder", "output") or not is_effectful(node) or synchronisation(node) is not None:
         return False
@@ -111,7 +111,7 @@ def keeps_its_turn(node: Node) -> bool:
 EPOCH = "graphex_epoch"
 
 
-def turn_of(node: Node) -> int | None:
+def epoch_of(node: Node) -> int | None:
     epoch: int | None = node.meta.get(EPOCH)
     return epoch
 
@@ -133,7 +133,7 @@ def in_epoch_order(graph: Graph, barriers: frozenset[Node] = frozenset()) -> lis
 
 def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> dict[Node, set[Node]]:
     before = dependencies(graph, Aliases(graph))
-    keep_turns(nodes, before)
+    keep_epochs(nodes, before)
     first = graph.find_nodes(op="placeholder")
     barrier: Node | None = None
     since: list[Node] = []
@@ -151,7 +151,7 @@ def _constraints(nodes: list[Node], graph: Graph, barriers: frozenset[Node]) -> 
     return before
 
 
-def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
+def keep_epochs(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
     """Add to `before` the edges of epochs: a node follows the event of its epoch, and the next event of its stream
     follows the node. Events without an epoch were added for values and memory, which have their edges already.
     """
@@ -174,7 +174,7 @@ def keep_turns(nodes: list[Node], before: dict[Node, set[Node]]) -> None:
         for number, following in pairwise(numbers):
             before[events[stream][following]].add(events[stream][number])
     for node in nodes:
-        epoch, numbers = turn_of(node), epochs.get(placement(node), [])
+        epoch, numbers = epoch_of(node), epochs.get(placement(node), [])
         if epoch is None or not is_work(node):
             continue
         place = bisect_right(numbers, epoch)

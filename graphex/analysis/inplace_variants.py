@@ -44,7 +44,7 @@ SAME_BITS = frozenset(
 
 
 @cache
-def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
+def inplace_variant(target: Any) -> torch._ops.OpOverload | None:
     """`index_copy` -> `index_copy_`: the overload that takes the same arguments and writes its result to the first."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -55,13 +55,17 @@ def in_place_twin(target: Any) -> torch._ops.OpOverload | None:
 @cache
 def has_unproven_variant(target: Any) -> bool:
     """Whether there is an overload that would write the result to the first argument, but perhaps other bits."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or in_place_twin(target) is not None:
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or target.namespace != "aten"
+        or inplace_variant(target) is not None
+    ):
         return False
     return _variant_by_schema(target) is not None
 
 
 @cache
-def functional_twin(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_variant(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """`gelu_` -> `gelu`: the overload that makes a new tensor of what this one writes to its first argument."""
     name = target._schema.name.removeprefix("aten::")
     if target.namespace != "aten" or not name.endswith("_"):

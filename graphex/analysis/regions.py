@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.asynchronous import is_wait, launch_of, who_may_keep
 from graphex.analysis.contract import RegionContract
-from graphex.analysis.dependencies import keeps_its_turn
+from graphex.analysis.dependencies import has_hidden_effect
 from graphex.analysis.effects import is_work, synchronisation
 from graphex.analysis.memory import bytes_of, predicted_peak
 from graphex.analysis.program import can_raise
@@ -62,7 +62,7 @@ def _why_none(node: Node, aliases: Aliases) -> str:
         return f"the constant '{node.target}' is written or returned" if is_shared else ""
     if not node.op.startswith("call"):
         return ""
-    if keeps_its_turn(node):
+    if has_hidden_effect(node):
         return f"'{node.name}' has an effect besides what it writes"
     if synchronisation(node) is not None:
         return f"'{node.name}' orders streams"

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis.effects import is_random, node_leaves, operator_of, written_arguments
 from graphex.analysis.graphs import argument
-from graphex.analysis.inplace_variants import functional_twin
+from graphex.analysis.inplace_variants import functional_variant
 from graphex.analysis.shapes import canonical_dim, known_equal
 from graphex.ops import SPECS
 from graphex.torch_private.symbolic import free_symbols, multiple_of
@@ -154,7 +154,7 @@ def _besides_sizes(node: Node, op: torch._ops.OpOverload) -> Sequence[Any]:
 
 def _is_pointwise(op: torch._ops.OpOverload) -> bool:
     """torch has marked every functional op that is; some in-place ones, such as `gelu_`, it has forgotten."""
-    forms = (op, functional_twin(op))
+    forms = (op, functional_variant(op))
     return op.overloadpacket in POINTWISE or any(torch.Tag.pointwise in form.tags for form in forms if form is not None)
 
 

@@ -158,7 +158,7 @@ class Snapshots:
         self.taken.append(snapshot)
 
 
-class Film:
+class GraphHistory:
     """The snapshots of every graph of a journal, by the graph's name."""
 
     def __init__(self) -> None:

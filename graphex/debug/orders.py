@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from graphex.analysis import Aliases, placement
-from graphex.analysis.dependencies import keeps_its_turn
+from graphex.analysis.dependencies import has_hidden_effect
 from graphex.analysis.effects import is_work, synchronisation
 from graphex.analysis.happens_before import Stream
 from graphex.analysis.memory import frees
@@ -174,7 +174,7 @@ def _steps(gm: GraphModule) -> Iterator[Step]:
         if (sync := synchronisation(node)) is not None:
             yield Step(sync.stream, sync.kind, node, sync.what)
         elif is_work(node):
-            yield Step(placement(node), "run", node, in_order=keeps_its_turn(node))
+            yield Step(placement(node), "run", node, in_order=has_hidden_effect(node))
         for value in free.get(node, ()):
             for storage in aliases.storages(value):
                 names[storage] -= 1

@@ -7,9 +7,9 @@ Read `base.py` first: the interface, and the table `KINDS` of device types. `gpu
 from graphex.device.base import (
     Cores,
     Device,
-    Lanes,
     OneStream,
     Replay,
+    StreamSet,
     device_of,
     kernel_runtime,
     runs_kernels,
@@ -21,9 +21,9 @@ from graphex.device.base import (
 __all__ = [
     "Cores",
     "Device",
-    "Lanes",
     "OneStream",
     "Replay",
+    "StreamSet",
     "device_of",
     "kernel_runtime",
     "runs_kernels",

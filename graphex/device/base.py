@@ -1,7 +1,7 @@
 """The interface a device gives to the runtime. A device without graphs needs nothing but a name.
 
 StreamPlan     the streams of a finished graph, as the passes leave them on its output node
-Lanes          the streams and events that the code of such a graph calls; OneStream does nothing
+StreamSet          the streams and events that the code of such a graph calls; OneStream does nothing
 Device         everything else: captures, streams, cores, times, memory
 KINDS          the table of device types; `device_of` chooses the device of a graph by it
 """
@@ -54,7 +54,7 @@ def stream_plan(graph: Graph) -> StreamPlan | None:
 Boxed = Callable[[list[Any]], Any]
 
 
-class Lanes(ABC):
+class StreamSet(ABC):
     """The streams and events of one compiled graph, made once and used by every call. None is the current stream."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Lanes(ABC):
 
 
 class OneStream:
-    """The calls of `Lanes` in scripts that show a graph with several streams. They run on one: its order is right."""
+    """The calls of `StreamSet` in scripts that show a graph with several streams. They run on one: its order is right."""
 
     @staticmethod
     def enter(stream: str | None, cores: int | None = None) -> None: ...
@@ -110,7 +110,7 @@ class Cores(NamedTuple):
 class Device:
     name = "cpu"
     captures = False
-    has_lanes = False  # whether `lanes` gives any
+    has_streams = False  # whether `lanes` gives any
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -127,7 +127,7 @@ class Device:
         """Whether a (fake) tensor is in the device's memory, and not in the host's."""
         return True
 
-    def lanes(self, plan: StreamPlan) -> Lanes | None:
+    def lanes(self, plan: StreamPlan) -> StreamSet | None:
         """Streams for a graph; None where there is but one, on which the order of the graph is right too."""
         return None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from graphex.device.base import Boxed, Device, Lanes, Replay, StreamPlan
+from graphex.device.base import Boxed, Device, Replay, StreamPlan, StreamSet
 from graphex.env import collector_paused
 from graphex.errors import CaptureError
 from graphex.torch_private.cuda import part_of_device
@@ -52,7 +52,7 @@ class GpuDevice(Device):
     """A device whose `runtime` is `torch.cuda` or has the same names."""
 
     captures = True
-    has_lanes = True
+    has_streams = True
 
     def __init__(self, device: torch.device, runtime: Any, graph: Callable[[], Any]) -> None:
         self.name = str(device)
@@ -123,7 +123,7 @@ class GpuDevice(Device):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type
 
-    def lanes(self, plan: StreamPlan) -> Lanes:
+    def lanes(self, plan: StreamPlan) -> StreamSet:
         return GpuStreams(self.runtime, self._device, plan)
 
     def current_stream(self) -> Any:
@@ -155,7 +155,7 @@ def no_other_capture(patience: float) -> Iterator[bool]:
             _one_at_a_time.release()
 
 
-class GpuStreams(Lanes):
+class GpuStreams(StreamSet):
     """Made at the first call, which is never a capture. One call at a time gives out its work."""
 
     def __init__(self, runtime: Any, device: torch.device, plan: StreamPlan) -> None:

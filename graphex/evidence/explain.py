@@ -21,7 +21,7 @@ import torch
 
 from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
 from graphex.backend import get_backend
-from graphex.debug.history import Film
+from graphex.debug.history import GraphHistory
 from graphex.debug.tensors import clone_together, is_plain
 from graphex.debug.verify import RandomState
 from graphex.env import path_of_rank, write_named
@@ -200,7 +200,7 @@ def explain(
     _check(model, args, kwargs, calls)
     model = getattr(model, "_orig_mod", model)
     backend = get_backend(options)
-    backend.journal.film = Film()
+    backend.journal.history = GraphHistory()
     compiled = torch.compile(model, backend=backend)
     subject = _Subject(model, (tuple(args), dict(kwargs or {})))
     eager, eager_outputs = subject.call(model)
@@ -211,7 +211,7 @@ def explain(
             found = compare(seen, eager)
             if not number or _is_worse(found, worst):
                 worst, outputs = found, result
-    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.film))
+    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
     return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
 
 
@@ -305,9 +305,9 @@ def _is_worse(found: Comparison, known: Comparison) -> bool:
     return order[0] > order[1] or len(found.differences) > len(known.differences)
 
 
-def _kept_by_custom_ops(film: Film) -> tuple[NotCompared, ...]:
+def _kept_by_custom_ops(history: GraphHistory) -> tuple[NotCompared, ...]:
     """The ops of the graphs that neither torch nor graphex defines: the state inside of one is not compared."""
-    calls = {facts for snapshots in film.graphs.values() for facts in snapshots.nodes if facts.op == "call_function"}
+    calls = {facts for snapshots in history.graphs.values() for facts in snapshots.nodes if facts.op == "call_function"}
     named = [_OP.match(facts.args if _WRAPPER in facts.target else facts.target) for facts in calls]
     custom = sorted({found[0] for found in named if found and found[1] not in _KNOWN})
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)

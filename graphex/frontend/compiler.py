@@ -84,10 +84,10 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     runtime = kernel_runtime()
     if runtime is None or not has_triton() or runtime.is_current_stream_capturing():
         return
-    from graphex.kernels.precompile import compile_ahead
+    from graphex.kernels.precompile import precompile_kernels
 
     wait_for_triton()
-    ahead = compile_ahead(graph)
+    ahead = precompile_kernels(graph)
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
         kernels = tuple(dict.fromkeys(each.seen.kernels))

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
-from graphex.analysis.dependencies import turn_of
+from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_kernel
 from graphex.analysis.source import text_of
 from graphex.errors import RuleError
@@ -226,8 +226,8 @@ def _streams(nodes: list[Node]) -> Refusal | None:
     if (other := next((node for node in kernels if placement(node) != placement(first)), None)) is not None:
         said = f"'{first.name}' and '{other.name}' run on different streams"
         return Refusal(said, other, "put them on one stream")
-    timed = [node for node in kernels if turn_of(node) is not None]
-    if (other := next((node for node in timed if turn_of(node) != turn_of(timed[0])), None)) is not None:
+    timed = [node for node in kernels if epoch_of(node) is not None]
+    if (other := next((node for node in timed if epoch_of(node) != epoch_of(timed[0])), None)) is not None:
         said = f"their stream records or waits between '{timed[0].name}' and '{other.name}'"
         return Refusal(said, other, "record or wait before or behind both of them")
     return None

@@ -79,7 +79,7 @@ class Precompiled:
     tried_again: list[Exception] = field(default_factory=list)
 
 
-def compile_ahead(graph: Graph) -> Precompiled:
+def precompile_kernels(graph: Graph) -> Precompiled:
     """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
     calls = distinct_calls(graph)
     made = _compiled(calls, MOST_THREADS) if calls else Precompiled()

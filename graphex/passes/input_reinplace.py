@@ -25,7 +25,7 @@ from torch.fx import Node, map_arg
 from graphex.analysis import Aliases, known_equal, node_line, same_layout, written_arguments
 from graphex.analysis.aliasing import Storage, shares_offset_with
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
-from graphex.analysis.inplace_variants import has_unproven_variant, in_place_twin
+from graphex.analysis.inplace_variants import has_unproven_variant, inplace_variant
 from graphex.analysis.memory import bytes_of, unordered
 from graphex.analysis.program import NO_WRITES, writes_to
 from graphex.analysis.shapes import same_offset
@@ -410,7 +410,7 @@ def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
 
 def _write(work: Work, target: Node, made: Place) -> None:
     step = made.node
-    variant = in_place_twin(step.target)
+    variant = inplace_variant(step.target)
     if reinplace.updated_argument(step) is not None:
         reinplace.write_directly(step, target)
     elif step.target is operator.getitem:

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line, placement
-from graphex.analysis.dependencies import EPOCH, in_epoch_order, turn_of
+from graphex.analysis.dependencies import EPOCH, epoch_of, in_epoch_order
 from graphex.analysis.effects import CURRENT, is_work, operator_of, placed_events
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES, PRIORITY
@@ -330,6 +330,6 @@ def _number(work: Work) -> None:
             stream = events[node].stream
             epochs[stream] += 1
             node.args = (*node.args[:2], epochs[stream])
-        elif is_work(node) and turn_of(node) != epochs[placement(node)]:
+        elif is_work(node) and epoch_of(node) != epochs[placement(node)]:
             node.meta[EPOCH] = epochs[placement(node)]
             work.changes += 1

@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import is_random, same_layout
-from graphex.analysis.inplace_variants import DeclaredVariant, declared_variant, in_place_twin
+from graphex.analysis.inplace_variants import DeclaredVariant, declared_variant, inplace_variant
 from graphex.analysis.memory import bytes_of, why_not_reusable
 from graphex.analysis.shapes import known_contiguous
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
@@ -213,7 +213,7 @@ class ReuseDeadMemory(GraphPass):
                 self._reuse_first_argument(work, node)
 
     def _reuse_first_argument(self, work: Work, node: Node) -> None:
-        variant = in_place_twin(node.target)
+        variant = inplace_variant(node.target)
         if variant is None or not node.args or not isinstance(node.args[0], Node):
             return
         dead = node.args[0]

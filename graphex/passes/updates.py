@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.inplace_variants import declared_variant, in_place_twin
+from graphex.analysis.inplace_variants import declared_variant, inplace_variant
 from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
@@ -151,7 +151,7 @@ def updated(step: Node, *, declared: bool) -> Any:
 
 
 def _updated_by_variant(step: Node) -> Any:
-    return step.args[0] if step.args and in_place_twin(step.target) is not None else None
+    return step.args[0] if step.args and inplace_variant(step.target) is not None else None
 
 
 def _trace(

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import known_equal, placement
-from graphex.analysis.dependencies import EPOCH, turn_of
+from graphex.analysis.dependencies import EPOCH, epoch_of
 from graphex.analysis.effects import is_work
 from graphex.analysis.source import ORIGINS, value_key
 from graphex.errors import PassError
@@ -191,7 +191,7 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
     streams = {placement(old) for old in kernels}
     if len(streams) == 1 and placement(node) is None and (stream := streams.pop()) is not None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
-    epochs = {turn_of(old) for old in kernels}
+    epochs = {epoch_of(old) for old in kernels}
     if len(epochs) == 1 and (epoch := epochs.pop()) is not None:
         node.meta.setdefault(EPOCH, epoch)
 

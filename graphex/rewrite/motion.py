@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from graphex.analysis import is_effectful, node_line, placement, written_arguments
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.dependencies import turn_of
+from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_work, operator_of
 from graphex.ops.scope import CORES
 from graphex.rewrite.base import Refusal, Work
@@ -136,7 +136,7 @@ def bring_before(node: Node, place: Node) -> None:
 
 def where(node: Node) -> Hashable:
     """The stream, its epoch and the core limits under which a node runs."""
-    return repr(placement(node)), turn_of(node), repr((node.meta.get("custom") or {}).get(CORES))
+    return repr(placement(node)), epoch_of(node), repr((node.meta.get("custom") or {}).get(CORES))
 
 
 def elsewhere(one: Node, other: Node) -> Refusal | None:
@@ -145,7 +145,7 @@ def elsewhere(one: Node, other: Node) -> Refusal | None:
         return None
     if placement(one) != placement(other):
         return Refusal(f"'{one.name}' and '{other.name}' run on different streams", other)
-    if turn_of(one) != turn_of(other):
+    if epoch_of(one) != epoch_of(other):
         return Refusal(f"their stream records or waits between '{one.name}' and '{other.name}'", other)
     return Refusal(f"'{one.name}' and '{other.name}' have different limits of cores", other)
 

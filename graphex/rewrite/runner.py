@@ -294,12 +294,12 @@ class Runner:
     def _take_picture(self) -> None:
         """For a report, where one was asked for. What goes wrong with it costs the report, not the compilation."""
         journal = self.compilation.journal
-        if journal.film is None:
+        if journal.history is None:
             return
         try:
-            journal.film.take(self.compilation.compile_id, self.graph_name, self.gm.graph, self.aliases)
+            journal.history.take(self.compilation.compile_id, self.graph_name, self.gm.graph, self.aliases)
         except Exception as error:
-            journal.film = None
+            journal.history = None
             self.compilation.fall_back(self.graph_name, "reports are without graphs", error)
 
 

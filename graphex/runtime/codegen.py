@@ -39,7 +39,7 @@ from graphex.analysis.graphs import named_arguments
 from graphex.analysis.happens_before import Memory
 from graphex.analysis.memory import frees
 from graphex.device import Cores, Device
-from graphex.device.base import Lanes
+from graphex.device.base import StreamSet
 from graphex.errors import GraphexError
 from graphex.ops.scope import CORES
 from graphex.quoting import (
@@ -269,7 +269,7 @@ class Code:
         return forward
 
 
-def generate(gm: GraphModule, lanes: Lanes | None = None, memory: Memory | None = None) -> Code:
+def generate(gm: GraphModule, lanes: StreamSet | None = None, memory: Memory | None = None) -> Code:
     """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one.
 
     `memory` knows the storages of values on several streams, where the graph alone does not show them.
@@ -278,7 +278,7 @@ def generate(gm: GraphModule, lanes: Lanes | None = None, memory: Memory | None 
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule, lanes: Lanes | None, memory: Memory | None) -> None:
+    def __init__(self, gm: GraphModule, lanes: StreamSet | None, memory: Memory | None) -> None:
         self.gm = gm
         self.lanes = lanes
         self.memory = memory

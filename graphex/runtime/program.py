@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.happens_before import Memory
-from graphex.device import Device, Lanes
+from graphex.device import Device, StreamSet
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.codegen import Boxed, Code
@@ -60,7 +60,7 @@ class ExecutableGraph:
     tools: DebugTools
     version: str = ""
     piece: int | None = None
-    lanes: Lanes | None = None
+    lanes: StreamSet | None = None
     memory: Memory | None = None
 
     @property

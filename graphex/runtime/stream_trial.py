@@ -39,7 +39,7 @@ def second_version(runner: Runner, functional: FunctionalProgram, device: Device
     """The same graph on two streams, taken through its passes; None, with a record, if there is nothing to try."""
     compilation, name = runner.compilation, runner.graph_name
     gm = functional.module()
-    reason = "" if device.has_lanes else f"the device '{device.name}' has no streams"
+    reason = "" if device.has_streams else f"the device '{device.name}' has no streams"
     reason = reason or why_not_automatic(gm.graph, Aliases(gm.graph))
     if not reason:
         other = compilation.journal.name_version(name, "on two streams")

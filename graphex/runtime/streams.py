@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, placement
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.dependencies import keep_turns
+from graphex.analysis.dependencies import keep_epochs
 from graphex.analysis.effects import does_nothing, is_work, operator_of, placed_events
 from graphex.device import Device
 from graphex.device.base import Outside, StreamPlan, stream_plan
@@ -114,7 +114,7 @@ def keep_order(graph: Graph, before: dict[Node, set[Node]]) -> None:
     """Add to `before` the order of the user's events, and keep every node on its side of a host wait."""
     nodes = list(graph.nodes)
     if stream_plan(graph) is not None:
-        keep_turns(nodes, before)
+        keep_epochs(nodes, before)
     barrier: Node | None = None
     since: list[Node] = []
     for node in nodes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphex.analysis.inplace_variants import SAME_BITS, in_place_twin
+from graphex.analysis.inplace_variants import SAME_BITS, inplace_variant
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 SHAPES = ((8, 8), (37,), (16, 33), ())
@@ -54,7 +54,7 @@ def _index(name: str, shape: tuple[int, ...]) -> Any:
 
 def both(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
     """(functional, in place) on equal arguments; None where the op does not take them or changes the type."""
-    op, twin = overload(name), in_place_twin(overload(name))
+    op, twin = overload(name), inplace_variant(overload(name))
     assert twin is not None
     arguments = op._schema.arguments
     try:
@@ -82,4 +82,4 @@ def test_the_twin_gives_the_same_bits(name):
 
 @pytest.mark.parametrize("name", ["mul.Scalar", "transpose.int", "t.default", "bernoulli.default", "set.source_Tensor"])
 def test_what_rounds_differently_or_is_no_computation_has_no_twin(name):
-    assert in_place_twin(overload(name)) is None
+    assert inplace_variant(overload(name)) is None

@@ -45,7 +45,7 @@ def test_questions_about_its_state_have_answers(given):
     device.follow(device.stream())
     assert device.stream() == device.stream()
     assert device.seconds(lambda: given.tensor(1.0) + 1) >= 0
-    assert (device.current_stream() is not None) == device.has_lanes
+    assert (device.current_stream() is not None) == device.has_streams
     cores = device.cores()
     assert cores is None or min(cores) >= 1
 

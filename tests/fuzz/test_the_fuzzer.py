@@ -40,7 +40,7 @@ def condition(name: str, value: Any) -> Bug:
 
 def twins_mixed_up() -> AbstractContextManager[Any]:
     wrong = {aten.add.Tensor: aten.sub_.Tensor, aten.relu.default: aten.neg_.default}
-    return mock.patch("graphex.passes.reinplace.in_place_twin", wrong.get)
+    return mock.patch("graphex.passes.reinplace.inplace_variant", wrong.get)
 
 
 def any_power_is_one() -> AbstractContextManager[Any]:

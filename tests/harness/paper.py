@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphex.device import Cores, Device, Lanes
+from graphex.device import Cores, Device, StreamSet
 
 
-class PaperLanes(Lanes):
+class PaperStreams(StreamSet):
     """The current stream is None. Waiting for an event that was not recorded in this call is an error."""
 
     def __init__(self, plan: Any) -> None:
@@ -47,10 +47,10 @@ class PaperDevice(Device):
     """`speed` says how much faster a program on two streams is."""
 
     name = "paper"
-    has_lanes = True
+    has_streams = True
 
     def __init__(self) -> None:
-        self.made: list[PaperLanes] = []
+        self.made: list[PaperStreams] = []
         self.speed = 1.0
         self.fewest: int | None = None  # cores that work can be kept to
 
@@ -67,6 +67,6 @@ class PaperDevice(Device):
         two = sum(len(lanes.calls) for lanes in self.made) > before
         return 1.0 / self.speed if two else 1.0
 
-    def lanes(self, plan: Any) -> PaperLanes:
-        self.made.append(PaperLanes(plan))
+    def lanes(self, plan: Any) -> PaperStreams:
+        self.made.append(PaperStreams(plan))
         return self.made[-1]

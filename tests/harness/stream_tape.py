@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphex.device import Cores, Lanes
+from graphex.device import Cores, StreamSet
 from tests.harness.tape import Tape, TapeDevice, _memory, _owners, _owners_of_nobody, _spoil, _tensors
 
 Item = tuple[str, Any, Any]  # ("run", number of the call, stream), ("record" or "wait", event, stream)
@@ -102,7 +102,7 @@ class StreamTape(Tape):
         return runs <= known.get(None, set())
 
 
-class TapeLanes(Lanes):
+class TapeStreams(StreamSet):
     """Streams by their labels. A call ends on the stream it came from."""
 
     def __init__(self, device: StreamDevice, plan: Any) -> None:
@@ -144,7 +144,7 @@ class StreamDevice(TapeDevice):
     """`limited` is what ran on some of the cores only, and on how many."""
 
     name = "tape with streams"
-    has_lanes = True
+    has_streams = True
     tape_type = StreamTape
 
     def __init__(self, seed: int = 0) -> None:
@@ -155,8 +155,8 @@ class StreamDevice(TapeDevice):
         self.cores_now: int | None = None
         self.limited: list[tuple[str, int]] = []
 
-    def lanes(self, plan: Any) -> TapeLanes:
-        return TapeLanes(self, plan)
+    def lanes(self, plan: Any) -> TapeStreams:
+        return TapeStreams(self, plan)
 
     def cores(self) -> Cores:
         return Cores(32, 32)

@@ -29,7 +29,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
 from graphex.kernels import attention, tuning  # noqa: E402
-from graphex.kernels.precompile import compile_ahead, distinct_calls  # noqa: E402
+from graphex.kernels.precompile import distinct_calls, precompile_kernels  # noqa: E402
 
 OPS = torch.ops.graphex
 INDICES = count(1)
@@ -145,7 +145,7 @@ def layers(drawing: Drawing, rows: int | torch.SymInt, times: int = 2) -> Drawin
 def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "off")
     drawing = layers(Drawing(FakeTensorMode()), 1)
-    made = compile_ahead(drawing.graph)
+    made = precompile_kernels(drawing.graph)
     assert (made.errors, made.not_compiled) == ([], [])
     assert [(each.call.op.removeprefix("graphex::"), each.times, each.declined) for each in made.planned] == [
         ("rms_norm_linears", 2, ""),
@@ -155,7 +155,7 @@ def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     ]
     assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
     assert hopper.loaded == compiled
-    compile_ahead(drawing.graph)
+    precompile_kernels(drawing.graph)
     assert hopper.loaded == compiled  # nothing is compiled again
 
 
@@ -198,7 +198,7 @@ def test_launchers_are_compiled_while_their_kernels_are(hopper, compiled, monkey
 
     hopper.launcher_cls = launcher
     monkeypatch.setattr(triton.compiler, "compile", compile_late)
-    made = compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
     assert (made.errors, made.not_compiled) == ([], [])
     assert hopper.loaded == compiled == Counter(waited_for)
 
@@ -212,7 +212,7 @@ def test_nothing_is_collected_while_threads_read_the_source_of_kernels(hopper, m
         return compile(source, **options)
 
     monkeypatch.setattr(triton.compiler, "compile", noting)
-    compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
     assert set(collecting) == {False}
     assert gc.isenabled()
 
@@ -225,7 +225,7 @@ def test_a_launcher_that_cannot_be_made_early_is_made_later(hopper, compiled, mo
         return metadata
 
     hopper.launcher_cls = only_for_a_compiled_kernel
-    made = compile_ahead(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
     assert (made.errors, made.not_compiled) == ([], [])
     assert hopper.loaded == compiled != {}
 
@@ -235,7 +235,7 @@ def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypa
     drawing = Drawing(FakeTensorMode())
     x, gain, weight = drawing.given(16, 1024), drawing.given(1024), drawing.given(1024, 1024)
     drawing.call(OPS.rms_norm_linears.default, x, gain, 1e-5, 0.0, True, [weight], [None])
-    compile_ahead(drawing.graph)
+    precompile_kernels(drawing.graph)
     assert compiled == {"norm_kernel": 1, "skinny_kernel": 1}
 
 
@@ -243,7 +243,7 @@ def test_what_will_be_measured_is_compiled_and_nothing_is_chosen(hopper, compile
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    compile_ahead(drawing.graph)
+    precompile_kernels(drawing.graph)
     assert compiled["gemv_kernel"] > 3
     assert tuning.choices() == []
     assert tuning.measured() == 0
@@ -255,7 +255,7 @@ def test_what_is_shipped_is_all_that_is_compiled(hopper, compiled, monkeypatch):
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    compile_ahead(drawing.graph)
+    precompile_kernels(drawing.graph)
     assert compiled == {"gemv_kernel": 1}
     assert [choice.source for choice in tuning.choices()] == ["shipped"]
 

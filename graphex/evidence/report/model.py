@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphex.debug.history import Film, NodeFacts, Snapshots
+from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
 from graphex.evidence.report.summary import summarise
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
@@ -50,10 +50,10 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     files: dict[str, set[int]] = {}
     graphs, general = [], []
     for journal in journals:
-        film = journal.film or Film()
-        for graph in _all_graphs(journal, film):
+        history = journal.history or GraphHistory()
+        for graph in _all_graphs(journal, history):
             if compile_id in (None, graph.compile_id):
-                graphs.append(_graph(graph, journal, film.graphs.get(graph.graph, Snapshots()), files))
+                graphs.append(_graph(graph, journal, history.graphs.get(graph.graph, Snapshots()), files))
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
@@ -69,11 +69,11 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     return data
 
 
-def _all_graphs(journal: Journal, film: Film) -> list[GraphCompiled]:
+def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
     """The graphs that were handed over, each followed by its other versions that have snapshots."""
     found = []
     for graph in journal.graphs:
-        versions = [name for name in film.graphs if journal.versions.get(name) == graph.graph]
+        versions = [name for name in history.graphs if journal.versions.get(name) == graph.graph]
         found += [graph, *(replace(graph, graph=name) for name in versions)]
     return found
 

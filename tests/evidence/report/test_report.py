@@ -125,11 +125,11 @@ def test_graphs_are_kept_only_where_somebody_asked_for_them() -> None:
     x = torch.ones(2, 4)
     compiled = torch.compile(plain, backend="graphex")
     compiled(x)
-    assert graphex.journal(compiled).film is None
+    assert graphex.journal(compiled).history is None
     with watching() as watch, torch.no_grad():
         torch.compile(watched, backend="graphex")(x)
     (journal,) = watch.journals
-    assert journal.film is not None
+    assert journal.history is not None
     assert report_data("bare", [graphex.journal(compiled)])["graphs"][0]["pictures"] == []
 
 
