@@ -76,7 +76,7 @@ class StreamSet(ABC):
 
 
 class OneStream:
-    """The calls of `StreamSet` in scripts that show a graph with several streams. They run on one: its order is right."""
+    """`StreamSet` for scripts that show a graph with several streams: one stream runs them in a right order."""
 
     @staticmethod
     def enter(stream: str | None, cores: int | None = None) -> None: ...
