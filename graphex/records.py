@@ -283,9 +283,7 @@ class Journal:
         self.counts: dict[str, Counter[str]] = {}
         self.pieces: dict[str, str] = {}  # the name of a piece -> the graph that was cut
         self.versions: dict[str, str] = {}  # the name of another version of a graph -> the graph
-        self.history: Any = (
-            None  # a `graphex.debug.history.GraphHistory`: the graphs themselves, where a report was asked for
-        )
+        self.history: Any = None  # a `graphex.debug.history.GraphHistory`, where a report was asked for
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, record: Record) -> None:
