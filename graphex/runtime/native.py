@@ -6,13 +6,8 @@ thread while the first graph is still being made (`get_ready_meanwhile`):
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
         native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so.sealed     a shared object behind its hash
 
-<<<<<<< HEAD
-Without a compiler or Python's headers the check runs in Python: about 19 us for 300 inputs instead of 2. The C++
-includes no header of torch, which would take most of a minute to compile. It calls torch's own function for the address
-=======
 Without a compiler or Python's headers the check runs in Python: about 19 us for 300 inputs instead of 2. The C++ has
 no header of torch in it, which would take most of a minute to compile. It calls torch's own function for the address
->>>>>>> h-runtime
 of a tensor, as Inductor's generated code does.
 
 A shared object is code, so one is loaded only if this user (or root) wrote it to a place where no other user can write,
