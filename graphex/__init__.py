@@ -7,6 +7,7 @@ print(graphex.explain(model, (x,)))
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
-    from graphex.analysis.inplace_variants import register_inplace_twin
+    from graphex.analysis.inplace_variants import register_inplace_variant
     from graphex.analysis.races import register_core_need
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
@@ -60,7 +61,7 @@ __all__ = [
     "random_orders",
     "register_asynchronous",
     "register_core_need",
-    "register_inplace_twin",
+    "register_inplace_variant",
     "register_keeps_nothing",
     "register_replacement",
     "replacement",
@@ -72,7 +73,7 @@ __all__ = [
 # Module -> the public names it holds. They are loaded on first use: importing graphex must not import Dynamo.
 _NAMES = {
     "analysis.asynchronous": ("register_asynchronous", "register_keeps_nothing"),
-    "analysis.inplace_variants": ("register_inplace_twin",),
+    "analysis.inplace_variants": ("register_inplace_variant",),
     "analysis.races": ("register_core_need",),
     "backend": ("Backend", "compile_fx", "get_backend", "journal"),
     "config": ("CompilerConfig",),
@@ -90,9 +91,13 @@ _NAMES = {
     "rewrite.base": ("GraphPass", "Refusal", "Work"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_RENAMED = {"register_inplace_twin": "register_inplace_variant"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"graphex.{name} is now graphex.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
+        return getattr(import_module("graphex"), _RENAMED[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'graphex' has no attribute '{name}'")

@@ -4,7 +4,7 @@
 
 The in-place variant has the same arguments by schema and, which no schema says, gives the same bits: `mul.Scalar` and
 `mul_.Scalar` round differently in bfloat16. So `SAME_BITS` lists the ops, and a test compares each with its in-place
-variant over types and sizes. `register_inplace_twin` declares pairs of custom ops.
+variant over types and sizes. `register_inplace_variant` declares pairs of custom ops.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Handle:
         return f"<{self._text}>"
 
 
-def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> Handle:
+def register_inplace_variant(functional: Any, inplace: Any, mutated: Sequence[str | int] | None = None) -> Handle:
     """Declare that `inplace` does what `functional` does, writing its new versions over the arguments `mutated`.
 
     Operators are given as `torch.ops.ns.name`, as one of its overloads, or as what `torch.library.custom_op` returned.
@@ -170,9 +170,11 @@ def register_inplace_twin(functional: Any, inplace: Any, mutated: Sequence[str |
     after its other results. Without it they are taken from the schema of `inplace`, in the order they stand there.
     """
     one, other = _operator(functional, "functional op"), _operator(inplace, "in-place op")
-    who = f"register_inplace_twin({one}, {other})"
+    who = f"register_inplace_variant({one}, {other})"
     if one in _declared:
-        raise InputError(f"{who}: '{one}' has a twin, '{_declared[one].inplace}'. Remove that declaration first.")
+        raise InputError(
+            f"{who}: '{one}' has an in-place variant, '{_declared[one].inplace}'. Remove that declaration first."
+        )
     _check_functional(who, one)
     _check_arguments(who, one, other)
     written = _written(who, other, mutated)
@@ -190,7 +192,7 @@ def _operator(given: Any, role: str) -> Op:
     found = overload_of(given)
     if found is None:
         raise InputError(
-            f"register_inplace_twin: the {role} is {given!r}, which is not one operator. "
+            f"register_inplace_variant: the {role} is {given!r}, which is not one operator. "
             "Give an operator such as torch.ops.ns.name, or one of its overloads."
         )
     return found

@@ -97,7 +97,7 @@ def test_scenario_24_several_results_in_place_unless_an_old_value_is_read_later(
         c, d = ops.both(a, b)
         return (c, d, a.sum()) if later else (c, d)
 
-    with graphex.register_inplace_twin(ops.both.default, ops.both_.default, {0: "a", 1: "b"}):
+    with graphex.register_inplace_variant(ops.both.default, ops.both_.default, {0: "a", 1: "b"}):
         compiled = Compiled(f)
         compiled(*on_npu(torch.randn(3), torch.randn(3)))
     assert ("graphex_scenarios.both_.default" in compiled.ops()) == (not later)

@@ -100,5 +100,5 @@ def turn_in_place(x: Tensor) -> None:
     x.copy_(x.flip(0))
 
 
-graphex.register_inplace_twin(mix, mix_in_place, mutated=("x", "y"))
-graphex.register_inplace_twin(turn, turn_in_place)
+graphex.register_inplace_variant(mix, mix_in_place, mutated=("x", "y"))
+graphex.register_inplace_variant(turn, turn_in_place)

@@ -71,9 +71,9 @@ X, W, M, K = (torch.randn(6, 4) for _ in range(4))
 @pytest.fixture(autouse=True)
 def twins() -> Iterator[None]:
     with (
-        graphex.register_inplace_twin(ops.scale, ops.scale_, mutated=["x"]),
-        graphex.register_inplace_twin(ops.step, ops.step_, mutated=["w", "m"]),
-        graphex.register_inplace_twin(ops.two, ops.two_),
+        graphex.register_inplace_variant(ops.scale, ops.scale_, mutated=["x"]),
+        graphex.register_inplace_variant(ops.step, ops.step_, mutated=["w", "m"]),
+        graphex.register_inplace_variant(ops.two, ops.two_),
     ):
         yield
 
@@ -345,7 +345,7 @@ def double_(x: Tensor) -> None:
 
 
 def test_a_declaration_that_was_removed_is_forgotten():
-    handle = graphex.register_inplace_twin(double, double_)
+    handle = graphex.register_inplace_variant(double, double_)
     assert Final(lambda x: double(x + 1).sum(), X).added(ops.double_) == 1
     handle.remove()
     handle.remove()
@@ -356,14 +356,14 @@ def test_a_declaration_that_was_removed_is_forgotten():
 def test_a_twin_that_hands_back_what_it_wrote():
     LIBRARY.define("scaled(Tensor x, float by) -> Tensor")
     _implement("scaled", lambda x, by: x * by)
-    with graphex.register_inplace_twin(ops.scaled, ops.scale_back_, mutated=[0]):
+    with graphex.register_inplace_variant(ops.scaled, ops.scale_back_, mutated=[0]):
         assert Final(lambda x: ops.scaled(x + 1, 2.0).relu(), X).added(ops.scale_back_) == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((ops.scale, ops.scale_back_), "has a twin"),
+        ((ops.scale, ops.scale_back_), "has an in-place variant"),
         ((ops.scale_, ops.scale_), "must be functional"),
         ((lambda x: x, ops.scale_), "not one operator"),
         ((ops.several, ops.scale_), "not one operator"),
@@ -380,11 +380,16 @@ def test_a_twin_that_hands_back_what_it_wrote():
 )
 def test_a_pair_that_does_not_fit_is_refused_in_one_sentence(arguments, sentence):
     with pytest.raises(graphex.InputError) as raised:
-        graphex.register_inplace_twin(*arguments)
+        graphex.register_inplace_variant(*arguments)
     assert sentence in str(raised.value)
 
 
 def test_a_twin_with_too_many_results_is_refused():
     LIBRARY.define("unscaled(Tensor x, float by) -> Tensor")
     with pytest.raises(graphex.InputError, match="must return 0 new tensors"):
-        graphex.register_inplace_twin(ops.unscaled, ops.reversed_)
+        graphex.register_inplace_variant(ops.unscaled, ops.reversed_)
+
+
+def test_the_old_name_of_a_declaration_still_works_and_says_the_new_one():
+    with pytest.warns(DeprecationWarning, match="register_inplace_variant"):
+        assert graphex.register_inplace_twin is graphex.register_inplace_variant
