@@ -5,8 +5,8 @@
 
 The proof goes node by node. `None` means that a value does not depend on rows at all; a `Place` is the dimension along
 which row i of the value depends on row i of every input and on nothing else. A row may be a block of several elements
-of its dimension: f32[s, 3, 16] seen as f32[3*s, 16]. What is not known to be separate is refused. `row_rules` has what
-each op does.
+of its dimension: f32[s, 3, 16] seen as f32[3*s, 16]. What is not known to be separate is refused. The second half of
+this file has the rule of each op.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from graphex.analysis.shapes import canonical_dim, known_equal
 from graphex.ops import SPECS
 from graphex.torch_private.symbolic import free_symbols, multiple_of
 
-# -- rows --------------------------------------------------------------------------------------------------------------
+# -- the proof ---------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -162,7 +162,7 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-# -- row_rules ---------------------------------------------------------------------------------------------------------
+# -- rules of ops ------------------------------------------------------------------------------------------------------
 # What ops do with the rows of their arguments: one small rule for each kind of op, and the table that says which.
 #
 #     softmax(x, -1)      along `dim`, which must not be that of the rows: they stay where they are

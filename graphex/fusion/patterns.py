@@ -31,7 +31,7 @@ from graphex.torch_private.patterns import (
 )
 from graphex.torch_private.symbolic import statically_known_true
 
-# -- op_patterns -------------------------------------------------------------------------------------------------------
+# -- the pattern of one op ---------------------------------------------------------------------------------------------
 # A call of one op, as a pattern: torch's pattern language, with arguments normalised and every failure located.
 #
 #     mul(x, rsqrt(m))        OpPattern(mul, {"self": x, "other": OpPattern(rsqrt, {"self": m})})

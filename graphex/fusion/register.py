@@ -25,7 +25,7 @@ from graphex.fusion.tracing import TraceFn, results_of
 from graphex.torch_private.patterns import PatternExpr, fwd_only
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, pytree, unset_fake_temporarily
 
-# -- self_test ---------------------------------------------------------------------------------------------------------
+# -- the self-test of a rule -------------------------------------------------------------------------------------------
 # A rule is tried out when it is registered: a rule that can never match is an error now, not silence later.
 #
 # * the same tensor given for two arguments is refused: the trace could not tell them apart;

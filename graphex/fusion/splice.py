@@ -24,7 +24,7 @@ from graphex.rewrite.base import Refusal
 from graphex.rewrite.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
 
-# -- strides -----------------------------------------------------------------------------------------------------------
+# -- strides of results ------------------------------------------------------------------------------------------------
 # Results of a graph keep the strides that its user knows, whatever a rule has put in the place of what made them.
 #
 #     before:  bmm(a, b) -> transpose(0, 1) -> output                        strides (N, M * N, 1)

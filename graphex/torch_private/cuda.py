@@ -1,4 +1,8 @@
-"""CUDA: the current stream, a device that is kept busy, parts of a device, and cuBLAS's workspaces."""
+"""CUDA beyond `torch.cuda`'s promises: the raw current stream, sleeping kernels, green contexts, cuBLAS workspaces.
+
+Without the raw stream its object is asked, which costs the host more; without green contexts core limits are recorded
+as not applied.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Dynamo: which backend is compiling, how errors reach the user, where debug files go, how names are registered."""
+"""Dynamo: the compilation in progress, errors on their way to the user, debug folders, the table of backends, streams.
+
+Most names are optional. Without one, errors keep Dynamo's frames, debug files go to the folder of the process, or
+`graphex.journal` does not find a journal; `graphex doctor` lists what is lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mutable custom ops as AOTAutograd leaves them: wrapped in `auto_functionalized_v2`, which copies what they write."""
+"""Mutable custom ops as AOTAutograd leaves them: wrapped in `auto_functionalized_v2`, which copies what they write.
+
+Without these names the wrapped op stays, with its copies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The switches of a process that decide which kernel computes a result, and how exactly."""
+"""The numerics switches of a process (TF32, reduced precision, deterministic algorithms ...): part of a capture key.
+
+Each decides which kernel computes a result, and how exactly. A switch that this torch lacks is left out of the key.
+"""
 
 from __future__ import annotations
 
