@@ -1,7 +1,6 @@
 """CUDA beyond `torch.cuda`'s promises: the raw current stream, sleeping kernels, green contexts, cuBLAS workspaces.
 
-Without the raw stream its object is asked, which costs the host more; without green contexts core limits are recorded
-as not applied.
+Each name says beside it what is lost without it: without cuBLAS's workspaces, for one, graphs are not captured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dynamo: the compilation in progress, errors on their way to the user, debug folders, the table of backends, streams.
 
-Most names are optional. Without one, errors keep Dynamo's frames, debug files go to the folder of the process, or
-`graphex.journal` does not find a journal; `graphex doctor` lists what is lost.
+Most names are optional. Without one, errors come as `BackendCompilerFailed`, `TORCH_COMPILE_DEBUG` writes no files of
+graphex, or `graphex.journal` finds no journal; `graphex doctor` lists what this torch lacks.
 """
 
 from __future__ import annotations

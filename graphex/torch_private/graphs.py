@@ -1,7 +1,7 @@
 """FX graphs: copies that share only values, modules around graphs, and the qualified names of call targets.
 
-A `GraphModule` writes its graph as code, by the `repr` of the arguments, whenever it gets a graph. graphex generates its
-own code, so that work is skipped here; for an argument whose `repr` is no code it could not be done at all.
+A `GraphModule` writes its graph as code, by the `repr` of the arguments, whenever it gets a graph. graphex generates
+its own code, so that work is skipped here; for an argument whose `repr` is no code it could not be done at all.
 """
 
 from __future__ import annotations
