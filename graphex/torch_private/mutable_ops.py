@@ -1,6 +1,6 @@
 """Mutable custom ops as AOTAutograd leaves them: wrapped in `auto_functionalized_v2`, which copies what they write.
 
-Without these names the wrapped op stays, with its copies.
+Without these names models with mutable custom ops run without graphex's passes.
 """
 
 from __future__ import annotations
