@@ -132,6 +132,8 @@ def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception
     with collector_paused(), _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
         with triton.AsyncCompileMode(compilers, ignore_errors=True):
             yield compilers.failures
+        for kernel in compilers.failed:
+            _forget_failures(kernel)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -140,6 +142,7 @@ class _Compilers(ThreadPoolExecutor):
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
         self.failures: list[Exception] = []
+        self.failed: list[Any] = []  # the kernels they are about, as far as Triton says
         self._launchers: set[str] = set()
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -154,6 +157,7 @@ class _Compilers(ThreadPoolExecutor):
                     kernel.run  # noqa: B018  (made when it is first asked for)
             except Exception as error:
                 self.failures.append(error)
+                self.failed.append(getattr(_source_of(compile), "fn", None))
                 raise
             return kernel
 
@@ -162,7 +166,7 @@ class _Compilers(ThreadPoolExecutor):
     @contextmanager
     def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
         """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
-        source = getclosurevars(compile).nonlocals.get("src") if isfunction(compile) else None
+        source = _source_of(compile)
         signature = str(getattr(source, "signature", None))
         if source is None or signature in self._launchers:
             yield
@@ -174,6 +178,18 @@ class _Compilers(ThreadPoolExecutor):
             yield
         finally:
             thread.join()
+
+
+def _source_of(compile: Callable[..., Any]) -> Any:
+    return getclosurevars(compile).nonlocals.get("src") if isfunction(compile) else None
+
+
+def _forget_failures(kernel: Any) -> None:
+    """Triton 3.7 keeps a compilation that failed in the kernel's cache, and a launch would raise its error again."""
+    for kernels, *_ in getattr(kernel, "device_caches", {}).values():
+        for key, made in list(kernels.items()):
+            if type(made).__name__ == "FutureKernel" and made.__dict__.get("kernel") is None:
+                del kernels[key]
 
 
 def _make_launcher(source: Any) -> None:
