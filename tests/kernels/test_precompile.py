@@ -73,6 +73,8 @@ def hopper(monkeypatch, tmp_path):
     from triton.runtime.driver import driver
 
     device = Hopper()
+    # torch 2.11 begins to use a GPU that is there when the first fake tensor on it is made; this one is not there.
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None, raising=False)
     monkeypatch.setenv("GRAPHEX_TUNING", "on")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "graphex"))
