@@ -298,6 +298,21 @@ class CompilerConfig:
     fusion_rules = Option[tuple[AnyRule, ...]](
         Rules(), (), "Fusion rules, made with `graphex.replacement`, for this configuration alone. See docs/fusion.md."
     )
+    regions = Option(
+        Flag(),
+        True,
+        "Compile what no rule fuses with Inductor, in regions of the graph, where a compiler for the device is there. "
+        "False: every op runs as its own kernel, as in eager. See docs/performance.md.",
+    )
+    region_numerics = Option(
+        Choice("eager", "fast"),
+        "eager",
+        "`eager`: compiled regions round to the type of a value where eager does. `fast`: intermediate values keep "
+        "more precision, or less, as Inductor does by default.",
+    )
+    regions_keep_out = Option[tuple[str, ...]](
+        Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
+    )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."
     )

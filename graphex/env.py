@@ -40,6 +40,7 @@ from graphex.errors import GraphexWarning
 
 
 DISABLE, TUNING, LEAN_IMPORTS = "GRAPHEX_DISABLE", "GRAPHEX_TUNING", "GRAPHEX_LEAN_IMPORTS"
+REGIONS = "GRAPHEX_REGIONS"
 _NO = ("", "0", "false", "no", "off")
 _TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "again"}
 
@@ -53,6 +54,11 @@ def why_off() -> str:
 def lean_imports() -> bool:
     """Whether torch's pattern matcher may be imported without the rest of Inductor."""
     return os.environ.get(LEAN_IMPORTS, "on").lower() not in _NO
+
+
+def regions_enabled() -> bool:
+    """Whether regions of a graph are compiled; the option `regions` can still say no."""
+    return os.environ.get(REGIONS, "on").lower() not in _NO
 
 
 def tuning() -> str:

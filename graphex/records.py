@@ -220,6 +220,38 @@ class KernelsPlanned(Record):
 
 
 @dataclass(frozen=True)
+class RegionCompiled(Record):
+    """A part of a graph that Inductor compiled (or that is like one it had compiled: reused).
+
+    `nodes` counts all of it, `calls` what launches a kernel in eager, `generated` the calls that Inductor writes code
+    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code.
+    """
+
+    kind: ClassVar[str] = "region"
+    region: str
+    status: str
+    nodes: int
+    calls: int
+    generated: int
+    fused_ops: int
+    kernels: tuple[str, ...]
+    seconds: float
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RegionBorder(Record):
+    """Why ops stay outside of compiled regions: the first of them, and how many there are for the same reason."""
+
+    kind: ClassVar[str] = "region border"
+    node: str
+    op: str
+    reason: str
+    line: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class Risk:
     """Nodes that nothing orders: the stream of each, the (aicores, vectorcores) it needs, and its source line."""
 
@@ -364,6 +396,14 @@ class Journal:
     @property
     def kernels(self) -> list[KernelsPlanned]:
         return self.of(KernelsPlanned)
+
+    @property
+    def regions(self) -> list[RegionCompiled]:
+        return self.of(RegionCompiled)
+
+    @property
+    def region_borders(self) -> list[RegionBorder]:
+        return self.of(RegionBorder)
 
     @property
     def deadlock_checks(self) -> list[DeadlockChecked]:

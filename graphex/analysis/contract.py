@@ -10,12 +10,15 @@ A node without a contract that is no operator is taken to write and alias every 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
+
+from graphex.torch_private.graphs import graph_module
 
 _REGION = "graphex_region"
 
@@ -71,6 +74,48 @@ def region_of(node: Node) -> RegionContract | None:
     """The contract of a node; None for nodes without one. A pass that lets the node call something else ends it."""
     found: tuple[Any, RegionContract] | None = node.meta.get(_REGION)
     return found[1] if found is not None and found[0] == node.target else None
+
+
+def body_of(node: Node) -> GraphModule | None:
+    """The graph that a region stands for; None for nodes that are no region."""
+    if region_of(node) is None or node.op != "call_module":
+        return None
+    owner: Any = node.graph.owning_module
+    body = getattr(owner.get_submodule(str(node.target)), "body", None)
+    return body if isinstance(body, GraphModule) else None
+
+
+def every_node(graph: Graph) -> Iterator[Node]:
+    """The nodes of a graph, with those inside of a region in place of the node that calls it."""
+    for node in graph.nodes:
+        body = body_of(node)
+        if body is None:
+            yield node
+        else:
+            yield from (inner for inner in body.graph.nodes if inner.op not in ("placeholder", "output"))
+
+
+def inlined(gm: GraphModule) -> GraphModule:
+    """A copy of a graph in which the nodes of regions stand for themselves again."""
+    if not any(map(body_of, gm.graph.nodes)):
+        return gm
+    graph = Graph()
+    copies: dict[Node, Any] = {}
+
+    def copied(node: Node) -> Any:
+        return copies[node]
+
+    for node in gm.graph.nodes:
+        body = body_of(node)
+        if body is not None:
+            inner = dict(zip(body.graph.find_nodes(op="placeholder"), map(copied, node.args), strict=True))
+            returned = graph.graph_copy(body.graph, val_map=inner)
+            copies[node] = returned
+        elif node.target is operator.getitem and isinstance(copies[node.args[0]], tuple):
+            copies[node] = copies[node.args[0]][node.args[1]]
+        else:
+            copies[node] = graph.node_copy(node, copied)
+    return graph_module(gm, graph)
 
 
 def nodes_at(node: Node, places: Places) -> Iterator[Node]:

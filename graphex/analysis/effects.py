@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis.contract import nodes_at, region_of
+from graphex.analysis.contract import every_node, nodes_at, region_of
 from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
@@ -227,6 +227,24 @@ def _launches(op: torch._ops.OpOverload) -> bool:
     return not views or is_composite(op)  # `reshape` copies where it cannot be a view
 
 
+def moves_between_devices(node: Node) -> bool:
+    """Whether a node copies memory: a copy from the host reads it when it runs, not when it is launched.
+
+    Unknown means yes. A region holds no such node that reads the host's memory.
+    """
+    if region_of(node) is not None:
+        return False
+    op = operator_of(node)
+    return op is None or op.overloadpacket._qualified_op_name in (
+        "aten::_to_copy",
+        "aten::copy",
+        "aten::copy_",
+        "aten::lift_fresh_copy",
+        "aten::clone",
+        "prims::device_put",
+    )
+
+
 def is_work(node: Node) -> bool:
     """Whether a node touches the data of tensors at all, on the device or, as `item` does, from the host."""
     op = operator_of(node)
@@ -260,7 +278,7 @@ def libraries_of(graph: Graph) -> frozenset[str]:
     """The libraries that may compute some of the ops: `cublas`, `cudnn`, `attention` (torch's choice among its
     implementations of it) and `linalg`.
     """
-    return _NOTHING.union(*map(_libraries_of, graph.nodes))
+    return _NOTHING.union(*map(_libraries_of, every_node(graph)))
 
 
 def _libraries_of(node: Node) -> frozenset[str]:

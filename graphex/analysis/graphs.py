@@ -55,6 +55,14 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def attribute_of(gm: GraphModule, target: str) -> Any:
+    """What a `get_attr` node with this target stands for."""
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def values_from_outside(nodes: Collection[Node]) -> list[Node]:
     """The values that some nodes read and that are none of theirs, in the order they are read."""
     inside = set(nodes)

@@ -26,11 +26,12 @@ from torch.fx import GraphModule, Node, map_arg
 from graphex.analysis import Aliases, placement
 from graphex.analysis.dependencies import has_hidden_effect
 from graphex.analysis.effects import is_work, synchronisation
+from graphex.analysis.graphs import attribute_of
 from graphex.analysis.happens_before import Stream
 from graphex.analysis.memory import frees
 from graphex.debug.tensors import clone_together
 from graphex.errors import InputError, StreamError
-from graphex.runtime.codegen import Boxed, attribute_of, generate
+from graphex.runtime.codegen import Boxed, generate
 from graphex.torch_private.symbolic import pytree
 
 ORDERS = 8  # tried in each call with stream_safety="shuffle"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
 
+from graphex.analysis.contract import every_node
 from graphex.analysis.memory import predicted_peak
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
@@ -87,7 +88,7 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     from graphex.kernels.precompile import precompile_kernels
 
     wait_for_triton()
-    ahead = precompile_kernels(graph)
+    ahead = precompile_kernels(every_node(graph))
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
         kernels = tuple(dict.fromkeys(each.seen.kernels))

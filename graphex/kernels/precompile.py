@@ -11,13 +11,13 @@ Symbolic sizes are taken as they were when the graph was traced.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from graphex.kernels.launch import MOST_THREADS, Seen, compiling_in_threads, only_compiling
 from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
@@ -79,9 +79,9 @@ class Precompiled:
     tried_again: list[Exception] = field(default_factory=list)
 
 
-def precompile_kernels(graph: Graph) -> Precompiled:
+def precompile_kernels(nodes: Iterable[Node]) -> Precompiled:
     """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
-    calls = distinct_calls(graph)
+    calls = distinct_calls(nodes)
     made = _compiled(calls, MOST_THREADS) if calls else Precompiled()
     if failed := made.not_compiled:
         made = _compiled(calls, 1)
@@ -111,9 +111,9 @@ def _is_quick(call: Call) -> bool:
     return call.op not in SLOW
 
 
-def distinct_calls(graph: Graph) -> dict[Call, int]:
+def distinct_calls(nodes: Iterable[Node]) -> dict[Call, int]:
     """The calls of a graph that have kernels, those that are alike as one, and how many there are of each."""
-    calls = [call for node in graph.nodes if (call := _call_of(node)) is not None]
+    calls = [call for node in nodes if (call := _call_of(node)) is not None]
     first = {str(call): call for call in reversed(calls)}
     return {first[text]: times for text, times in Counter(map(str, calls)).items()}
 

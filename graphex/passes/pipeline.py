@@ -48,6 +48,7 @@ from graphex.passes import (
     WritePartsOfCat,
     WriteRotaryToCache,
 )
+from graphex.regions.stage import CompileRegions
 from graphex.rewrite.adapter import as_graph_pass
 from graphex.rewrite.runner import Runner
 
@@ -66,10 +67,11 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
 )
 LAST: tuple[tuple[str, GraphPass], ...] = (
     ("place", PlaceNodes()),
-    ("memory", WritePartsOfCat()),
     ("memory", RestoreInputWrites()),
     ("memory", WriteRotaryToCache()),
     ("memory", JoinRotaryAndAttention()),
+    ("region", CompileRegions()),
+    ("memory", WritePartsOfCat()),
     ("memory", ReuseDeadMemory()),
     ("tidy", RemoveDeadCode()),
     ("streams", ScheduleStreams()),

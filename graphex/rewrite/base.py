@@ -35,6 +35,7 @@ class Work:
         aliases: Aliases | None = None,
         phase: str = "inference",
         table: Mapping[Any, Any] | None = None,
+        fall_back_later: Callable[[str, str, str], None] = lambda what, reason, line: None,
     ) -> None:
         self.gm = gm
         self.example_inputs = example_inputs
@@ -43,6 +44,7 @@ class Work:
         self.remark = ""  # what there is to say about the run as a whole
         self.phase = phase  # inference, forward, backward or joint
         self.table = table  # the decompositions the graph was traced with, beyond ours
+        self.fall_back_later = fall_back_later  # for what the pass has built: (what, reason, line) while it runs
         self._graph_name = graph_name
         self._pass_name = pass_name
         self._write = write

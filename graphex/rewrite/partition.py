@@ -78,7 +78,7 @@ class Partitioner:
     def fuse_partitions(self, partitions: list[Partition], prefix: str = "fused_") -> GraphModule:
         """Put each partition into a submodule, in place. The nodes that call them carry values, lines and origins."""
         gm = self.graph_module
-        _sort(gm, [list(partition.nodes) for partition in partitions])
+        bring_together(gm, [list(partition.nodes) for partition in partitions])
         for number, partition in enumerate(partitions):
             _fuse(gm, sorted(partition.nodes), f"{prefix}{number}")
         gm.graph.lint()
@@ -140,7 +140,7 @@ def _connected(before: Edges, supported: set[Node], levels: dict[Node, int]) -> 
     return {node: root(node) for node in supported}
 
 
-def _sort(gm: GraphModule, units: list[list[Node]]) -> None:
+def bring_together(gm: GraphModule, units: list[list[Node]]) -> None:
     """Bring the nodes of each unit together, at the place of its last one, moving as little as possible."""
     before = _dependencies(gm)
     position = {node: place for place, node in enumerate(before)}

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -210,6 +211,7 @@ class Runner:
             aliases=self.aliases,
             phase=self.phase,
             table=self.compilation.decompositions,
+            fall_back_later=partial(_fall_back, self.compilation, self.graph_name),
         )
         if not graph_pass.foreign:
             graph_pass.apply(work)
@@ -301,6 +303,10 @@ class Runner:
         except Exception as error:
             journal.history = None
             self.compilation.fall_back(self.graph_name, "reports are without graphs", error)
+
+
+def _fall_back(compilation: Compilation, graph_name: str, what: str, reason: str, line: str) -> None:
+    compilation.fall_back(graph_name, what, reason, line=line)
 
 
 def _raised_at(error: Exception) -> str:

@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 
 from graphex.analysis import Aliases
+from graphex.analysis.graphs import attribute_of
 from graphex.analysis.program import writes_to
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
-from graphex.runtime.codegen import Boxed, attribute_of
+from graphex.runtime.codegen import Boxed
 from graphex.torch_private.dynamo import dual_level, has_tangent, is_transformed
 from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions

@@ -35,7 +35,7 @@ from torch.fx import GraphModule, Interpreter, Node, map_arg
 
 from graphex.analysis import last_uses, node_line, placement
 from graphex.analysis.effects import does_nothing, is_work, node_leaves, operator_of, synchronisation
-from graphex.analysis.graphs import named_arguments
+from graphex.analysis.graphs import attribute_of, named_arguments
 from graphex.analysis.happens_before import Memory
 from graphex.analysis.memory import frees
 from graphex.device import Cores, Device
@@ -54,6 +54,7 @@ from graphex.quoting import (
     remark,
     value_text,
 )
+from graphex.regions.region import Region
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.dynamo import TorchDispatchMode
 from graphex.torch_private.graphs import is_writable
@@ -300,8 +301,12 @@ class _Writer:
         for node in self.gm.graph.nodes:
             if node.op == "placeholder":
                 continue
-            self._statement(node)
-            self._free([value for value in dying.get(node, ()) if value.op != "get_attr"])
+            last = [value for value in dying.get(node, ()) if value.op != "get_attr"]
+            if (region := region_called(self.gm, node)) is not None:
+                self._region_call(node, region, last)
+            else:
+                self._statement(node)
+                self._free(last)
         body = "\n".join(f"    {line}" for line in self.lines)
         self.code.source = f"def forward({self._inputs}):\n{body}\n"
         return self.code
@@ -321,6 +326,17 @@ class _Writer:
             self.names[node] = self._bind(value, object_text(value), hint=str(node.target))
         else:
             self.lines.append(f"{self.names[node]} = {self._call(node)}")
+
+    def _region_call(self, node: Node, region: Region, last: list[Node]) -> None:
+        """A region takes its arguments in a list, which it empties: what is used here last is freed inside of it."""
+        if self.lanes is not None:
+            self._enter(placement(node), node)
+        function = self._bind(region.boxed, "", hint=str(node.target))
+        boxed = self._new_name(f"{node.name}_args")
+        self.lines.append(f"{boxed} = [{self._arguments(node.args, {})}]")
+        self._free([value for value in last if value is not node])
+        self.lines.append(f"{self.names[node]} = {function}({boxed})")
+        self._free([value for value in last if value is node])
 
     def _enter(self, stream: object, node: Node) -> None:
         lane = (stream, node.meta[PART]) if PART in node.meta else (stream,)
@@ -419,11 +435,10 @@ class _Writer:
             self.lines.append(f"del {', '.join(names)}")
 
 
-def attribute_of(gm: GraphModule, target: str) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+def region_called(gm: GraphModule, node: Node) -> Region | None:
+    """The compiled region that a node calls; None for every other node."""
+    found = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return found if isinstance(found, Region) else None
 
 
 def _hint(op: torch._ops.OpOverload, text: str) -> str:

@@ -19,16 +19,19 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
+from graphex.analysis.contract import inlined
 from graphex.analysis.effects import is_kernel
+from graphex.analysis.graphs import attribute_of
 from graphex.analysis.row_independence import MixedRowsError
 from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
+from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
-from graphex.runtime.codegen import Boxed, attribute_of, generate, set_core_limits
+from graphex.runtime.codegen import Boxed, generate, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
@@ -149,7 +152,7 @@ def _why_not_at_all(gm: GraphModule) -> str:
 def _layout(graph: ExecutableGraph) -> Layout | None:
     """Where the rows of a graph are, if calls may be padded."""
     try:
-        return Layout(graph.gm)
+        return Layout(inlined(graph.gm))
     except MixedRowsError as refusal:
         where = f"'{refusal.node.name}': {refusal.reason}"
         record = FellBack(
@@ -316,6 +319,8 @@ def _is_plain(gm: GraphModule) -> bool:
             return False
         if node.op == "call_module":
             inner = gm.get_submodule(str(node.target))
+            if isinstance(inner, Region):
+                continue
             if not isinstance(inner, GraphModule) or not _is_plain(inner):
                 return False
     return True

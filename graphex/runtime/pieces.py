@@ -32,7 +32,14 @@ from graphex.analysis import Aliases, is_collective
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.asynchronous import is_declared_asynchronous, launch_of, who_may_keep
 from graphex.analysis.dependencies import dependencies
-from graphex.analysis.effects import does_nothing, is_kernel, is_number, node_leaves, operator_of
+from graphex.analysis.effects import (
+    does_nothing,
+    is_kernel,
+    is_number,
+    moves_between_devices,
+    node_leaves,
+    operator_of,
+)
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.device import Device
 from graphex.runtime.streams import (
@@ -68,7 +75,7 @@ def why_not_captured(node: Node, device: Device) -> str:
     if any(not device.holds(leaf) for leaf in _tensors(value)):
         return "its result is in the memory of the host"
     hosts = [leaf for leaf in _tensors(read) if not device.holds(leaf)]
-    if any(leaf.dim() for leaf in hosts) or (hosts and _moves_between_devices(node)):
+    if any(leaf.dim() for leaf in hosts) or (hosts and moves_between_devices(node)):
         return "it reads a tensor in the memory of the host"
     if any(free_unbacked_symbols(each) for each in _sized((value, read))):
         return "its size depends on data"
@@ -86,19 +93,6 @@ def why_not_captured(node: Node, device: Device) -> str:
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
         return f"a {node.target.name()} may decide on the host"
     return ""
-
-
-def _moves_between_devices(node: Node) -> bool:
-    """A copy from the host reads the host's memory when it runs, not when it is launched."""
-    op = operator_of(node)
-    return op is None or op.overloadpacket._qualified_op_name in (
-        "aten::_to_copy",
-        "aten::copy",
-        "aten::copy_",
-        "aten::lift_fresh_copy",
-        "aten::clone",
-        "prims::device_put",
-    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -147,7 +147,7 @@ def layers(drawing: Drawing, rows: int | torch.SymInt, times: int = 2) -> Drawin
 def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "off")
     drawing = layers(Drawing(FakeTensorMode()), 1)
-    made = precompile_kernels(drawing.graph)
+    made = precompile_kernels(drawing.graph.nodes)
     assert (made.errors, made.not_compiled) == ([], [])
     assert [(each.call.op.removeprefix("graphex::"), each.times, each.declined) for each in made.planned] == [
         ("rms_norm_linears", 2, ""),
@@ -157,7 +157,7 @@ def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     ]
     assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
     assert hopper.loaded == compiled
-    precompile_kernels(drawing.graph)
+    precompile_kernels(drawing.graph.nodes)
     assert hopper.loaded == compiled  # nothing is compiled again
 
 
@@ -200,7 +200,7 @@ def test_launchers_are_compiled_while_their_kernels_are(hopper, compiled, monkey
 
     hopper.launcher_cls = launcher
     monkeypatch.setattr(triton.compiler, "compile", compile_late)
-    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph.nodes)
     assert (made.errors, made.not_compiled) == ([], [])
     assert hopper.loaded == compiled == Counter(waited_for)
 
@@ -214,7 +214,7 @@ def test_nothing_is_collected_while_threads_read_the_source_of_kernels(hopper, m
         return compile(source, **options)
 
     monkeypatch.setattr(triton.compiler, "compile", noting)
-    precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph.nodes)
     assert set(collecting) == {False}
     assert gc.isenabled()
 
@@ -227,7 +227,7 @@ def test_a_launcher_that_cannot_be_made_early_is_made_later(hopper, compiled, mo
         return metadata
 
     hopper.launcher_cls = only_for_a_compiled_kernel
-    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph)
+    made = precompile_kernels(layers(Drawing(FakeTensorMode()), 1, times=1).graph.nodes)
     assert (made.errors, made.not_compiled) == ([], [])
     assert hopper.loaded == compiled != {}
 
@@ -237,7 +237,7 @@ def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypa
     drawing = Drawing(FakeTensorMode())
     x, gain, weight = drawing.given(16, 1024), drawing.given(1024), drawing.given(1024, 1024)
     drawing.call(OPS.rms_norm_linears.default, x, gain, 1e-5, 0.0, True, [weight], [None])
-    precompile_kernels(drawing.graph)
+    precompile_kernels(drawing.graph.nodes)
     assert compiled == {"norm_kernel": 1, "skinny_kernel": 1}
 
 
@@ -245,7 +245,7 @@ def test_what_will_be_measured_is_compiled_and_nothing_is_chosen(hopper, compile
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    precompile_kernels(drawing.graph)
+    precompile_kernels(drawing.graph.nodes)
     assert compiled["gemv_kernel"] > 3
     assert tuning.choices() == []
     assert tuning.measured() == 0
@@ -257,7 +257,7 @@ def test_what_is_shipped_is_all_that_is_compiled(hopper, compiled, monkeypatch):
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    precompile_kernels(drawing.graph)
+    precompile_kernels(drawing.graph.nodes)
     assert compiled == {"gemv_kernel": 1}
     assert [choice.source for choice in tuning.choices()] == ["shipped"]
 
@@ -313,7 +313,7 @@ def test_symbolic_sizes_are_those_of_the_trace_and_get_no_guards(hopper):
     assert isinstance(rows, torch.SymInt)
     drawing = layers(Drawing(mode), rows)
     before = len(environment.guards)
-    calls = distinct_calls(drawing.graph)
+    calls = distinct_calls(drawing.graph.nodes)
     assert len(calls) == 4
     assert all("16" in repr(call) for call in calls)
     assert len(environment.guards) == before
@@ -323,11 +323,11 @@ def test_other_devices_and_other_ops_have_nothing_to_compile():
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(16, 1024), drawing.given(1024, 1024)
     drawing.call(torch.ops.aten.mm.default, x, weight)
-    assert not distinct_calls(drawing.graph)
+    assert not distinct_calls(drawing.graph.nodes)
     with drawing.mode:
         x.meta["val"], weight.meta["val"] = x.meta["val"].cpu(), weight.meta["val"].cpu()
     drawing.call(OPS.linears.default, x, [weight], [None], None)
-    assert not distinct_calls(drawing.graph)
+    assert not distinct_calls(drawing.graph.nodes)
 
 
 # -- what explain says of it -------------------------------------------------------------------------------------------

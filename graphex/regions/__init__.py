@@ -1,0 +1,16 @@
+"""Regions: the parts of a graph that no rule fuses, compiled by Inductor, with graphex's fused ops inside.
+
+    before:  h = mm(x, w); a = add(h, b); g = gelu(a); n = npu_rms_norm(g, gamma); index_put_(cache, ...)
+    after:   g, n = region_0(x, w, b, gamma); index_put_(cache, ...)
+
+How a graph moves through this room, after the passes that restore writes in place and before dead memory is reused:
+
+    members     which nodes a region can hold, and why the others stay outside
+    grow        the largest convex sets of such nodes, and what each takes and returns
+    compiler    Inductor, once for regions that are alike
+    region      the module that runs in place of the nodes, checked in its first call
+    stage       the pass: grow, compile, replace, record
+
+A region is functional, so undoing one is running its nodes. Captured graphs, streams and memory stay graphex's: a
+region is one node with a contract (`graphex.analysis.contract`).
+"""

@@ -1,0 +1,127 @@
+"""Compiling regions: Inductor's standalone entry point, called once for regions that are alike.
+
+The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
+blind to names: of 32 layers that are equal, one is compiled.
+
+CUDA graphs stay graphex's. By default Inductor is asked to round where eager does (`region_numerics="eager"`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cache
+from shutil import which
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node, map_arg
+
+from graphex.config import CompilerConfig
+from graphex.ops.definition import has_triton
+from graphex.torch_private.inductor import inductor_compile, without_inductor
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
+
+Boxed = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class RegionCode:
+    """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took."""
+
+    run: Boxed
+    source: str
+    kernels: tuple[str, ...]
+    seconds: float
+
+
+def why_no_compiler(device: torch.device) -> str:
+    """Why regions on a device cannot be compiled; empty if they can."""
+    if device.type == "cuda":
+        reason = "" if has_triton() else "Triton is not installed"
+    elif device.type == "cpu":
+        reason = "" if _cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+    else:
+        reason = f"Inductor has no compiler for the device '{device.type}'"
+    return reason or without_inductor()
+
+
+@cache
+def _cpp_compiler() -> bool:
+    return any(which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "clang", "gcc") if name)
+
+
+def settings(config: CompilerConfig) -> dict[str, Any]:
+    """Inductor's configuration for the regions of a compilation."""
+    exact = config.region_numerics == "eager"
+    patches: dict[str, Any] = {
+        "triton.cudagraphs": False,
+        "triton.autotune_at_compile_time": False,
+        "emulate_precision_casts": exact,
+        "emulate_division_rounding": exact,
+    }
+    if config.mode.startswith("max-autotune"):
+        patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    known = torch._inductor.config.get_config_copy()  # names that come and go between versions of torch
+    return {name: value for name, value in patches.items() if name in known}
+
+
+def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
+    """Compile the graph of a region. Raises whatever Inductor raises."""
+    inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+    started = time.perf_counter()
+    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches)
+    seconds = time.perf_counter() - started
+    returned = body.graph.output_node().args[0]
+    assert isinstance(returned, (list, tuple))
+    run: Boxed = lambda args: whole(*args)  # noqa: E731
+    if len(made) == 1 and _takes_and_returns(made[0][0], len(inputs), len(returned)):
+        run = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
+    sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
+    source = "\n\n".join(sources)
+    return RegionCode(run, source, _kernel_names(source), seconds)
+
+
+def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:
+    """Whether Inductor was given a graph with the region's own inputs and outputs, one for one."""
+    nodes = list(graph.graph.nodes)
+    returned = nodes[-1].args[0] if nodes and nodes[-1].op == "output" else ()
+    taken = sum(node.op == "placeholder" for node in nodes)
+    return taken == inputs and isinstance(returned, (list, tuple)) and len(returned) == outputs
+
+
+def _kernel_names(source: str) -> tuple[str, ...]:
+    """The kernels that generated code defines, as it names them in assignments such as `name = async_compile.cpp(`."""
+    lines = (line.split(" = async_compile.", 1) for line in source.splitlines() if " = async_compile." in line)
+    return tuple(dict.fromkeys(name for name, rest in lines if name.isidentifier() and not rest.startswith("wait")))
+
+
+def _fake_mode(body: GraphModule) -> FakeTensorMode:
+    values = pytree.tree_leaves([node.meta.get("val") for node in body.graph.nodes])
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
+    """Equal for two graphs that Inductor compiles to the same code."""
+    number = {node: index for index, node in enumerate(body.graph.nodes)}
+    rows = tuple(_row(node, number) for node in body.graph.nodes)
+    return rows, tuple(sorted((name, repr(value)) for name, value in patches.items()))
+
+
+def _row(node: Node, number: dict[Node, int]) -> Hashable:
+    target = "" if node.op in ("placeholder", "output") else str(node.target)
+    args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
+    return node.op, target, repr(args), _layout(node.meta.get("val"))
+
+
+def _layout(value: Any) -> Hashable:
+    """Sizes, strides, offset, type and device of a value, as text: symbolic ones by their expressions."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    if isinstance(value, Tensor):
+        sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset())
+        return sizes, str(value.dtype), str(value.device)
+    return str(value)

@@ -1,0 +1,168 @@
+"""Growing regions: the largest convex sets of nodes that one compiled function can stand for.
+
+    graph:    a = mm(x, w); b = gelu(a); c = transpose(b); index_put_(cache, c); d = relu(b); e = sin(cache)
+
+    regions:  region_0   takes x, w         returns b, d        `transpose` is done again outside, where c is read
+              region_1   takes cache        returns e           it reads what `index_put_` has written
+
+The sets are the partitions of `graphex.rewrite.partition`: every way out of a region raises the level of what comes
+behind, so that no region waits for itself; writes and reads of one memory count as ways. A region returns values that
+live in memory of their own. Views of them, which cost nothing, are made outside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graphex.analysis import node_line
+from graphex.analysis.contract import RegionContract
+from graphex.analysis.effects import is_kernel, is_number
+from graphex.analysis.graphs import extract, values_from_outside
+from graphex.analysis.regions import contract_of
+from graphex.errors import Refusal
+from graphex.regions.members import is_generated, is_view, why_outside
+from graphex.rewrite.partition import Partitioner
+
+WORTH_COMPILING = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A region to be: its nodes, what they take and return, and the views of results that are made outside.
+
+    `body` is a graph of copies, which the compiler is given and which runs wherever compiled code cannot.
+    """
+
+    nodes: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+    views: list[Node]
+    body: GraphModule
+    contract: RegionContract
+
+    @property
+    def kernels(self) -> int:
+        return sum(map(is_kernel, self.nodes))
+
+
+@dataclass(frozen=True)
+class Border:
+    """Nodes outside of regions for one reason: the first of them, and how many there are."""
+
+    reason: str
+    node: str
+    op: str
+    line: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The regions of a graph, what stopped them from growing, and sets of nodes that were left alone."""
+
+    plans: list[Plan]
+    borders: list[Border]
+    refused: list[Refusal]
+
+
+class _Members:
+    """What a partition may hold, as `Partitioner` asks for it; keeps the reasons of the others."""
+
+    def __init__(self, device: torch.device, kept: frozenset[str]) -> None:
+        self._device, self._kept = device, kept
+        self.outside: dict[Node, str] = {}
+
+    def is_node_supported(self, submodules: object, node: Node) -> bool:
+        reason = why_outside(node, self._device, self._kept)
+        if reason and not is_number(node) and is_kernel(node):
+            self.outside[node] = reason
+        return not reason
+
+
+def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = ()) -> Growth:
+    """The regions of a graph on one device, in an order in which they can run."""
+    members = _Members(device, frozenset(kept))
+    partitioner = Partitioner(gm, members, allows_single_node_partition=True)  # type: ignore[arg-type]
+    plans: list[Plan] = []
+    refused: list[Refusal] = []
+    for partition in partitioner.propose_partitions():
+        nodes = list(partition.nodes)
+        if sum(map(is_generated, nodes)) < WORTH_COMPILING:
+            continue
+        planned = _plan(gm, nodes)
+        (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
+    return Growth(plans, _borders(members.outside), refused)
+
+
+def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:
+    inside = set(nodes)
+    outputs, views = _returned(nodes, inside)
+    inputs = values_from_outside(nodes)
+    body, _ = extract(gm, nodes, inputs, tuple(outputs), "Region")
+    contract = contract_of(body)
+    if isinstance(contract, Refusal):
+        return contract
+    own = [number for places in contract.allocates for number in places]
+    if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
+        return Refusal("its results share memory with each other or with what it takes", nodes[0])
+    return Plan(nodes, inputs, outputs, views, body, contract)
+
+
+def _returned(nodes: list[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
+    """The values that a region returns, and the views that are made again outside, each in the graph's order."""
+    outputs: set[Node] = set()
+    views: set[Node] = set()
+    pending = [node for node in nodes if any(user not in inside for user in node.users)]
+    while pending:
+        node = pending.pop()
+        if node in outputs or node in views:
+            continue
+        if is_view(node):
+            views.add(node)
+            pending += [value for value in node.all_input_nodes if value in inside]
+        else:
+            outputs.add(node)
+    return [node for node in nodes if node in outputs], [node for node in nodes if node in views]
+
+
+def _borders(outside: dict[Node, str]) -> list[Border]:
+    counts = Counter(outside.values())
+    first: dict[str, Node] = {}
+    for node, reason in outside.items():
+        first.setdefault(reason, node)
+    return [
+        Border(reason, node.name, str(node.target), node_line(node), counts[reason]) for reason, node in first.items()
+    ]
+
+
+def put_in_place(gm: GraphModule, plan: Plan, name: str) -> Node:
+    """Put a call of the module `name` in place of a region's nodes, which stand together. Returns the call.
+
+    The inputs are looked up again: a region that was put in place before may have made some of them its own.
+    """
+    graph = gm.graph
+    with graph.inserting_after(plan.nodes[-1]):
+        call = graph.call_module(name, tuple(values_from_outside(plan.nodes)))
+    call.meta["val"] = tuple(output.meta.get("val") for output in plan.outputs)
+    stands_for: dict[Node, Node] = {}
+    place = call
+    for index, output in enumerate(plan.outputs):
+        with graph.inserting_after(place):
+            place = stands_for[output] = graph.call_function(operator.getitem, (call, index))
+        place.meta = dict(output.meta)
+    for view in plan.views:
+        with graph.inserting_after(place):
+            place = stands_for[view] = graph.node_copy(view, lambda node: stands_for.get(node, node))
+    inside = set(plan.nodes)
+    for old, new in stands_for.items():
+        for user in [user for user in old.users if user not in inside]:
+            user.replace_input_with(old, new)
+    for node in reversed(plan.nodes):
+        graph.erase_node(node)
+    return call

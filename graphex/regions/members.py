@@ -1,0 +1,125 @@
+"""Members of regions: the nodes that Inductor compiles without changing what a caller can see.
+
+A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
+host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from graphex.analysis import is_effectful, is_random, placement
+from graphex.analysis.effects import (
+    UNINITIALISED,
+    does_nothing,
+    is_kernel,
+    is_number,
+    moves_between_devices,
+    operator_of,
+    synchronisation,
+)
+from graphex.analysis.program import can_raise
+from graphex.ops.scope import CORES
+from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
+
+aten = torch.ops.aten
+
+# Ops that Inductor calls as they are: a region gains nothing from them, but may hold them.
+_CALLED = frozenset(
+    {
+        *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten._grouped_mm),
+        *(aten._scaled_mm, aten.sort, aten.topk, aten.cumsum, aten.max_pool2d_with_indices, aten.embedding),
+        *(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention),
+        *(aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu),
+        *(aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward),
+        *(aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward),
+    }
+)
+_DTYPES = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    }
+)
+
+
+def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
+    """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
+    op = operator_of(node)
+    if op is None:
+        return f"'{node.name}' calls no operator"
+    if does_nothing(node) or synchronisation(node) is not None or placement(node) is not None:
+        return "it is placed on a stream, or orders streams"
+    if CORES in (node.meta.get("custom") or {}):
+        return "it is kept to a part of the device"
+    if str(op.overloadpacket) in kept or str(op) in kept:
+        return "the option 'regions_keep_out' names it"
+    return _why_not_compiled(op) or _why_not_pure(node) or _why_not_here(node, device)
+
+
+@cache
+def _why_not_compiled(op: torch._ops.OpOverload) -> str:
+    if op.namespace not in ("aten", "prims", "graphex", "npu"):
+        return f"'{op.namespace}' is a namespace of custom ops"
+    if op._schema.name in UNINITIALISED:
+        return "its memory is not initialised"
+    if op._schema.is_mutable:
+        return "it writes to its arguments"
+    if torch.Tag.data_dependent_output in op.tags:
+        return "it reads a value back to the host"
+    return ""
+
+
+def _why_not_pure(node: Node) -> str:
+    if is_random(node):
+        return "it draws random numbers"
+    if is_effectful(node):
+        return "it has an effect besides its value"
+    return "it may raise, and eager's error is the one to see" if can_raise(node) else ""
+
+
+def _why_not_here(node: Node, device: torch.device) -> str:
+    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device."""
+    for value in _values((node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes])):
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if free_unbacked_symbols(value):
+                return "a size depends on data"
+            continue
+        if value.layout != torch.strided or value.dtype not in _DTYPES or type(value).__name__ != "FakeTensor":
+            return f"a value of it is no plain dense tensor of a usual type ({value.dtype})"
+        if value.device != device and (value.dim() or value.device.type != "cpu" or moves_between_devices(node)):
+            return f"a value of it is on {value.device}"
+        if free_unbacked_symbols(value):
+            return "a size depends on data"
+    return "" if _is_on(node, device) else "its result is on the host"
+
+
+def _is_on(node: Node, device: torch.device) -> bool:
+    tensors = [value for value in _values(node.meta.get("val")) if isinstance(value, Tensor)]
+    return bool(tensors) and tensors[0].device == device
+
+
+def _values(value: Any) -> list[Any]:
+    kinds = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, kinds)]
+
+
+def is_generated(node: Node) -> bool:
+    """Whether Inductor writes code for the node, rather than call a kernel that is there."""
+    op = operator_of(node)
+    return op is not None and is_kernel(node) and op.namespace in ("aten", "prims") and op.overloadpacket not in _CALLED
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node only looks at the memory of its input, or is a part of a tuple of such values."""
+    if node.target is operator.getitem:
+        owner = node.args[0]
+        return isinstance(owner, Node) and is_view(owner)
+    return operator_of(node) is not None and not is_kernel(node) and not is_number(node)

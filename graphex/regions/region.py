@@ -1,0 +1,127 @@
+"""The module that runs a region: compiled code, checked in its first call against what the graph promises.
+
+    graph:   region_0 = call_module("region_0", (x, w)); y = region_0[0]
+
+Generated code calls `Region.boxed` with a list that is emptied, so that what nothing else holds is freed inside.
+
+Inductor may pad the rows of a result. Where it does, the result is copied into the strides that the graph promises:
+later nodes, and the caller, rely on these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graphex.errors import one_line
+from graphex.regions.compiler import Boxed, RegionCode
+from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
+
+Symbols = dict[Any, int]
+
+
+class Region(torch.nn.Module):
+    """`body` is the graph it stands for. `fell_back` is told, once, why the body runs instead of compiled code."""
+
+    def __init__(self, body: GraphModule, code: RegionCode, fell_back: Callable[[str], None]) -> None:
+        super().__init__()
+        self.body = body
+        self.code = code
+        self._fell_back = fell_back
+        self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
+        self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+        self._run: Boxed = self._first_call
+
+    def forward(self, *args: Any) -> Any:
+        return self._run(list(args))
+
+    def boxed(self, args: list[Any]) -> Any:
+        return self._run(args)
+
+    def _first_call(self, args: list[Any]) -> Any:
+        given, symbols = list(args), self._symbols(args)
+        try:
+            results = self.code.run(args)
+        except Exception as error:
+            results = self._uncompiled(given)  # raises what eager raises, if it is the call that is wrong
+            self._give_up(f"the compiled code raised {one_line(error)}")
+            return results
+        if problem := _why_not_as_promised(self._promised, symbols, given, results):
+            self._give_up(problem)
+            return self._uncompiled(given)
+        is_laid_out = all(
+            result.stride() == _numbers(symbols, value.stride())
+            for value, result in zip(self._promised, results, strict=True)
+        )
+        self._run = self.code.run if is_laid_out else self._copied
+        return results if is_laid_out else self._laid_out(symbols, results)
+
+    def _copied(self, args: list[Any]) -> Any:
+        symbols = self._symbols(args)
+        return self._laid_out(symbols, self.code.run(args))
+
+    def _laid_out(self, symbols: Symbols, results: Sequence[Tensor]) -> list[Tensor]:
+        """The results in the strides of the graph: those that have others are copied."""
+        strides = [_numbers(symbols, value.stride()) for value in self._promised]
+        return [
+            result if result.stride() == stride else _with_strides(result, stride)
+            for result, stride in zip(results, strides, strict=True)
+        ]
+
+    def _give_up(self, reason: str) -> None:
+        self._run = self._uncompiled
+        self._fell_back(reason)
+
+    def _uncompiled(self, args: list[Any]) -> Any:
+        given = list(args)
+        args.clear()
+        return self.body(*given)
+
+    def _symbols(self, given: Sequence[Any]) -> Symbols:
+        """The value of every symbol that is a size of an input, or an input."""
+        known: Symbols = {}
+        for traced, value in zip(self._traced, given, strict=True):
+            pairs = zip(traced.shape, value.shape, strict=True) if isinstance(traced, Tensor) else ((traced, value),)
+            known |= {symbol_of(symbol): number for symbol, number in pairs if symbol_of(symbol) is not None}
+        return known
+
+
+def _why_not_as_promised(
+    promised: Sequence[Tensor], symbols: Symbols, given: Sequence[Any], results: Sequence[Any]
+) -> str:
+    """Why compiled results are not what the graph says they are; empty if they are, strides apart.
+
+    No two results may share memory, nor a result with an input: later passes rely on that.
+    """
+    if len(promised) != len(results):
+        return f"it returns {len(results)} values instead of {len(promised)}"
+    seen = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor) and value.numel()}
+    for place, (value, result) in enumerate(zip(promised, results, strict=True)):
+        if not isinstance(result, Tensor) or (result.dtype, result.device) != (value.dtype, value.device):
+            return f"result {place} has another type than the graph says"
+        if tuple(result.shape) != _numbers(symbols, value.shape):
+            return f"result {place} has the sizes {tuple(result.shape)}, and not {_numbers(symbols, value.shape)}"
+        if not result.numel():
+            continue
+        memory = result.untyped_storage().data_ptr()
+        if memory in seen:
+            return f"result {place} shares its memory with another result or an input"
+        seen.add(memory)
+    return ""
+
+
+def _with_strides(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    if all(size <= 1 or mine == other for size, mine, other in zip(value.shape, value.stride(), stride, strict=True)):
+        return value.as_strided(value.shape, stride)  # they differ only where a dimension has one element
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _numbers(symbols: Symbols, sizes: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(
+        int(substituted(expression_of(size), symbols)) if isinstance(size, torch.SymInt) else int(size)
+        for size in sizes
+    )

@@ -1,0 +1,183 @@
+"""Compile what no rule has fused: regions of the graph become one node each, run by code that Inductor makes.
+
+    before:  a = mm(x, w); b = add(a, bias); c = gelu(b); copy_(state, c)
+    after:   region_0 = region_0(x, w, bias); c = region_0[0]; copy_(state, c)
+
+Regions are grown around writes in place, so this pass runs after these are restored. A region that does not compile
+stays as it is, with the reason on record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from graphex.analysis import node_line
+from graphex.analysis.contract import declare_region
+from graphex.analysis.effects import moves_between_devices, operator_of, synchronisation
+from graphex.analysis.graphs import attribute_of
+from graphex.analysis.source import placement
+from graphex.config import CompilerConfig
+from graphex.env import regions_enabled
+from graphex.errors import one_line
+from graphex.records import FellBack, RegionBorder, RegionCompiled
+from graphex.regions.compiler import RegionCode, compile_region, region_key, settings, why_no_compiler
+from graphex.regions.grow import Growth, Plan, grow, put_in_place
+from graphex.regions.members import is_generated
+from graphex.regions.region import Region
+from graphex.rewrite.base import GraphPass, Work, inherit
+from graphex.rewrite.partition import bring_together
+from graphex.torch_private.symbolic import pytree
+
+
+class CompileRegions(GraphPass):
+    """Grow regions, compile each kind once, and put the compiled ones in place of their nodes."""
+
+    name = "compile_regions"
+    option = "regions"
+
+    def enabled(self, config: CompilerConfig) -> bool:
+        # Dumps of tensor data want the value of every node.
+        return super().enabled(config) and regions_enabled() and not config.dump_tensor_data
+
+    def apply(self, work: Work) -> None:
+        device = device_of(work.graph)
+        if device is None or not any(map(is_generated, work.graph.nodes)):
+            return
+        if reason := why_no_compiler(device) or _why_not_grown(work.graph):
+            self._say(work, "nothing is compiled in regions", reason)
+            return
+        move_constants(work, device)
+        growth = grow(work.gm, device, work.config.regions_keep_out)
+        _note_borders(work, growth)
+        patches = settings(work.config)
+        compiled = [(plan, code) for plan, code in self._compiled(work, growth.plans, patches) if code is not None]
+        bring_together(work.gm, [plan.nodes for plan, _ in compiled])
+        for number, (plan, code) in enumerate(compiled):
+            _put(work, plan, code, f"region_{number}")
+
+    def _compiled(self, work: Work, plans: list[Plan], patches: dict[str, Any]) -> list[tuple[Plan, RegionCode | None]]:
+        """The plans with their code; None for those that did not compile. Regions that are alike share their code."""
+        made: dict[Hashable, RegionCode | None] = {}
+        found: list[tuple[Plan, RegionCode | None]] = []
+        for number, plan in enumerate(plans):
+            key = region_key(plan.body, patches)
+            status = "reused" if key in made else "compiled"
+            if key not in made:
+                try:
+                    made[key] = compile_region(plan.body, patches)
+                except Exception as error:  # Inductor may raise anything; the nodes run as they are
+                    made[key] = None
+                    self._say(work, f"region {number} of {len(plan.nodes)} nodes is not compiled", one_line(error))
+            if (code := made[key]) is not None:
+                _note(work, number, plan, code, status)
+            found.append((plan, code))
+        return found
+
+    def _say(self, work: Work, what: str, reason: str) -> None:
+        work.remark = reason
+        work.note(lambda graph, _: FellBack(graph, what, reason))
+
+
+def device_of(graph: Graph) -> torch.device | None:
+    """The one device that regions of a graph are compiled for: an accelerator before the CPU; None without tensors."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    accelerators = sorted(map(str, (device for device in devices if device.type not in ("cpu", "meta"))))
+    if len(accelerators) > 1:
+        return None
+    return torch.device(accelerators[0]) if accelerators else next(iter(devices), None)
+
+
+def move_constants(work: Work, device: torch.device) -> None:
+    """Give constants of one element, which the host holds and ops on the device read, a copy on the device.
+
+    A device graph cannot copy from the host's memory; as an operand such a tensor means the same on either.
+    """
+    if device.type == "cpu":
+        return
+    for node in work.graph.find_nodes(op="get_attr"):
+        value, readers = node.meta.get("val"), [user for user in node.users if _reads_scalar(user, device)]
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or not readers:
+            continue
+        name = f"{str(node.target).replace('.', '_')}_on_{device.type}"
+        constant = getattr(work.gm, name, None)
+        if constant is None:
+            constant = attribute_of(work.gm, str(node.target)).to(device)
+            work.gm.register_buffer(name, constant, persistent=False)
+        with work.graph.inserting_after(node):
+            copy = work.graph.get_attr(name)
+        copy.meta = dict(node.meta)
+        with value.fake_mode:  # type: ignore[attr-defined]
+            copy.meta["val"] = value.to(device)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+        work.changes += 1
+
+
+def _reads_scalar(node: Node, device: torch.device) -> bool:
+    value = node.meta.get("val")
+    is_there = isinstance(value, Tensor) and value.device == device
+    return is_there and operator_of(node) is not None and not moves_between_devices(node)
+
+
+def _why_not_grown(graph: Graph) -> str:
+    placed = next((node for node in graph.nodes if synchronisation(node) or placement(node) is not None), None)
+    return "" if placed is None else f"the graph works on several streams ('{placed.name}')"
+
+
+def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
+    names = [node.name for node in plan.nodes]
+    first = next((node for node in plan.nodes if node_line(node)), plan.nodes[0])
+    line = node_line(first)
+    report = work.fall_back_later
+
+    def fell_back(reason: str) -> None:
+        report(f"{name} runs without compiled code", reason, line)
+
+    old = list(plan.nodes)
+    work.gm.add_submodule(name, Region(plan.body, code, fell_back))
+    call = put_in_place(work.gm, plan, name)
+    inherit(call, *old)
+    declare_region(call, plan.contract)
+    work.fused(names, [call], rule="region", because="Inductor compiles these nodes as one function", line=line)
+
+
+def _note(work: Work, number: int, plan: Plan, code: RegionCode, status: str) -> None:
+    generated = sum(map(is_generated, plan.nodes))
+    ours = sum(_is_ours(node) for node in plan.nodes)
+    work.note(
+        lambda graph, _: RegionCompiled(
+            graph,
+            f"region_{number}",
+            status,
+            nodes=len(plan.nodes),
+            calls=plan.kernels,
+            generated=generated,
+            fused_ops=ours,
+            kernels=code.kernels,
+            seconds=code.seconds if status == "compiled" else 0.0,
+            lines=tuple(dict.fromkeys(filter(None, map(node_line, plan.nodes)))),
+        )
+    )
+
+
+def _is_ours(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("graphex", "npu")
+
+
+def _note_borders(work: Work, growth: Growth) -> None:
+    for border in growth.borders:
+        work.note(
+            lambda graph, _, border=border: RegionBorder(  # type: ignore[misc]
+                graph, border.node, border.op, border.reason, border.line, border.count
+            )
+        )
+    for refusal in growth.refused:
+        node = refusal.node
+        assert node is not None
+        work.refuse(node, refusal, rule="region")

@@ -1,0 +1,76 @@
+"""Inductor: the standalone entry point that compiles a region, and the code that it makes.
+
+Without these names nothing is compiled in regions; graphs run as straight-line code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from torch.fx import GraphModule
+
+from graphex.torch_private.lookup import find
+from graphex.torch_private.symbolic import FakeTensorMode
+
+__all__ = ["OutputCode", "inductor_compile", "without_inductor"]
+
+OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
+
+_MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
+_NAMES = (
+    "torch._inductor.compile_fx.compile_fx_inner",
+    "torch._functorch.config.patch",
+    "torch._guards.tracing",
+    "torch._guards.TracingContext",
+)
+
+
+def without_inductor() -> str:
+    """Why this torch cannot compile a region; empty if it can. Importing Inductor takes a second, the first time."""
+    try:
+        _entry()
+        for path in _NAMES:
+            find(path)
+    except (ImportError, AttributeError) as error:
+        return f"this torch has no Inductor as graphex knows it ({error})"
+    return ""
+
+
+def _entry() -> Callable[..., Any]:
+    entry: Callable[..., Any] = import_module(_MODULE).standalone_compile
+    return entry
+
+
+def inductor_compile(
+    gm: GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, patches: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
+    """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
+
+    Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
+    not hand out the code; Inductor's own cache is on.
+    """
+    compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
+    made: list[tuple[GraphModule, OutputCode]] = []
+
+    def inner(graph: GraphModule, examples: Sequence[Any], **options: Any) -> OutputCode:
+        code = compile_inner(graph, examples, **options)
+        made.append((graph, code))
+        return code
+
+    with _tracing(fake_mode), find("torch._functorch.config").patch(enable_autograd_cache=False):
+        artifact = _entry()(
+            gm,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"inner_compile": inner, "config_patches": dict(patches)},
+        )
+    return artifact, made
+
+
+@contextmanager
+def _tracing(fake_mode: FakeTensorMode) -> Iterator[None]:
+    with find("torch._guards.tracing")(find("torch._guards.TracingContext")(fake_mode)):
+        yield
