@@ -13,10 +13,10 @@ from benchmarks import decode, decode_stock, prefill, replay
 from benchmarks.decode_profile import Kernel, Op, assign, moved_by, profile, put_in_order
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting, build, error, in_float32, step_of
-from benchmarks.rows import Row, Store, here
+from benchmarks.rows import Job, Row, Store, here
 from benchmarks.variants import AUTOTUNE, CUDAGRAPHS, DEFAULT, EAGER, GRAPHEX, GRAPHEX_UNTUNED, REDUCE, REDUCE_MARKED
 from benchmarks.variants import STOCK as STOCK_VARIANTS
-from benchmarks.workers import Job, Plan, Worker, measure
+from benchmarks.workers import Plan, Worker, measure
 
 TINY = Setting("llama", 8, 1).tiny()
 STEP = Setting("llama", 8, 16)
@@ -108,6 +108,7 @@ class Told(Worker):
     def __init__(self, job: Job, seen: list[str], fails: str = "") -> None:
         self.job, self.seen, self.fails = job, seen, fails
         self.facts, self.failed, self.late, self._started, self.began = {}, "", False, False, 0.0
+        self.caches = None
         self.at = -1
 
     def ask(self) -> None:
@@ -123,6 +124,9 @@ class Told(Worker):
             self.facts = {"pipelined": 1.0}
 
     def close(self) -> None:
+        pass
+
+    def discard(self) -> None:
         pass
 
 
