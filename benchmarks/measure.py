@@ -74,14 +74,16 @@ def _seconds(call: Call, calls: int, *, wait: bool = False) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def per_call(call: Call, *, seconds: float = 1.0, rounds: int = 11, warm_up: float = 0.3) -> float:
-    """Median seconds of a call in a row of calls: by the device's events where there is one. Results are not kept."""
+def per_call(call: Call, *, seconds: float, rounds: int = 5, warm_up: float = 0.2) -> list[float]:
+    """Seconds of a call in a row of calls, for each of some rows that take `seconds` together: by the device's events
+    where there is a device. Results are not kept.
+    """
     call()
     once = _seconds(call, 1, wait=True)
     _seconds(call, max(1, min(500, int(warm_up / once))), wait=True)
     calls = max(1, min(500, int(seconds / rounds / once)))
     in_a_row = _by_events if torch.cuda.is_available() else _seconds
-    return statistics.median(in_a_row(call, calls) for _ in range(rounds))
+    return [in_a_row(call, calls) for _ in range(rounds)]
 
 
 def _by_events(call: Call, calls: int) -> float:

@@ -5,9 +5,10 @@
     PYTHONPATH=. python benchmarks/models.py --device cpu --threads 1 2
 
 On CUDA the models are in bfloat16 with a batch of 8 (prompts: one of 1024 tokens), on the CPU smaller and in float32.
-Weights are random. Every row comes from a new process with empty compile caches. Rows of a group compile side by side
-(--together), and are timed one by one while nothing else runs. graphex measures choices while it compiles, so use
---together 1 where exact compile times and choices matter.
+Weights are random. Every row comes from a new process with empty compile caches. The rows of a model, and those of as
+many models as --together allows, compile side by side; then they take turns to be timed, alone, so that a machine that
+becomes slower does so for all of them. graphex measures choices while it compiles, so use --together 1 where exact
+compile times and choices matter: one row at a time.
 
 `ms` is the median time of a call in a row of calls whose results are dropped; `x Inductor` is that time divided by the
 best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `cold s` is the time of
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, nargs="+", default=[1], help="of the CPU: rows for each number")
     made.add_argument("--batch", type=int, default=0, help="8 on CUDA, 1 on the CPU; prompts are always one")
     made.add_argument("--seconds", type=float, default=480, help="no row is begun that would not end by then")
-    made.add_argument("--together", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)), metavar="ROWS")
+    made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
     made.add_argument("--warm", action="store_true", help="compile again in a second process, with the same caches")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
     made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
@@ -124,10 +125,17 @@ def jobs(settings: list[Setting], chosen: list[Variant]) -> list[Job]:
 def measured(every: list[Job], options: argparse.Namespace) -> Rows:
     rows = Rows(options.json)
     end = time.perf_counter() + options.seconds
-    plan = Plan(end, options.together, say=_to_stderr, warm=options.warm, timing=4.0)
+    together = options.together or whole_models(len({job.variant for job in every if not job.variant.autotunes}))
+    plan = Plan(end, together, say=_to_stderr, warm=options.warm, turns=3, timing=4.0)
     for job in measure(every, rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
     return rows
+
+
+def whole_models(variants: int) -> int:
+    """The rows that compile side by side: all of one model, and of more if every row has two cores."""
+    most = min(8, (os.cpu_count() or 1) // 2)
+    return max(1, variants, most - most % max(1, variants))
 
 
 def table(rows: list[Row]) -> str:

@@ -1,26 +1,26 @@
 """Measures one row of the models table in a process of its own, in the stages of `decode_worker.py`.
 
-python benchmarks/models_worker.py '{"setting": ..., "variant": ..., "reference": ...}'
+    python benchmarks/models_worker.py '{"setting": ..., "variant": ..., "reference": ...}'
 
-start     import torch and the modules that torch.compile needs for any model; the device is untouched
-build     the model and its inputs, and its result in float64 (computed by the first worker, kept in a file)
-compile   the first calls
-measure   the time, the memory, the error
+    start     import torch and the modules that torch.compile needs for any model; the device is untouched
+    build     the model and its inputs, and its result in float64 (computed by the first worker, kept in a file)
+    compile   the first calls
+    measure   the time, the memory, the error
+
+Requested again, `measure` goes on timing and answers with the median of all samples so far.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the memory of two rows must not differ by cuBLAS's buffers
 
 import torch
 
@@ -54,9 +54,12 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
     yield {"compile": time.perf_counter() - started}
     off = error(first_floating(subject.call(run)).cpu(), torch.load(reference))
     _tidy()
-    taken = per_call(lambda: subject.call(run), seconds=0.05 if setting.size == "tiny" else 1.0)
     peak = (peak_device_bytes if setting.device == "cuda" else peak_bytes)(lambda: subject.call(run))
-    yield {"pipelined": taken, "error": off, "peak": peak, **compiled_facts(run, variant, setting)}
+    facts = {"error": off, "peak": peak, **compiled_facts(run, variant, setting)}
+    samples: list[float] = []
+    while True:
+        samples += per_call(lambda: subject.call(run), seconds=0.02 if setting.size == "tiny" else 0.5)
+        yield {"pipelined": statistics.median(samples), **facts}
 
 
 def compiled_facts(run: Callable[..., Any], variant: Variant, setting: Setting) -> dict[str, Any]:

@@ -171,8 +171,9 @@ class Plan:
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
     records either. With `warm`, a second process compiles each row again with the caches of the first, and the row
-    gets its seconds as the fact `warm`. No group is started that would not end by `end`; `timing` estimates the
-    seconds for which a row is measured alone.
+    gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so that a machine that
+    becomes slower does so for all of them: the worker answers each with its figures so far. No group is started that
+    would not end by `end`; `timing` estimates the seconds for which a row is measured alone.
     """
 
     end: float
@@ -181,6 +182,7 @@ class Plan:
     say: Callable[[str], None] = print
     start: Callable[..., Worker[Any]] = Worker  # (job, folder, kernels, caches)
     warm: bool = False
+    turns: int = 1
     timing: float = 8.0
 
 
@@ -229,15 +231,21 @@ def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: 
     for worker in following:
         worker.started(end)
     _side_by_side(workers, end)  # compile
-    for worker in workers:
-        worker.ask()
-        worker.answer(end)  # measure
-        worker.close()
-        if not worker.late:
-            row = worker.row(_beside(worker.job, len(workers), plan))
-            store.add(row)
-            plan.say(f"{worker.job}: {row.failed or f'{row.pipelined * 1e3:.3f} ms'}, {row.seconds:.0f} s in all")
+    for turn in range(plan.turns):
+        for worker in workers:
+            worker.ask()
+            worker.answer(end)  # measure
+            if turn + 1 == plan.turns:
+                _finish(worker, len(workers), store, plan)
     return [worker.job for worker in workers if worker.late]
+
+
+def _finish(worker: Worker[R], together: int, store: Rows[R], plan: Plan) -> None:
+    worker.close()
+    if not worker.late:
+        row = worker.row(_beside(worker.job, together, plan))
+        store.add(row)
+        plan.say(f"{worker.job}: {row.failed or f'{row.pipelined * 1e3:.3f} ms'}, {row.seconds:.0f} s in all")
 
 
 def _compile_again(workers: list[Worker[R]], folder: Path, store: Rows[R], plan: Plan) -> None:

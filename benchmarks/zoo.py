@@ -35,7 +35,8 @@ class Setting:
     threads: int = 0
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.threads} threads" if self.threads else self.model
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.threads else ""
+        return self.model + threads
 
     def pick(self, gpu: T, cpu: T, tiny: T) -> T:
         return {"gpu": gpu, "cpu": cpu, "tiny": tiny}[self.size]
