@@ -74,7 +74,7 @@ def _seconds(call: Call, calls: int, *, wait: bool = False) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def per_call(call: Call, *, seconds: float, rounds: int = 5, warm_up: float = 0.2) -> list[float]:
+def per_call(call: Call, *, seconds: float, rounds: int = 5, warm_up: float = 0.1) -> list[float]:
     """Seconds of a call in a row of calls, for each of some rows that take `seconds` together: by the device's events
     where there is a device. Results are not kept.
     """

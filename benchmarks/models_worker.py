@@ -58,7 +58,7 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
     facts = {"error": off, "peak": peak, **compiled_facts(run, variant, setting)}
     samples: list[float] = []
     while True:
-        samples += per_call(lambda: subject.call(run), seconds=0.02 if setting.size == "tiny" else 0.5)
+        samples += per_call(lambda: subject.call(run), seconds=0.02 if setting.size == "tiny" else 0.4)
         yield {"pipelined": statistics.median(samples), **facts}
 
 
