@@ -156,7 +156,7 @@ def figures(row: Row, rows: list[Row]) -> tuple[str, ...]:
     star = "" if row.compiled == "alone" else "\\*"
     return (
         f"{row.pipelined * 1e3:.3f}",
-        f"{row.pipelined / inductor.pipelined:.2f}" if inductor is not None else "-",
+        f"{row.pipelined / inductor.pipelined:.3f}" if inductor is not None else "-",
         f"{row.compile:.1f}{star}" if compiles else "-",
         f"{row.warm:.1f}{star}" if row.warm else "-",
         f"{row.peak / 2**20:.1f}",

@@ -62,11 +62,8 @@ def _of_row(row: Row, rows: list[Row]) -> Iterator[str]:
 
 
 def _above(ratio: float, most: float, what: str) -> Iterator[str]:
-    """A sentence if the ratio, rounded as in the table, is above the target: a difference in the third decimal is
-    noise.
-    """
-    if round(ratio, 2) > most:
-        yield f"{ratio:.2f}x the {what}, at most {most:.2f}x"
+    if ratio > most:
+        yield f"{ratio:.3f}x the {what}, at most {most:.2f}x"
 
 
 def _ratios(rows: list[Row], variant: str) -> list[float]:

@@ -117,10 +117,10 @@ def test_every_missed_target_is_named() -> None:
     slow = row(GRAPHEX, 1.1, peak=120, error=5e-2, compile=12.0)
     rows = [row(EAGER, 3.0, error=2e-2), row(DEFAULT, 2.0), row(REDUCE, 1.0), slow]
     assert missed(rows) == [
-        "missed: bert: graphex: 1.10x the time of inductor reduce-overhead, at most 1.02x",
-        "missed: bert: graphex: 1.20x the peak memory of inductor reduce-overhead, at most 1.05x",
+        "missed: bert: graphex: 1.100x the time of inductor reduce-overhead, at most 1.02x",
+        "missed: bert: graphex: 1.200x the peak memory of inductor reduce-overhead, at most 1.05x",
         "missed: bert: graphex: error 5.0e-02, eager's is 2.0e-02",
-        "missed: bert: graphex: 1.20x the cold compile of inductor default, at most 1.15x",
+        "missed: bert: graphex: 1.200x the cold compile of inductor default, at most 1.15x",
         "missed: 1.100x Inductor's time as a geometric mean, at most 0.98x",
     ]
 
@@ -129,10 +129,10 @@ def test_a_model_of_many_equal_layers_must_compile_in_half_the_time() -> None:
     deep = Setting("bert-large")
     rows = [row(DEFAULT, 2.0, deep), row(GRAPHEX, 1.0, deep, compile=6.0)]
     assert missed(rows) == [
-        "missed: bert-large: graphex: 0.60x the cold compile of inductor default, at most 0.50x",
+        "missed: bert-large: graphex: 0.600x the cold compile of inductor default, at most 0.50x",
     ]
 
 
 def test_on_the_cpu_graphex_is_never_slower_than_eager() -> None:
     rows = [row(EAGER, 1.0, TINY), row(DEFAULT, 2.0, TINY), row(GRAPHEX, 1.1, TINY)]
-    assert missed(rows) == ["missed: mlp, 1 thread: graphex: 1.10x the time of eager, at most 1.00x"]
+    assert missed(rows) == ["missed: mlp, 1 thread: graphex: 1.100x the time of eager, at most 1.00x"]
