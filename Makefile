@@ -9,7 +9,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full test-torch fuzz lint format docs pictures bench test-gpu bench-gpu bench-stock-gpu sanitize-gpu clean
+.PHONY: demo test test-full test-torch fuzz lint format docs pictures bench bench-models test-gpu bench-gpu bench-models-gpu bench-stock-gpu sanitize-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -67,6 +67,10 @@ bench: $(READY)
 	$(RUN) benchmarks/compile_time.py
 	$(RUN) benchmarks/report.py
 
+# Models on the CPU, compiled by Inductor and by graphex: about an hour on two cores.
+bench-models: $(READY)
+	PYTHONPATH=. $(RUN) benchmarks/models.py --device cpu --threads 1 2 --seconds 3600
+
 # On a machine with a GPU, from the source tree as it is: torch, Triton, pytest, hypothesis, transformers, rich, click.
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m 'not full' tests
@@ -83,6 +87,9 @@ bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/linears.py
 	PYTHONPATH=. $(PYTHON) benchmarks/attention.py
 	PYTHONPATH=. $(PYTHON) benchmarks/streams.py
+
+bench-models-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/models.py
 
 # The stock modes beside which decode.py and replay.py show graphex. They compile for long: call it until none is missing.
 bench-stock-gpu:

@@ -31,9 +31,9 @@ from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting
 from benchmarks.measure import copy_bandwidth, machine, versions
-from benchmarks.rows import RESULTS, Row, Store
+from benchmarks.rows import RESULTS, Job, Row, Store
 from benchmarks.variants import GRAPHEX, GRAPHEX_UNTUNED, NAMED
-from benchmarks.workers import Job, Plan, measure
+from benchmarks.workers import Plan, measure
 
 COLUMNS = ("pipelined ms", "x floor", "host us", "cold compile s", "peak GiB", "error")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decoding import Setting
 from benchmarks.measure import machine
-from benchmarks.rows import RESULTS, Store
+from benchmarks.rows import RESULTS, Job, Store
 from benchmarks.variants import (
     AUTOTUNE,
     AUTOTUNE_MARKED,
@@ -33,7 +33,7 @@ from benchmarks.variants import (
     Variant,
     fits,
 )
-from benchmarks.workers import Job, Plan, measure
+from benchmarks.workers import Plan, measure
 
 STEPS = [Setting("llama", 8, batch) for batch in (1, 16, 64)]
 TRANSFORMERS = [Setting(name, 4, batch) for batch in (1, 16) for name in ("hf-llama", "hf-qwen3")]

@@ -42,7 +42,7 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
     variant = NAMED[variant_name]
     if setting.packages:
         import transformers  # noqa: F401  (part of the start, not of the compilation)
-    yield {"imports": _imported(variant)}
+    yield {"imports": imported(variant)}
     model = build(setting)
     if not reference.exists():
         torch.save(in_float32(model, setting).cpu(), reference)
@@ -69,7 +69,7 @@ def stages(setting: Setting, variant_name: str, reference: Path) -> Iterator[dic
     yield {**asdict(times), "error": off, "peak": peak, "tuned": tuned}
 
 
-def _imported(variant: Variant) -> float:
+def imported(variant: Variant) -> float:
     """Seconds to import the modules of torch needed to compile: Dynamo, and Inductor for its rows."""
     started = time.perf_counter()
     import_module("torch._dynamo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import time
@@ -73,6 +74,28 @@ def _seconds(call: Call, calls: int, *, wait: bool = False) -> float:
     return (time.perf_counter() - started) / calls
 
 
+def per_call(call: Call, *, seconds: float, rounds: int = 5, warm_up: float = 0.1) -> list[float]:
+    """Seconds of a call in a row of calls, for each of some rows that take `seconds` together: by the device's events
+    where there is a device. Results are not kept.
+    """
+    call()
+    once = _seconds(call, 1, wait=True)
+    _seconds(call, max(1, min(500, int(warm_up / once))), wait=True)
+    calls = max(1, min(500, int(seconds / rounds / once)))
+    in_a_row = _by_events if torch.cuda.is_available() else _seconds
+    return [in_a_row(call, calls) for _ in range(rounds)]
+
+
+def _by_events(call: Call, calls: int) -> float:
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    started.record()
+    for _ in range(calls):
+        call()
+    ended.record()
+    ended.synchronize()
+    return started.elapsed_time(ended) / 1e3 / calls
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -97,6 +120,23 @@ def peak_bytes(call: Call) -> int:
     return peak
 
 
+def peak_device_bytes(call: Call, calls: int = 3) -> int:
+    """The peak device memory while calling, weights included.
+
+    The allocator does not see the memory that a replayed graph writes: what the graphs' pools hold counts in full.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    pools = [each for each in torch.cuda.memory_snapshot() if tuple(each.get("segment_pool_id", (0, 0))) != (0, 0)]
+    unseen = sum(each["total_size"] - each["allocated_size"] for each in pools)
+    return torch.cuda.max_memory_allocated() + unseen
+
+
 def copy_bandwidth(device: str = "cuda") -> float:
     """Bytes read plus bytes written per second by a large PyTorch copy on the device.
 
@@ -112,15 +152,8 @@ def copy_bandwidth(device: str = "cuda") -> float:
 
 
 def _copied(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:
-    if source.device.type != "cuda":
-        return _seconds(lambda: target.copy_(source), copies)
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    started.record()
-    for _ in range(copies):
-        target.copy_(source)
-    ended.record()
-    ended.synchronize()
-    return started.elapsed_time(ended) / 1e3 / copies
+    in_a_row = _by_events if source.device.type == "cuda" else _seconds
+    return in_a_row(lambda: target.copy_(source), copies)
 
 
 def versions(*packages: str) -> dict[str, str]:

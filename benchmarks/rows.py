@@ -1,4 +1,5 @@
-"""The measurements of one variant of one decode step, and the file that keeps such rows between runs.
+"""The measurements of one variant of one decode step, the job of taking them, and the file that keeps such rows
+between runs.
 
 A row names its device and the versions that its figures depend on. Rows of other devices or versions stay in the file,
 but are neither merged into a table nor counted as done.
@@ -12,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.decoding import Setting
 from benchmarks.measure import versions
+from benchmarks.variants import Variant
 
 RESULTS = Path(__file__).parent / "stock.json"
 
@@ -54,6 +57,45 @@ class Row:
 
 def here(setting: Setting) -> dict[str, str]:
     return versions(*setting.packages)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to be measured: a task of `benchmarks/workers.py`."""
+
+    setting: Setting
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"{self.setting}, {self.variant.name}"
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name("decode_worker.py")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"setting": asdict(self.setting), "variant": self.variant.name}
+
+    @property
+    def reference(self) -> str:
+        return str(abs(hash(self.setting)))
+
+    @property
+    def seconds(self) -> float:
+        """A generous estimate of the time it takes."""
+        return self.variant.seconds * max(1.0, 0.7 * self.setting.layers / 8)
+
+    @property
+    def bytes(self) -> int:
+        """A rough estimate of its device memory: weights and caches, and as much again for copies of the caches."""
+        of = self.setting
+        weights = of.layers * of.width * (2.5 * of.width + 3 * of.hidden) + of.vocabulary * of.width * 2
+        caches = 2 * of.layers * of.batch * of.kv_heads * of.positions * of.head
+        return int(2 * (weights + 2 * caches))
+
+    def row(self, facts: dict[str, Any], **about: Any) -> Row:
+        return Row(self.setting, self.variant.name, here(self.setting), **about, **facts)
 
 
 class Store:

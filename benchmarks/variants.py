@@ -1,4 +1,4 @@
-"""The variants of a decode step that the benchmarks compare."""
+"""The variants of a model that the benchmarks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.decoding import Setting
 
 @dataclass(frozen=True)
 class Variant:
-    """`backend` and `mode` are torch.compile's; without a backend the model runs eagerly.
+    """`backend`, `mode` and `options` are torch.compile's; without a backend the model runs eagerly.
 
     `marked` are rows whose caches were marked with `mark_static_address`. Without `shipped`, graphex ignores the
     choices that come with it and measures its own. `seconds` is a generous estimate of the time of a row of eight
@@ -27,6 +27,7 @@ class Variant:
     marked: bool = False
     seconds: float = 15.0
     shipped: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def stock(self) -> bool:
@@ -37,7 +38,7 @@ class Variant:
         """Whether Inductor times kernels on the device while it compiles: nothing may run beside it."""
         return self.mode == "max-autotune"
 
-    def compiled(self, model: nn.Module) -> Callable[..., Any]:
+    def compiled(self, model: nn.Module, *, fullgraph: bool = True) -> Callable[..., Any]:
         if self.backend is None:
             return model
         if self.backend == "graphex":
@@ -46,7 +47,8 @@ class Variant:
             from graphex.kernels import tuning
 
             tuning.shipped = lambda device: {}
-        return torch.compile(model, backend=self.backend, mode=self.mode, fullgraph=True)
+        options = dict(self.options) or None
+        return torch.compile(model, backend=self.backend, mode=self.mode, options=options, fullgraph=fullgraph)
 
 
 EAGER = Variant("eager")
@@ -58,10 +60,20 @@ AUTOTUNE = Variant("inductor max-autotune", "inductor", "max-autotune", seconds=
 AUTOTUNE_MARKED = Variant("inductor max-autotune, marked", "inductor", "max-autotune", marked=True, seconds=110)
 GRAPHEX = Variant("graphex", "graphex", seconds=25)
 GRAPHEX_UNTUNED = Variant("graphex, tuning from nothing", "graphex", shipped=False, seconds=45)
+GRAPHEX_AUTOTUNE = Variant("graphex max-autotune", "graphex", "max-autotune", seconds=110)
+GRAPHEX_NO_REGIONS = Variant("graphex, no regions", "graphex", options=(("regions", False),), seconds=25)
+GRAPHEX_NO_CLONE = Variant("graphex, clone_output=False", "graphex", options=(("clone_output", False),), seconds=25)
 
 STOCK = (EAGER, CUDAGRAPHS, DEFAULT, REDUCE, REDUCE_MARKED, AUTOTUNE, AUTOTUNE_MARKED)
 OURS = (GRAPHEX, GRAPHEX_UNTUNED)
 NAMED = {variant.name: variant for variant in (*STOCK, *OURS)}
+MODEL_VARIANTS = {  # those of the models benchmark
+    variant.name: variant
+    for variant in (
+        *(EAGER, DEFAULT, REDUCE, GRAPHEX),
+        *(GRAPHEX_NO_REGIONS, GRAPHEX_NO_CLONE, AUTOTUNE, GRAPHEX_AUTOTUNE),
+    )
+}
 
 
 def fits(variant: Variant, setting: Setting) -> bool:

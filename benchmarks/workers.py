@@ -17,60 +17,77 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from benchmarks.decoding import Setting
-from benchmarks.rows import Row, Store, here
 from benchmarks.variants import Variant
 
-SCRIPT = Path(__file__).with_name("decode_worker.py")
 ROOM = 100 * 2**30  # bytes of the device that a group may fill
 GRACE = 30.0  # seconds after the end until a process is ended
 
 
-@dataclass(frozen=True)
-class Job:
-    setting: Setting
-    variant: Variant
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {self.variant.name}"
+class Measured(Protocol):
+    """A row of a table, as far as this module knows it: `pipelined` and `seconds` are seconds."""
 
     @property
-    def seconds(self) -> float:
-        """A generous estimate of the time it takes."""
-        return self.variant.seconds * max(1.0, 0.7 * self.setting.layers / 8)
+    def failed(self) -> str: ...
+    @property
+    def pipelined(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+R = TypeVar("R", bound=Measured)
+
+
+class Task(Protocol[R]):
+    """A row to be measured.
+
+    `script` is the worker: it gets `given` and the file of the reference as JSON, and goes from stage to stage as
+    `decode_worker.py` describes. Tasks of equal `reference` share that file: the first of them writes it. `seconds`
+    and `bytes` are estimates, of the time of the row and of its device memory.
+    """
 
     @property
-    def bytes(self) -> int:
-        """A rough estimate of its device memory: weights and caches, and as much again for copies of the caches."""
-        of = self.setting
-        weights = of.layers * of.width * (2.5 * of.width + 3 * of.hidden) + of.vocabulary * of.width * 2
-        caches = 2 * of.layers * of.batch * of.kv_heads * of.positions * of.head
-        return int(2 * (weights + 2 * caches))
+    def variant(self) -> Variant: ...
+    @property
+    def script(self) -> Path: ...
+    @property
+    def given(self) -> dict[str, Any]: ...
+    @property
+    def reference(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+    def row(self, facts: dict[str, Any], **about: Any) -> R: ...
 
 
-class Worker:
-    """The process of one row."""
+class Rows(Protocol[R]):
+    """A collection of rows. A row added again replaces the older one."""
 
-    def __init__(self, job: Job, folder: Path, kernels: Path | None = None) -> None:
+    def add(self, row: R) -> None: ...
+
+
+class Worker(Generic[R]):
+    """The process of one row. Its compile caches are empty, unless it is given those of an earlier process."""
+
+    def __init__(self, job: Task[R], folder: Path, kernels: Path | None = None, caches: Path | None = None) -> None:
         self.job, self.began = job, time.perf_counter()
         self.facts: dict[str, Any] = {}
         self.failed, self.late, self._started = "", False, False
-        self._caches = Path(tempfile.mkdtemp(dir=folder))
-        self._errors = open(self._caches / "errors", "w+")  # noqa: SIM115  (closed with the process)
-        reference = folder / f"{abs(hash(job.setting))}.pt"
-        given = {"setting": asdict(job.setting), "variant": job.variant.name, "reference": str(reference)}
+        self.caches = caches or Path(tempfile.mkdtemp(dir=folder))
+        self._errors = open(self.caches / "errors", "w+")  # noqa: SIM115  (closed with the process)
+        given = {**job.given, "reference": str(folder / f"{job.reference}.pt")}
         environment = {
             **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(self._caches / "inductor"),
-            "TRITON_CACHE_DIR": str(kernels or self._caches / "triton"),
-            "GRAPHEX_CACHE_DIR": str(self._caches / "graphex"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.caches / "inductor"),
+            "TRITON_CACHE_DIR": str(kernels or self.caches / "triton"),
+            "GRAPHEX_CACHE_DIR": str(self.caches / "graphex"),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(given)],
+            [sys.executable, str(job.script), json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -112,11 +129,15 @@ class Worker:
         told = self._errors.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
         self.failed = ([line for line in told if "Error" in line] or told)[-1][:300]
 
-    def row(self, compiled: str) -> Row:
+    def row(self, compiled: str) -> R:
         spent = time.perf_counter() - self.began
         facts = {} if self.failed else self.facts
-        told = {"compiled": compiled, "seconds": spent, "failed": self.failed}
-        return Row(self.job.setting, self.job.variant.name, here(self.job.setting), **told, **facts)
+        return self.job.row(facts, compiled=compiled, seconds=spent, failed=self.failed)
+
+    def discard(self) -> None:
+        """Ends the process and removes its compile caches."""
+        self.close()
+        shutil.rmtree(self.caches, ignore_errors=True)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -130,7 +151,6 @@ class Worker:
             self._kill()
             self._process.wait()
         self._errors.close()
-        shutil.rmtree(self._caches, ignore_errors=True)
 
     def _end(self) -> None:
         self.late = True
@@ -150,25 +170,31 @@ class Plan:
 
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
-    records either. No group is started that would not end by `end`.
+    records either. With `warm`, a second process compiles each row again with the caches of the first, and the row
+    gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so that a machine that
+    becomes slower does so for all of them: the worker answers each with its figures so far. No group is started that
+    would not end by `end`; `timing` estimates the seconds for which a row is measured alone.
     """
 
     end: float
     together: int = 1
     share_kernels: bool = False
     say: Callable[[str], None] = print
-    start: Callable[[Job, Path, Path | None], Worker] = Worker
+    start: Callable[..., Worker[Any]] = Worker  # (job, folder, kernels, caches)
+    warm: bool = False
+    turns: int = 1
+    timing: float = 8.0
 
 
-def measure(jobs: Iterable[Job], store: Store, plan: Plan) -> list[Job]:
+def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
     """Adds the jobs' rows to the store, in this order; returns the jobs for which there was no time."""
     groups = list(_groups(list(jobs), plan.together))
-    left: list[Job] = []
-    running: list[Worker] = []
+    left: list[Task[R]] = []
+    running: list[Worker[R]] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
 
-        def begin(group: list[Job]) -> list[Worker]:
+        def begin(group: list[Task[R]]) -> list[Worker[R]]:
             workers = [plan.start(job, folder, _kernels(job, folder, plan)) for job in group]
             running.extend(workers)
             for worker in workers:
@@ -179,49 +205,86 @@ def measure(jobs: Iterable[Job], store: Store, plan: Plan) -> list[Job]:
             following = begin(groups[0]) if groups else []
             for index, group in enumerate(groups):
                 workers, following = following, begin(groups[index + 1]) if index + 1 < len(groups) else []
-                if time.perf_counter() + _seconds(group) > plan.end:
+                if time.perf_counter() + _seconds(group, plan) > plan.end:
                     left += group
                 else:
                     left += _measure_group(workers, following, store, plan)
+                    if plan.warm:
+                        _compile_again(workers, folder, store, plan)
                 for worker in workers:
-                    worker.close()
+                    worker.discard()
                     running.remove(worker)
         finally:
             for worker in running:
-                worker.close()
+                worker.discard()
     return left
 
 
-def _measure_group(workers: list[Worker], following: list[Worker], store: Store, plan: Plan) -> list[Job]:
+def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
     """Measures one group, from the build to its rows. It waits for `following` to start, so that nothing runs beside a
     compilation.
     """
     end = plan.end + GRACE
     for worker in workers:
         worker.started(end)
-    for worker in workers:
-        worker.ask()
-        worker.answer(end)  # build
+    _build(workers, end)
     for worker in following:
         worker.started(end)
-    for worker in workers:
-        worker.ask()
-    for worker in workers:
-        worker.answer(end)  # compile
-    for worker in workers:
-        worker.ask()
-        worker.answer(end)  # measure
-        worker.close()
-        if not worker.late:
-            row = worker.row(_beside(worker.job, len(workers), plan))
-            store.add(row)
-            plan.say(f"{worker.job}: {row.failed or f'{row.pipelined * 1e3:.3f} ms'}, {row.seconds:.0f} s in all")
+    _side_by_side(workers, end)  # compile
+    for turn in range(plan.turns):
+        for worker in workers:
+            worker.ask()
+            worker.answer(end)  # measure
+            if turn + 1 == plan.turns:
+                _finish(worker, len(workers), store, plan)
     return [worker.job for worker in workers if worker.late]
 
 
-def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
+def _finish(worker: Worker[R], together: int, store: Rows[R], plan: Plan) -> None:
+    worker.close()
+    if not worker.late:
+        row = worker.row(_beside(worker.job, together, plan))
+        store.add(row)
+        plan.say(f"{worker.job}: {row.failed or f'{row.pipelined * 1e3:.3f} ms'}, {row.seconds:.0f} s in all")
+
+
+def _compile_again(workers: list[Worker[R]], folder: Path, store: Rows[R], plan: Plan) -> None:
+    """Compiles rows again in new processes, with the caches that the first ones filled."""
+    cold = [worker for worker in workers if not worker.failed and worker.job.variant.backend]
+    again = [plan.start(each.job, folder, _kernels(each.job, folder, plan), each.caches) for each in cold]
+    end = plan.end + GRACE
+    try:
+        for _ in ("start", "build", "compile"):
+            _side_by_side(again, end)
+        for first, second in zip(cold, again, strict=True):
+            if not second.failed:
+                first.facts["warm"] = second.facts["compile"]
+                store.add(first.row(_beside(first.job, len(workers), plan)))
+            elif not second.late:
+                plan.say(f"{first.job}: a second process fails: {second.failed}")
+    finally:
+        for worker in again:
+            worker.close()
+
+
+def _build(workers: list[Worker[R]], end: float) -> None:
+    """Builds the models: first one for each reference, which writes it, then the others."""
+    first = {worker.job.reference: worker for worker in reversed(workers)}
+    writers = [worker for worker in workers if first[worker.job.reference] is worker]
+    _side_by_side(writers, end)
+    _side_by_side([worker for worker in workers if worker not in writers], end)
+
+
+def _side_by_side(workers: list[Worker[R]], end: float) -> None:
+    for worker in workers:
+        worker.ask()
+    for worker in workers:
+        worker.answer(end)
+
+
+def _groups(jobs: list[Task[R]], together: int) -> Iterator[list[Task[R]]]:
     """Neighbouring jobs that may compile in parallel, at most `together`, if the device has room for them."""
-    group: list[Job] = []
+    group: list[Task[R]] = []
     for job in jobs:
         alone = job.variant.autotunes or (group and group[0].variant.autotunes)
         if group and (alone or len(group) == together or sum(each.bytes for each in (*group, job)) > ROOM):
@@ -232,15 +295,15 @@ def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
         yield group
 
 
-def _seconds(group: list[Job]) -> float:
-    return max(job.seconds for job in group) + 8.0 * (len(group) - 1)
+def _seconds(group: list[Task[R]], plan: Plan) -> float:
+    return max(job.seconds for job in group) * (1.5 if plan.warm else 1.0) + plan.timing * (len(group) - 1)
 
 
-def _kernels(job: Job, folder: Path, plan: Plan) -> Path | None:
+def _kernels(job: Task[R], folder: Path, plan: Plan) -> Path | None:
     return folder / "kernels" if plan.share_kernels and job.variant.autotunes else None
 
 
-def _beside(job: Job, together: int, plan: Plan) -> str:
+def _beside(job: Task[R], together: int, plan: Plan) -> str:
     if together > 1:
         return f"beside {together - 1} more"
     return "with kernels of earlier rows" if plan.share_kernels and job.variant.autotunes else "alone"

@@ -24,6 +24,7 @@ NEEDS = {  # benchmark -> the requirement on the machine
     "replay": "CUDA",
     "decode": "CUDA",
     "prefill": "CUDA",
+    "models": "CUDA",
     "kernels": "CUDA",
     "linears": "CUDA",
     "attention": "CUDA",

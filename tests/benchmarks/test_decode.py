@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from benchmarks import decode, decode_stock, prefill, replay
 from benchmarks.decode_profile import Kernel, Op, assign, moved_by, profile, put_in_order
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting, build, error, in_float32, step_of
-from benchmarks.rows import Row, Store, here
+from benchmarks.rows import Job, Row, Store, here
 from benchmarks.variants import AUTOTUNE, CUDAGRAPHS, DEFAULT, EAGER, GRAPHEX, GRAPHEX_UNTUNED, REDUCE, REDUCE_MARKED
 from benchmarks.variants import STOCK as STOCK_VARIANTS
-from benchmarks.workers import Job, Plan, Worker, measure
+from benchmarks.workers import Plan, Worker, measure
 
 TINY = Setting("llama", 8, 1).tiny()
 STEP = Setting("llama", 8, 16)
@@ -108,6 +109,7 @@ class Told(Worker):
     def __init__(self, job: Job, seen: list[str], fails: str = "") -> None:
         self.job, self.seen, self.fails = job, seen, fails
         self.facts, self.failed, self.late, self._started, self.began = {}, "", False, False, 0.0
+        self.caches = None
         self.at = -1
 
     def ask(self) -> None:
@@ -116,19 +118,24 @@ class Told(Worker):
     def answer(self, end: float) -> None:
         if self.failed:
             return
-        stage = self.STAGES[self.at]
+        stage = self.STAGES[min(self.at, 3)]
         self.seen.append(f"{stage} {self.job.variant.name}")
         self.failed = self.fails if stage == "compile" else ""
+        if stage == "compile":
+            self.facts["compile"] = 4.0
         if stage == "measure":
-            self.facts = {"pipelined": 1.0}
+            self.facts["pipelined"] = 1.0
 
     def close(self) -> None:
+        pass
+
+    def discard(self) -> None:
         pass
 
 
 def measured(jobs: list[Job], *, end: float = float("inf"), fails: str = "", **options: Any) -> tuple[list[str], Store]:
     store, seen = Store(), []
-    start = lambda job, folder, kernels: Told(job, seen, fails if job.variant == DEFAULT else "")  # noqa: E731
+    start = lambda job, *others: Told(job, seen, fails if job.variant == DEFAULT else "")  # noqa: E731
     measure(jobs, store, Plan(end, say=lambda text: None, start=start, **options))
     return seen, store
 
@@ -148,6 +155,30 @@ def test_rows_compile_together_and_are_measured_one_by_one() -> None:
 def test_a_row_with_kernels_of_others_says_so() -> None:
     _, store = measured([Job(STEP, AUTOTUNE), Job(STEP, DEFAULT)], share_kernels=True)
     assert [each.compiled for each in store.rows] == ["with kernels of earlier rows", "alone"]
+
+
+def test_the_rows_of_a_group_take_turns_to_be_measured() -> None:
+    seen, store = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], together=2, turns=3)
+    assert seen[-6:] == [f"measure {variant.name}" for variant in (DEFAULT, REDUCE)] * 3
+    assert len(store.rows) == 2
+
+
+def test_a_second_process_compiles_again_after_the_measurement() -> None:
+    facts: list[dict[str, Any]] = []
+
+    class Rows:
+        def add(self, row: dict[str, Any]) -> None:
+            facts.append(row)
+
+    class Kept(Job):
+        def row(self, given: dict[str, Any], **about: Any) -> Any:
+            return SimpleNamespace(**{"pipelined": 0.0, **given, **about})
+
+    seen: list[str] = []
+    start = lambda job, *others: Told(job, seen)  # noqa: E731
+    measure([Kept(STEP, EAGER), Kept(STEP, DEFAULT)], Rows(), Plan(float("inf"), 2, start=start, warm=True))
+    assert seen[-4:] == [f"{stage} {DEFAULT.name}" for stage in ("measure", "start", "build", "compile")]
+    assert [getattr(each, "warm", None) for each in facts] == [None, None, 4.0]
 
 
 def test_a_row_that_fails_is_kept_with_its_reason_and_stops_nobody() -> None:

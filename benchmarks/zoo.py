@@ -1,0 +1,310 @@
+"""The models of the models benchmark: how each is built, what it is called with, and how large it is.
+
+Weights and inputs are random and the same in every process; nothing is downloaded. There are three sizes: `gpu` has
+the geometry that is published under the model's name (the Llama half of it), `cpu` fewer layers and smaller inputs,
+`tiny` is for trying the commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks import networks
+
+SIZES = ("gpu", "cpu", "tiny")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its size, and where it runs: the subject of a few rows of the table. `threads` are the CPU's."""
+
+    model: str
+    size: str = "gpu"
+    batch: int = 8
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    threads: int = 0
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.threads else ""
+        return self.model + threads
+
+    def pick(self, gpu: T, cpu: T, tiny: T) -> T:
+        return {"gpu": gpu, "cpu": cpu, "tiny": tiny}[self.size]
+
+    def tokens(self, most: int, vocabulary: int) -> Tensor:
+        return torch.randint(0, vocabulary, (self.batch, most))
+
+    def image(self, gpu: int, cpu: int, tiny: int) -> Tensor:
+        side = self.pick(gpu, cpu, tiny)
+        return torch.randn(self.batch, 3, side, side)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the arguments of a call of it."""
+
+    model: nn.Module
+    arguments: tuple[Tensor, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, run: Callable[..., Any]) -> Any:
+        return run(*self.arguments, **self.named)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is built. `packages` are those it needs besides torch; `gib` is a rough estimate of its device
+    memory while a reference in float64 is computed; `layers` is the number of equal layers at size `gpu`, if it is
+    known to be that of the whole model; `slow` multiplies the time that is set aside for its rows.
+    """
+
+    make: Callable[[Setting], Subject]
+    packages: tuple[str, ...] = ()
+    gib: float = 4.0
+    layers: int = 0
+    slow: float = 1.0
+
+    @property
+    def missing(self) -> list[str]:
+        return [package for package in self.packages if find_spec(package) is None]
+
+
+def build(setting: Setting) -> Subject:
+    """The model in the setting's type, and its inputs."""
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        made = MODELS[setting.model].make(setting)
+    return in_type(made, getattr(torch, setting.dtype))
+
+
+def in_type(subject: Subject, dtype: torch.dtype) -> Subject:
+    """The model, changed, and its inputs in another floating type. Rotary frequencies stay in float32, as
+    transformers keeps them.
+    """
+    model = subject.model.eval().requires_grad_(False)
+    frequencies = {name: each for name, each in model.named_buffers() if name.endswith("inv_freq")}
+    model.to(dtype)
+    for name, each in frequencies.items():
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, each)
+    inputs = (subject.arguments, dict(subject.named))
+    arguments, named = pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+    return Subject(model, arguments, named)
+
+
+@torch.no_grad()
+def in_float64(subject: Subject) -> Tensor:
+    """The first floating result of the same weights and inputs in float64. The model is changed for good."""
+    wide = in_type(subject, torch.float64)
+    if hasattr(wide.model, "set_experts_implementation") and hasattr(wide.model.config, "num_local_experts"):
+        wide.model.set_experts_implementation("eager")  # the grouped product has no float64
+    return first_floating(wide.call(wide.model))
+
+
+def first_floating(result: Any) -> Tensor:
+    tensors = (each for each in pytree.tree_leaves(result) if isinstance(each, Tensor))
+    return next(each for each in tensors if each.is_floating_point())
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference divided by the norm of the expected result; infinite if a value is not finite."""
+    measured = ((found.double() - wanted).norm() / wanted.norm()).item()
+    return measured if math.isfinite(measured) else math.inf
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _transformer(name: str, kind: str, **config: Any) -> nn.Module:
+    import transformers
+
+    return getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**config))
+
+
+def _bert(setting: Setting) -> Subject:
+    return _bert_of(setting, width=setting.pick(768, 768, 64), layers=setting.pick(12, 3, 2))
+
+
+def _bert_large(setting: Setting) -> Subject:
+    return _bert_of(setting, width=setting.pick(1024, 256, 64), layers=setting.pick(24, 24, 3))
+
+
+def _bert_of(setting: Setting, width: int, layers: int) -> Subject:
+    vocabulary = setting.pick(30522, 4000, 100)
+    model = _transformer(
+        *("Bert", "Model"),
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // setting.pick(64, 64, 16),
+        intermediate_size=4 * width,
+    )
+    tokens = setting.tokens(setting.pick(128, 64, 8), vocabulary)
+    return Subject(model, named={"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+
+
+def _gpt2(setting: Setting) -> Subject:
+    vocabulary, width = setting.pick(50257, 8000, 100), setting.pick(768, 768, 64)
+    model = _transformer(
+        *("GPT2", "LMHeadModel"),
+        vocab_size=vocabulary,
+        n_embd=width,
+        n_layer=setting.pick(12, 3, 2),
+        n_head=width // setting.pick(64, 64, 16),
+        use_cache=False,
+    )
+    return Subject(model, named={"input_ids": setting.tokens(setting.pick(128, 64, 8), vocabulary)})
+
+
+def _t5(setting: Setting) -> Subject:
+    vocabulary, width = setting.pick(32128, 4000, 100), setting.pick(512, 512, 64)
+    model = _transformer(
+        *("T5", "ForConditionalGeneration"),
+        vocab_size=vocabulary,
+        d_model=width,
+        d_kv=setting.pick(64, 64, 16),
+        d_ff=4 * width,
+        num_layers=setting.pick(6, 2, 2),
+        num_heads=width // setting.pick(64, 64, 16),
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    length = setting.pick(128, 64, 8)
+    named = {"input_ids": setting.tokens(length, vocabulary), "decoder_input_ids": setting.tokens(length, vocabulary)}
+    return Subject(model, named={**named, "use_cache": False})
+
+
+def _vit(setting: Setting) -> Subject:
+    width = setting.pick(768, 768, 64)
+    pixels = setting.image(224, 224, 32)
+    model = _transformer(
+        *("ViT", "Model"),
+        hidden_size=width,
+        num_hidden_layers=setting.pick(12, 2, 2),
+        num_attention_heads=width // setting.pick(64, 64, 16),
+        intermediate_size=4 * width,
+        image_size=pixels.shape[-1],
+        patch_size=setting.pick(16, 16, 8),
+    )
+    return Subject(model, named={"pixel_values": pixels})
+
+
+def _decoder_geometry(setting: Setting) -> dict[str, Any]:
+    """Half the width of Llama-3-8B."""
+    width, head = setting.pick(2048, 512, 64), setting.pick(128, 64, 16)
+    return {
+        "vocab_size": setting.pick(32000, 4000, 100),
+        "hidden_size": width,
+        "num_attention_heads": width // head,
+        "num_key_value_heads": max(1, width // head // 4),
+        "max_position_embeddings": 2048,
+        "use_cache": False,
+    }
+
+
+def _prompt(setting: Setting, model: nn.Module) -> Subject:
+    """One prompt, whose last logits are the result."""
+    tokens = torch.randint(0, model.config.vocab_size, (1, setting.pick(1024, 128, 8)))
+    return Subject(model, named={"input_ids": tokens, "logits_to_keep": 1})
+
+
+def _llama(setting: Setting) -> Subject:
+    layers, hidden = setting.pick(8, 3, 2), setting.pick(7168, 1792, 96)
+    geometry = _decoder_geometry(setting)
+    model = _transformer(*("Llama", "ForCausalLM"), **geometry, num_hidden_layers=layers, intermediate_size=hidden)
+    return _prompt(setting, model)
+
+
+def _mixtral(setting: Setting) -> Subject:
+    model = _transformer(
+        *("Mixtral", "ForCausalLM"),
+        **{**_decoder_geometry(setting), "hidden_size": setting.pick(1024, 512, 64), "num_attention_heads": 8},
+        head_dim=setting.pick(128, 64, 16),
+        num_hidden_layers=setting.pick(4, 2, 2),
+        intermediate_size=setting.pick(3584, 1024, 96),
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    return _prompt(setting, model)
+
+
+def _whisper(setting: Setting) -> Subject:
+    width, frames = setting.pick(512, 384, 64), setting.pick(3000, 400, 32)
+    model = _transformer(
+        *("Whisper", "Model"),
+        d_model=width,
+        encoder_layers=setting.pick(6, 2, 2),
+        encoder_attention_heads=width // setting.pick(64, 64, 16),
+        encoder_ffn_dim=4 * width,
+        decoder_layers=1,
+        decoder_attention_heads=1,
+        decoder_ffn_dim=8,
+        max_source_positions=frames // 2,
+    )
+    return Subject(model.encoder, (torch.randn(setting.batch, 80, frames),))
+
+
+# -- torchvision -------------------------------------------------------------------------------------------------------
+
+
+def _of_torchvision(name: str, **options: Any) -> Callable[[Setting], Subject]:
+    def make(setting: Setting) -> Subject:
+        import torchvision
+
+        return Subject(getattr(torchvision.models, name)(weights=None, **options), (setting.image(224, 128, 64),))
+
+    return make
+
+
+# -- written here ------------------------------------------------------------------------------------------------------
+
+
+def _resnet(setting: Setting) -> Subject:
+    model = networks.ResNet(setting.pick(64, 32, 8), setting.pick((3, 4, 6, 3), (1, 2, 2, 1), (1, 1)))
+    return Subject(model, (setting.image(224, 128, 32),))
+
+
+def _unet(setting: Setting) -> Subject:
+    model = networks.UNet(setting.pick(64, 32, 8))
+    return Subject(model, (setting.image(64, 32, 8), torch.randint(0, 1000, (setting.batch,))))
+
+
+def _mlp(setting: Setting) -> Subject:
+    width = setting.pick(2048, 512, 32)
+    return Subject(networks.ResidualMLP(width, setting.pick(8, 4, 2)), (torch.randn(setting.batch * 64, width),))
+
+
+def _conformer(setting: Setting) -> Subject:
+    width = setting.pick(512, 256, 32)
+    model = networks.conformer(width, width // setting.pick(64, 64, 16), setting.pick(8, 3, 1))
+    return Subject(model, (torch.randn(setting.batch, setting.pick(256, 128, 16), width),))
+
+
+HF, VISION = ("transformers",), ("torchvision",)
+MODELS = {
+    "bert": Case(_bert, HF),
+    "gpt2": Case(_gpt2, HF),
+    "t5": Case(_t5, HF),
+    "vit": Case(_vit, HF),
+    "resnet50": Case(_of_torchvision("resnet50"), VISION),
+    "convnext": Case(_of_torchvision("convnext_tiny", layer_scale=0.1), VISION),
+    "swin": Case(_of_torchvision("swin_t"), VISION, slow=1.5),
+    "unet": Case(_unet),
+    "llama": Case(_llama, HF, gib=12),
+    "whisper": Case(_whisper, HF),
+    "moe": Case(_mixtral, HF, gib=12),
+    "mlp": Case(_mlp),
+    "conformer": Case(_conformer),
+    "bert-large": Case(_bert_large, HF, gib=8, layers=24, slow=2.0),
+    "resnet": Case(_resnet),
+}
