@@ -221,10 +221,12 @@ class KernelsPlanned(Record):
 
 @dataclass(frozen=True)
 class RegionCompiled(Record):
-    """A part of a graph that Inductor compiled (or that is like one it had compiled: reused).
+    """A part of a graph that Inductor compiled, or that is like one it had compiled (reused). One that was slower than
+    its nodes one by one is not used (slower).
 
     `nodes` counts all of it, `calls` what launches a kernel in eager, `generated` the calls that Inductor writes code
-    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code.
+    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code. `seconds`
+    is the time of compiling; the other two are those of a call, 0 where they were not measured.
     """
 
     kind: ClassVar[str] = "region"
@@ -236,6 +238,8 @@ class RegionCompiled(Record):
     fused_ops: int
     kernels: tuple[str, ...]
     seconds: float
+    seconds_compiled: float = 0.0
+    seconds_single: float = 0.0
     lines: tuple[str, ...] = ()
 
 

@@ -15,7 +15,19 @@ PAGE = ROOT / "docs" / "internals.md"
 
 ORDER = (
     *("errors", "env", "quoting", "torch_private", "records", "config", "device", "ops", "scope", "kernels"),
-    *("analysis", "rewrite", "fusion", "passes", "runtime", "debug", "frontend", "backend", "evidence", "loops"),
+    *(
+        "analysis",
+        "rewrite",
+        "fusion",
+        "regions",
+        "passes",
+        "runtime",
+        "debug",
+        "frontend",
+        "backend",
+        "evidence",
+        "loops",
+    ),
     *("ascend", "cli"),
 )
 ENTRANCES = ("__init__", "__main__")  # they stand above all rooms

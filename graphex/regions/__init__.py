@@ -7,7 +7,9 @@ How a graph moves through this room, after the passes that restore writes in pla
 
     members     which nodes a region can hold, and why the others stay outside
     grow        the largest convex sets of such nodes, and what each takes and returns
+    layers      a region of equal layers is cut between them
     compiler    Inductor, once for regions that are alike
+    trial       compiled code is timed against the nodes one by one
     region      the module that runs in place of the nodes, checked in its first call
     stage       the pass: grow, compile, replace, record
 

@@ -114,13 +114,13 @@ def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
 def _row(node: Node, number: dict[Node, int]) -> Hashable:
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
-    return node.op, target, repr(args), _layout(node.meta.get("val"))
+    return node.op, target, repr(args), layout_key(node.meta.get("val"))
 
 
-def _layout(value: Any) -> Hashable:
+def layout_key(value: Any) -> Hashable:
     """Sizes, strides, offset, type and device of a value, as text: symbolic ones by their expressions."""
     if isinstance(value, (list, tuple)):
-        return tuple(map(_layout, value))
+        return tuple(map(layout_key, value))
     if isinstance(value, Tensor):
         sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset())
         return sizes, str(value.dtype), str(value.device)

@@ -26,6 +26,7 @@ from graphex.analysis.effects import is_kernel, is_number
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.analysis.regions import contract_of
 from graphex.errors import Refusal
+from graphex.regions.layers import cut_at_layers
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
 
@@ -92,11 +93,11 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = ()) -> Gro
     plans: list[Plan] = []
     refused: list[Refusal] = []
     for partition in partitioner.propose_partitions():
-        nodes = list(partition.nodes)
-        if sum(map(is_generated, nodes)) < WORTH_COMPILING:
-            continue
-        planned = _plan(gm, nodes)
-        (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
+        for nodes in cut_at_layers(list(partition.nodes)):
+            if sum(map(is_generated, nodes)) < WORTH_COMPILING:
+                continue
+            planned = _plan(gm, nodes)
+            (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
     return Growth(plans, _borders(members.outside), refused)
 
 

@@ -29,6 +29,7 @@ from graphex.regions.compiler import RegionCode, compile_region, region_key, set
 from graphex.regions.grow import Growth, Plan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
+from graphex.regions.trial import Outcome, tried
 from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.symbolic import pytree
@@ -55,28 +56,40 @@ class CompileRegions(GraphPass):
         growth = grow(work.gm, device, work.config.regions_keep_out)
         _note_borders(work, growth)
         patches = settings(work.config)
-        compiled = [(plan, code) for plan, code in self._compiled(work, growth.plans, patches) if code is not None]
+        compiled = self._compiled(work, growth.plans, patches, device)
         bring_together(work.gm, [plan.nodes for plan, _ in compiled])
         for number, (plan, code) in enumerate(compiled):
             _put(work, plan, code, f"region_{number}")
 
-    def _compiled(self, work: Work, plans: list[Plan], patches: dict[str, Any]) -> list[tuple[Plan, RegionCode | None]]:
-        """The plans with their code; None for those that did not compile. Regions that are alike share their code."""
-        made: dict[Hashable, RegionCode | None] = {}
-        found: list[tuple[Plan, RegionCode | None]] = []
-        for number, plan in enumerate(plans):
+    def _compiled(
+        self, work: Work, plans: list[Plan], patches: dict[str, Any], device: torch.device
+    ) -> list[tuple[Plan, RegionCode]]:
+        """The plans to put in place, with their code. Regions that are alike share code and trial."""
+        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        kept: list[tuple[Plan, RegionCode]] = []
+        for plan in plans:
             key = region_key(plan.body, patches)
-            status = "reused" if key in made else "compiled"
-            if key not in made:
-                try:
-                    made[key] = compile_region(plan.body, patches)
-                except Exception as error:  # Inductor may raise anything; the nodes run as they are
-                    made[key] = None
-                    self._say(work, f"region {number} of {len(plan.nodes)} nodes is not compiled", one_line(error))
-            if (code := made[key]) is not None:
-                _note(work, number, plan, code, status)
-            found.append((plan, code))
-        return found
+            is_new = key not in made
+            if is_new:
+                made[key] = self._made(work, plan, key, patches, device)
+            if (found := made[key]) is None:
+                continue
+            code, outcome = found
+            _note(work, f"region_{len(kept)}" if outcome.is_kept else "", plan, code, outcome, is_new=is_new)
+            if outcome.is_kept:
+                kept.append((plan, code))
+        return kept
+
+    def _made(
+        self, work: Work, plan: Plan, key: Hashable, patches: dict[str, Any], device: torch.device
+    ) -> tuple[RegionCode, Outcome] | None:
+        """The code of a region and the outcome of its trial; None, with a record, if it does not compile or run."""
+        try:
+            code = compile_region(plan.body, patches)
+            return code, tried(plan.body, code, key, device)
+        except Exception as error:  # Inductor may raise anything; the nodes run as they are
+            self._say(work, f"a region of {len(plan.nodes)} nodes is not compiled", one_line(error))
+            return None
 
     def _say(self, work: Work, what: str, reason: str) -> None:
         work.remark = reason
@@ -147,20 +160,21 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     work.fused(names, [call], rule="region", because="Inductor compiles these nodes as one function", line=line)
 
 
-def _note(work: Work, number: int, plan: Plan, code: RegionCode, status: str) -> None:
-    generated = sum(map(is_generated, plan.nodes))
-    ours = sum(_is_ours(node) for node in plan.nodes)
+def _note(work: Work, name: str, plan: Plan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
+    status = ("compiled" if is_new else "reused") if outcome.is_kept else "slower"
     work.note(
         lambda graph, _: RegionCompiled(
             graph,
-            f"region_{number}",
+            name,
             status,
             nodes=len(plan.nodes),
             calls=plan.kernels,
-            generated=generated,
-            fused_ops=ours,
+            generated=sum(map(is_generated, plan.nodes)),
+            fused_ops=sum(map(_is_ours, plan.nodes)),
             kernels=code.kernels,
-            seconds=code.seconds if status == "compiled" else 0.0,
+            seconds=code.seconds if is_new else 0.0,
+            seconds_compiled=outcome.compiled,
+            seconds_single=outcome.single,
             lines=tuple(dict.fromkeys(filter(None, map(node_line, plan.nodes)))),
         )
     )

@@ -1,0 +1,105 @@
+"""Equal layers of a region: where to cut, so that one of them is compiled and serves for all.
+
+    region:  embed; [mm a; gelu; mm b; add; norm]; [mm a; gelu; mm b; add; norm]; ... ; head
+
+    cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
+
+A region is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would
+have written across the cut ends there anyway, so that nothing is lost. Of such places the one with the fewest values
+across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+
+from torch.fx import Node, map_arg
+
+from graphex.analysis.effects import is_kernel, operator_of
+from graphex.regions.compiler import layout_key
+from graphex.regions.members import is_generated
+
+LAYERS = 6  # equal layers that are worth cutting for
+
+
+def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
+    """The nodes of a region in segments of which many are equal; one segment if it has no equal layers."""
+    kinds = [_kind(node) for node in nodes]
+    found = _period(nodes, kinds)
+    if found is None:
+        return [nodes]
+    first, period, times = found
+    offsets = [offset for offset in range(period) if _may_cut(nodes, first + offset)]
+    if not offsets:
+        return [nodes]
+    across = _values_across(nodes)
+    best = min(offsets, key=lambda offset: across[first + period + offset])
+    places = (first + best + period * layer for layer in range(times + 1))
+    cuts = [place for place in places if 0 < place < len(nodes) and _may_cut(nodes, place)]
+    return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
+
+
+def _period(nodes: list[Node], kinds: list[Hashable]) -> tuple[int, int, int] | None:
+    """(first, period, times): from `first` on, `times` stretches of `period` nodes that are the same ops.
+
+    The layers are found by an op of a kind that each has once: the places of such a kind are equally far apart.
+    """
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for place, (node, kind) in enumerate(zip(nodes, kinds, strict=True)):
+        if is_kernel(node):
+            places[kind].append(place)
+    best: tuple[int, int, int] | None = None
+    for at in places.values():
+        run = _equally_far(at, kinds)
+        if run is not None and (best is None or run[1] * run[2] > best[1] * best[2]):
+            best = run
+    return best
+
+
+def _equally_far(at: Sequence[int], kinds: list[Hashable]) -> tuple[int, int, int] | None:
+    """The longest stretch of places with one distance, between which the same ops stand."""
+    best: tuple[int, int, int] | None = None
+    start = 0
+    for index in range(1, len(at)):
+        period = at[index] - at[index - 1]
+        if index - 1 > start and period != at[start + 1] - at[start]:
+            start = index - 1
+        first = at[start]
+        same = kinds[at[index - 1] : at[index]] == kinds[first : first + period]
+        if not same:
+            start = index - 1
+            continue
+        times = index - start
+        if times >= LAYERS and (best is None or times > best[2]):
+            best = (first, period, times)
+    return best
+
+
+def _kind(node: Node) -> Hashable:
+    """Equal for nodes that do the same to values of the same layout, whichever these are."""
+    literals = map_arg((node.args, dict(node.kwargs)), lambda value: None)
+    return str(node.target), repr(literals), layout_key(node.meta.get("val"))
+
+
+def _may_cut(nodes: list[Node], place: int) -> bool:
+    """Whether the first kernel from a place on is one that Inductor calls as it is; views go with it."""
+    node = nodes[place]
+    return is_kernel(node) and operator_of(node) is not None and not is_generated(node)
+
+
+def _values_across(nodes: list[Node]) -> list[int]:
+    """For each place, how many values made before it are read from it on."""
+    position = {node: place for place, node in enumerate(nodes)}
+    changes = [0] * (len(nodes) + 1)
+    for place, node in enumerate(nodes):
+        last = max((position[user] for user in node.users if user in position), default=place)
+        if last > place:
+            changes[place + 1] += 1
+            changes[last + 1] -= 1
+    counts, alive = [], 0
+    for change in changes:
+        alive += change
+        counts.append(alive)
+    return counts

@@ -1,0 +1,110 @@
+"""Trials of regions: compiled code is timed against the same nodes as single kernels, and stays if it is no slower.
+
+On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
+(`graphex.kernels.tuning`). On a CPU both are called a few times. GRAPHEX_TUNING=off takes the compiled code untried.
+
+Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graphex import env
+from graphex.kernels.tuning import Candidate, choice_of, choose
+from graphex.regions.compiler import RegionCode
+from graphex.torch_private.symbolic import hint_of
+
+COMPILED, SINGLE = "compiled", "single kernels"
+ROOM = 3  # the inputs of a trial may take this part of the free memory
+CALLS = 3  # of each, on a CPU
+LONGEST = 0.5  # seconds for the calls of a trial on a CPU
+SMALLEST = 1.02  # how much faster single kernels have to be
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether compiled code is kept, and the seconds of both; 0 where they were not measured."""
+
+    is_kept: bool = True
+    compiled: float = 0.0
+    single: float = 0.0
+
+
+def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
+    """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
+    if env.tuning() == "off":
+        return Outcome()
+    with torch.no_grad():
+        if device.type == "cpu":
+            return _on_cpu(body, code)
+        return _on_gpu(body, code, key, device) if torch.cuda.current_device() == (device.index or 0) else Outcome()
+
+
+def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
+    signature = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    args = made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
+    if args is None or torch.cuda.is_current_stream_capturing():
+        return Outcome()
+    runs = (Candidate(COMPILED, lambda: code.run(list(args))), Candidate(SINGLE, lambda: body(*args)))
+    for each in runs:
+        each.run()  # what is chosen inside of them is chosen first
+    chosen = choose("region", signature, runs, runs[0])
+    found = choice_of("region", signature)
+    seconds = {} if found is None else found.seconds
+    return Outcome(chosen.name == COMPILED, seconds.get(COMPILED, 0.0), seconds.get(SINGLE, 0.0))
+
+
+def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
+    args = made_up(body, 2**30)
+    if args is None:
+        return Outcome()
+    compiled, single = _seconds(lambda: code.run(list(args))), _seconds(lambda: body(*args))
+    return Outcome(compiled <= single * SMALLEST, compiled, single)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The shortest of a few calls, after one that warms up."""
+    began = time.perf_counter()
+    run()
+    times: list[float] = []
+    while len(times) < CALLS and (not times or time.perf_counter() - began < LONGEST):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def made_up(body: GraphModule, room: int) -> list[Any] | None:
+    """Inputs like those the graph was traced with; None if they need more memory than there is room for."""
+    values = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if sum(_extent(value) * value.element_size() for value in tensors) > room:
+        return None
+    return [_like(value) if isinstance(value, Tensor) else _number(value) for value in values]
+
+
+def _number(value: Any) -> Any:
+    return hint_of(value, 1) if isinstance(value, torch.SymInt) else value
+
+
+def _extent(value: Tensor) -> int:
+    """How many elements of memory a tensor reaches over."""
+    pairs = [(hint_of(size, 1), hint_of(step, 1)) for size, step in zip(value.shape, value.stride(), strict=True)]
+    return 0 if any(not size for size, _ in pairs) else 1 + sum((size - 1) * step for size, step in pairs)
+
+
+def _like(value: Tensor) -> Tensor:
+    flat = torch.zeros(_extent(value), dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point and value.dtype.itemsize > 1:
+        flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
+    size, stride = ([hint_of(each, 1) for each in each_of] for each_of in (value.shape, value.stride()))
+    return flat.as_strided(size, stride)
