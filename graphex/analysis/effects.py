@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis.contract import every_node, nodes_at, region_of
+from graphex.analysis.contract import body_of, every_node, nodes_at, region_of
 from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
@@ -217,6 +217,12 @@ def is_kernel(node: Node) -> bool:
         return False
     op = operator_of(node)
     return node.target is not operator.getitem if op is None else _launches(op)
+
+
+def kernels_of(node: Node) -> int:
+    """How many kernels a node launches, as far as the graph says: a region as many as the nodes it stands for."""
+    body = body_of(node)
+    return int(is_kernel(node)) if body is None else sum(map(is_kernel, body.graph.nodes))
 
 
 @cache

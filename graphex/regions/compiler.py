@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
 from shutil import which
 from typing import Any
 
@@ -49,7 +48,6 @@ def why_no_compiler(device: torch.device) -> str:
     return reason or without_inductor()
 
 
-@cache
 def _cpp_compiler() -> bool:
     return any(which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "clang", "gcc") if name)
 

@@ -30,7 +30,9 @@ from graphex.regions.layers import cut_at_layers
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
 
-WORTH_COMPILING = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
+FEWEST = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
+ENOUGH = 8  # such nodes of all regions that are worth compiling for, in a graph of whatever size
+SHARE = 4  # with fewer of them than that, one kernel in so many has to be of that kind
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,15 @@ class Border:
 
 @dataclass(frozen=True)
 class Growth:
-    """The regions of a graph, what stopped them from growing, and sets of nodes that were left alone."""
+    """The regions of a graph, what stopped them from growing, and sets of nodes that were left alone.
+
+    `reason` says why a graph has no regions although nodes for them are there.
+    """
 
     plans: list[Plan]
     borders: list[Border]
     refused: list[Refusal]
+    reason: str = ""
 
 
 class _Members:
@@ -92,13 +98,25 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = ()) -> Gro
     partitioner = Partitioner(gm, members, allows_single_node_partition=True)  # type: ignore[arg-type]
     plans: list[Plan] = []
     refused: list[Refusal] = []
-    for partition in partitioner.propose_partitions():
-        for nodes in cut_at_layers(list(partition.nodes)):
-            if sum(map(is_generated, nodes)) < WORTH_COMPILING:
+    partitions = [list(partition.nodes) for partition in partitioner.propose_partitions()]
+    if reason := _why_not_worth_it(gm, partitions):
+        return Growth([], _borders(members.outside), [], reason)
+    for partition in partitions:
+        for nodes in cut_at_layers(partition):
+            if sum(map(is_generated, nodes)) < FEWEST:
                 continue
             planned = _plan(gm, nodes)
             (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
     return Growth(plans, _borders(members.outside), refused)
+
+
+def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
+    """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
+    generated = sum(count for nodes in partitions if (count := sum(map(is_generated, nodes))) >= FEWEST)
+    kernels = sum(map(is_kernel, gm.graph.nodes))
+    if generated >= min(ENOUGH, -(-kernels // SHARE)):
+        return ""
+    return f"Inductor would write code for {generated} of {kernels} kernels: too little to gain"
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:

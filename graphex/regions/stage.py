@@ -55,6 +55,9 @@ class CompileRegions(GraphPass):
         move_constants(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out)
         _note_borders(work, growth)
+        if growth.reason:
+            work.remark = growth.reason
+            return
         patches = settings(work.config)
         compiled = self._compiled(work, growth.plans, patches, device)
         bring_together(work.gm, [plan.nodes for plan, _ in compiled])

@@ -34,8 +34,8 @@ from graphex.analysis.asynchronous import is_declared_asynchronous, launch_of, w
 from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import (
     does_nothing,
-    is_kernel,
     is_number,
+    kernels_of,
     moves_between_devices,
     node_leaves,
     operator_of,
@@ -299,7 +299,7 @@ def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
     for node, level in levels.items():
         if node not in free and level % 2:
             pieces.setdefault(level, []).append(node)
-    small = [nodes for nodes in pieces.values() if sum(map(is_kernel, nodes)) < WORTH_CAPTURING]
+    small = [nodes for nodes in pieces.values() if sum(map(kernels_of, nodes)) < WORTH_CAPTURING]
     return {node for nodes in small for node in nodes}
 
 

@@ -1,0 +1,362 @@
+"""What no rule fuses runs in regions that Inductor has compiled: equal to eager, with a record of each."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphex
+from tests.harness import host_ops
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.Linear(32, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend="graphex", options=options)
+
+
+def close(results, expected):
+    torch.testing.assert_close(results, expected, **CLOSE)
+
+
+def regions(run):
+    return graphex.journal(run).regions
+
+
+def borders(run):
+    return {record.reason for record in graphex.journal(run).region_borders}
+
+
+def chain(x):
+    return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)
+
+
+def test_a_chain_of_ops_is_one_region():
+    run, x = compiled(chain), torch.randn(4, 8)
+    close(run(x), chain(x))
+    (region,) = regions(run)
+    assert (region.status, region.generated) == ("compiled", 5)
+    assert region.kernels
+    assert region.lines[0].endswith("return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)")
+    assert not graphex.journal(run).fallbacks
+
+
+def test_without_regions_results_are_eagers_bit_for_bit():
+    run, x = compiled(chain, regions=False), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    assert not regions(run)
+
+
+def test_equal_layers_are_compiled_once():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(10))), torch.randn(3, 16)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x), model(x))
+    statuses = [region.status for region in regions(run)]
+    assert statuses.count("reused") >= 7
+    assert statuses.count("compiled") <= 3
+
+
+def test_views_of_results_share_memory_as_in_eager():
+    def views(x):
+        y = torch.relu(x * 2 + 1)
+        return y, y.t(), y.view(-1)[2:], x.view(-1)
+
+    x = torch.randn(4, 6)
+    run = compiled(views)
+    close(run(x), views(x))
+    y, turned, flat, _ = run(x)
+    assert y.untyped_storage().data_ptr() == turned.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (2, 3, 4), (5, 4, 3)])
+def test_strides_are_eagers(shape):
+    def turned(x):
+        y = (x.transpose(0, 1) * 2).relu() + 1
+        return y, y.sum(0), y.permute(2, 0, 1) + 1
+
+    x = torch.randn(shape)
+    run = compiled(turned)
+    for mine, theirs in zip(run(x), turned(x), strict=True):
+        assert mine.stride() == theirs.stride()
+        close(mine, theirs)
+
+
+def test_buffers_are_written_in_place_around_regions():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(x) * 3 + 1
+            self.total.add_(h.sum(0))
+            return (h * self.total).exp().sum(-1)
+
+    mine, theirs = Counting(), Counting()
+    run, x = compiled(mine), torch.randn(4, 8)
+    for _ in range(3):
+        close(run(x), theirs(x))
+        close(mine.total, theirs.total)
+    assert regions(run)
+    assert "it writes to its arguments" in borders(run)
+
+
+def test_random_numbers_stay_outside_and_are_the_same():
+    def noisy(x):
+        h = torch.sin(x) * 2
+        return (nn.functional.dropout(h, 0.5, True) + 1).exp() * 3
+
+    x = torch.randn(16, 16)
+    run, plain = compiled(noisy), compiled(noisy, regions=False)
+    torch.manual_seed(3)
+    mine = run(x)
+    torch.manual_seed(3)
+    close(mine, plain(x))
+    assert regions(run)
+    assert "it draws random numbers" in borders(run)
+
+
+def test_eagers_error_is_raised_and_state_is_eagers():
+    def looked_up(table, index, state):
+        state.add_(1)
+        rows = torch.sin(table) * 2
+        return (rows[index] + 1).exp() * 2
+
+    table, state = torch.randn(4, 8), torch.zeros(2)
+    run = compiled(looked_up)
+    close(run(table, torch.tensor([1]), state), looked_up(table, torch.tensor([1]), torch.zeros(2)))
+    with pytest.raises(IndexError):
+        run(table, torch.tensor([9]), state)
+    assert state.tolist() == [2.0, 2.0]
+
+
+def test_custom_ops_stay_visible():
+    def fn(x):
+        h = torch.sin(x) * 2 + 1
+        return host_ops.looks(h).cos() * 2 + 1
+
+    x = torch.randn(4, 8)
+    run = compiled(fn)
+    close(run(x), fn(x))
+    assert any("namespace of custom ops" in reason for reason in borders(run))
+
+
+def test_an_op_that_is_named_stays_outside():
+    def fn(x):
+        return torch.softmax(torch.sin(x) * 2, -1).cos() + 1
+
+    x = torch.randn(4, 8)
+    run = compiled(fn, regions_keep_out=["aten._softmax"])
+    close(run(x), fn(x))
+    assert "the option 'regions_keep_out' names it" in borders(run)
+
+
+def test_sizes_may_vary_without_compiling_again():
+    run = torch.compile(chain, backend="graphex", dynamic=True)
+    for rows in (3, 5, 9):
+        x = torch.randn(rows, 8)
+        close(run(x), chain(x))
+    assert len(graphex.journal(run).graphs) == 1
+    assert len(regions(run)) == 1
+
+
+def test_padding_looks_into_regions(tape, uncompiled):
+    run = torch.compile(Block(), backend="graphex", dynamic=True, options={"capture_sizes": [4, 8]})
+    with torch.no_grad():
+        for rows in (3, 4, 7, 3, 4, 7, 3, 4, 7):
+            x = torch.randn(rows, 16)
+            torch._dynamo.mark_dynamic(x, 0)
+            close(run(x), run._orig_mod(x))
+    journal = graphex.journal(run)
+    assert regions(run)
+    assert not [record for record in journal.fallbacks if "padded" in record.what]
+    assert journal.captures
+
+
+def test_pieces_hold_regions(tape, uncompiled):
+    def cut(x):
+        h = (torch.sin(x) * 2 + x.cos()) @ x.t() @ x
+        return (host_ops.looks(h).tanh() * 2 + 1).exp() @ x.t() @ x
+
+    run, x = compiled(cut), torch.randn(4, 8)
+    for _ in range(4):
+        close(run(x), cut(x))
+    assert len(regions(run)) == 2
+    assert len(graphex.journal(run).cuts) == 1
+
+
+def test_a_step_of_training():
+    torch.manual_seed(0)
+    mine = nn.Sequential(Block(), Block())
+    theirs = copy.deepcopy(mine)
+    run, x = compiled(mine), torch.randn(5, 16)
+    for model, forward in ((mine, run), (theirs, theirs)):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            forward(x).square().mean().backward()
+            optimizer.step()
+    for left, right in zip(mine.parameters(), theirs.parameters(), strict=True):
+        close(left, right)
+    assert {region.graph.rpartition(" ")[2] for region in regions(run)} == {"forward", "backward"}
+
+
+def test_verification_looks_across_regions():
+    x = torch.randn(4, 8)
+    run = compiled(chain, verify=True)
+    close(run(x), chain(x))
+    assert [record.status for record in graphex.journal(run).verifications] == ["equal"]
+
+
+def test_results_that_are_equal_do_not_share_memory():
+    def twice(x):
+        return torch.sin(x) + 1, torch.sin(x) + 1
+
+    x = torch.randn(4, 8)
+    left, right = compiled(twice)(x)
+    left.zero_()
+    close(right, torch.sin(x) + 1)
+
+
+def test_several_threads():
+    def fn(x):
+        return chain(x) * 3
+
+    run = compiled(fn)
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for x, result in zip(inputs, pool.map(run, inputs), strict=True):
+            close(result, fn(x))
+
+
+def test_a_traced_graph_is_compiled_in_regions_too():
+    x = torch.randn(4, 8)
+    module = torch.export.export(Block(8), (x,)).module()
+    with torch.no_grad():
+        run = graphex.compile_fx(module, (x,))
+        close(run(x), module(x))
+
+
+def test_bfloat16_is_rounded_as_in_eager():
+    def fn(x, w):
+        h = (x @ w) * 0.3 + 1
+        return torch.sigmoid(h) * h - h.mean(-1, keepdim=True)
+
+    x, w = (torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(2))
+    torch.testing.assert_close(compiled(fn)(x, w), fn(x, w), rtol=0.0, atol=2e-2)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no room for another kernel")
+
+    monkeypatch.setattr(import_module("torch._inductor.standalone_compile"), "standalone_compile", broken)
+    run, x = compiled(chain), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    (record,) = graphex.journal(run).fallbacks
+    assert record.reason == "RuntimeError: no room for another kernel"
+
+
+def test_without_a_compiler_code_is_straight_line(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    run, x = compiled(chain), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    (record,) = graphex.journal(run).fallbacks
+    assert "no C++ compiler" in record.reason
+
+
+def test_a_slower_region_is_not_used(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+
+    def tiny(x):
+        return x.sin().cos()
+
+    x = torch.randn(2)
+    run = compiled(tiny)
+    close(run(x), tiny(x))
+    (region,) = regions(run)
+    assert region.seconds_compiled > 0
+    assert region.seconds_single > 0
+    assert (region.status == "slower") == (region.seconds_compiled > region.seconds_single * 1.02)
+
+
+# -- programs nobody thought of ----------------------------------------------------------------------------------------
+
+OPS = {
+    "sin": torch.sin,
+    "relu": torch.relu,
+    "half": lambda x: x * 0.5,
+    "centre": lambda x: x - x.mean(-1, keepdim=True),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "turn": lambda x: x.transpose(0, 1),
+    "flat": lambda x: x.reshape(-1).view(6, 6),
+    "mm": lambda x: x @ x.t(),
+    "cat": lambda x: torch.cat([x[:3], x[3:] * 2]),
+    "dropout": lambda x: nn.functional.dropout(x, 0.5, True),
+    "row": lambda x: x + x[1],
+    "write": lambda x: x.clone().add_(1),
+    "looks": host_ops.looks,
+}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(sorted(OPS)), min_size=6, max_size=14), st.sets(st.integers(0, 13), max_size=3))
+def test_random_programs_equal_eager(uncompiled, names, kept):
+    """Cut anywhere, a program computes the same: values, memory, strides, random numbers, writes."""
+
+    def program(x, state):
+        values = []
+        for place, name in enumerate(names):
+            x = OPS[name](x)
+            if place in kept:
+                values.append(x)
+        state.copy_(x)
+        return x, *values
+
+    torch._dynamo.reset()
+    x, mine, theirs = torch.randn(6, 6), torch.zeros(6, 6), torch.zeros(6, 6)
+    torch.manual_seed(1)
+    results = compiled(program)(x, mine)
+    torch.manual_seed(1)
+    expected = program(x, theirs)
+    for left, right in zip((*results, mine), (*expected, theirs), strict=True):
+        assert torch.equal(left, right)
+        assert left.stride() == right.stride()
+
+
+@settings(max_examples=6)
+@given(st.lists(st.sampled_from(sorted(OPS)), min_size=10, max_size=14))
+def test_random_programs_compiled_by_inductor_are_close_to_eager(names):
+    def program(x):
+        for name in names:
+            x = OPS[name](x)
+        return x
+
+    torch._dynamo.reset()
+    x = torch.randn(6, 6)
+    torch.manual_seed(1)
+    result = compiled(program)(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(result, program(x), rtol=1e-3, atol=1e-3)
