@@ -31,7 +31,7 @@ from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
-from graphex.runtime.codegen import Boxed, generate, set_core_limits
+from graphex.runtime.codegen import Boxed, Code, generate, region_called, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
@@ -267,10 +267,21 @@ def generated(graph: ExecutableGraph) -> Boxed:
         graph.fall_back("the graph is interpreted node by node", error)
         return interpreted(gm)
     if compilation.files.wanted:
-        compilation.files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(code, gm))
+        _write_files(graph, code)
     run = _below_autograd(run) if _is_plain(gm) else run
     run = run if graph.lanes is None else graph.lanes.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)
+
+
+def _write_files(graph: ExecutableGraph, code: Code) -> None:
+    """The program as a script, in which regions stand for themselves, and the code that Inductor made of each."""
+    gm, files = graph.gm, graph.compilation.files
+    plain = inlined(gm)
+    script = code if plain is gm else generate(plain, graph.lanes, graph.memory)
+    files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(script, plain))
+    for node in gm.graph.find_nodes(op="call_module"):
+        if (region := region_called(gm, node)) is not None:
+            files.text(f"{graph.folder}/{node.target}.py", region.code.source)
 
 
 def interpreted(gm: GraphModule) -> Boxed:
