@@ -8,12 +8,20 @@ from pathlib import Path
 
 import click
 
-from graphex.cli.output import check_output, json_option, output_option, print_json, print_sentences, why_not_written
+from graphex.cli.output import (
+    Group,
+    check_output,
+    json_option,
+    output_option,
+    print_json,
+    print_sentences,
+    why_not_written,
+)
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.group()
+@click.group(cls=Group)
 def report() -> None:
     """Open a report, or compare two."""
 
