@@ -54,7 +54,7 @@ def open_report(path: Path, as_json: bool) -> None:
 def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     """Compare two reports of one model: which rewrites were lost, which were won.
 
-    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has.
+    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has, and if the models differ.
     """
     from graphex.errors import InputError
     from graphex.evidence.report.compare import compare, has_losses

@@ -265,6 +265,8 @@ def generated(graph: ExecutableGraph) -> Boxed:
         return interpreted(gm)
     if compilation.files.wanted:
         compilation.files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(code, gm))
+    if history := compilation.journal.history:
+        history.keep_code(compilation.journal.pieces.get(graph.name, graph.name), graph.name, code.source)
     run = _below_autograd(run) if _is_plain(gm) else run
     run = run if graph.lanes is None else graph.lanes.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)

@@ -19,6 +19,7 @@ from graphex.runtime import native
 from graphex.torch_private import lookup
 from graphex.torch_private.lookup import TRIED
 from tests.harness.processes import ROOT, in_terminal, piped, plain, run
+from tests.harness.reports import explain_gate, explain_llama
 
 SCRIPT = """
 import sys, torch
@@ -351,6 +352,20 @@ def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: py
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     assert call("report", "open", str(path)).exit_code == 1
     assert read("report", "open", str(path))["address"] == path.resolve().as_uri()
+
+
+def test_report_diff_says_that_models_differ_and_what_else_does(tmp_path: Path) -> None:
+    one = explain_gate(tmp_path / "one.html")
+    other = explain_gate(tmp_path / "other.html", disable_rules=["lift_silu_mul"])
+    llama = explain_llama().save(tmp_path / "llama.html")
+    page = str(tmp_path / "difference.html")
+    lost = in_terminal("report", "diff", str(one), str(other), "-o", page, cwd=tmp_path)
+    assert lost.code == 1
+    assert "Likely cause: the option disable_rules was the default, is lift_silu_mul now." in plain(lost.out)
+    apart = in_terminal("report", "diff", str(llama), str(one), "-o", page, cwd=tmp_path)
+    assert apart.code == 1
+    assert "These are reports of different models" in plain(apart.out)
+    assert "lost" not in plain(apart.out)
 
 
 SECTION = (ROOT / "docs/debugging.md").read_text().split("## Why did my RMSNorm not fuse?")[1].split("\n## ")[0]
