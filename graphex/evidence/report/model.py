@@ -20,7 +20,7 @@ from typing import Any
 from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
 from graphex.evidence.report.links import with_links
 from graphex.evidence.report.made import CompileTime, all_options, made_with
-from graphex.evidence.report.summary import summarise
+from graphex.evidence.report.summary import rule_counts, summarise
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
 WHOLE = 4000  # lines of a file that is shown whole
@@ -68,8 +68,17 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "fallbacks": general,
         "files": source_files(files),
     }
-    data["summary"] = with_links(summarise(data), data)
+    data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)
     return data
+
+
+def _idle_rules(graphs: list[Data]) -> list[Data]:
+    """A sentence for each rule that was tried and had no candidate in any graph: a user's, whose ops are absent."""
+    counts = rule_counts(graphs)
+    remarks = {tried["rule"]: tried["remark"] for graph in graphs for tried in graph["rules"] if tried["remark"]}
+    idle = [rule for rule, (_, candidates) in counts.items() if not candidates]
+    said = [(rule, remarks.get(rule) or "no place in the graph looks like it") for rule in idle]
+    return [{"tone": "bad", "text": f"{rule} found nothing to fuse: {remark}."} for rule, remark in said]
 
 
 def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
