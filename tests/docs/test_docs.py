@@ -26,7 +26,15 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [
     ROOT / "examples" / f"{name}.py"
-    for name in ("custom_pass", "explain_model", "fusion_rule", "one_norm", "stream_pass", "verify_a_pass")
+    for name in (
+        "custom_pass",
+        "explain_model",
+        "fusion_rule",
+        "huggingface",
+        "one_norm",
+        "stream_pass",
+        "verify_a_pass",
+    )
 ]
 
 
@@ -160,6 +168,26 @@ def test_every_room_of_the_package_is_in_the_page_on_internals() -> None:
     rooms = [path for path in (ROOT / "graphex").iterdir() if not path.name.startswith(("_", "py.typed"))]
     named = (f"{path.name}/" if path.is_dir() else path.name for path in rooms)
     assert [name for name in named if f"`{name}`" not in page] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_explain_says_of_a_hugging_face_model() -> None:
+    example = runpy.run_path(str(ROOT / "examples/huggingface.py"))
+    journal = example["generate"]()
+    assert [verdict.status for verdict in journal.verifications] == ["equal"]
+    (decoding,) = journal.graphs  # one for all tokens
+    assert journal.counts[decoding.graph]["calls"] == 11
+    step = example["decode_step"]()
+    assert len([each for each in step.journal.rewrites if each.rule == "write_input_in_place"]) >= 4
+    for part, phases in (
+        ("forward", ["inference"]),
+        ("decode_step", ["inference"]),
+        ("training", ["forward", "backward"]),
+    ):
+        report = example[part]()
+        assert [graph.phase for graph in report.journal.graphs] == phases
+        assert report.worst_difference == 0.0
+        assert "device ops" in report.summary()
 
 
 FOLDER = ROOT / "examples" / "aten_ir"
