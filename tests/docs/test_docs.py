@@ -19,8 +19,9 @@ import pytest
 
 from graphex import records
 from graphex.cli import docs
+from graphex.evidence.report.page import read_data
 from tests.harness.documents import Block, blocks, run_block
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, python
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
@@ -188,6 +189,16 @@ def test_what_explain_says_of_a_hugging_face_model() -> None:
         assert [graph.phase for graph in report.journal.graphs] == phases
         assert report.worst_difference == 0.0
         assert "device ops" in report.summary()
+
+
+def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
+    shown = python("examples/demo.py", TMPDIR=str(tmp_path), COLUMNS="400").stdout
+    (timed,) = (line for line in shown.splitlines() if line.startswith("time per step"))
+    assert re.search(r"\. [A-Z].*: .*|\. .*Run it on a machine with a CUDA GPU", timed)
+    *_, last = filter(None, shown.splitlines())
+    report = Path(last.rpartition(": ")[2])
+    assert report.parent.parent == tmp_path
+    assert read_data(report)["title"] == "TinyLlama"
 
 
 FOLDER = ROOT / "examples" / "aten_ir"
