@@ -67,7 +67,7 @@ docs: $(READY)
 
 site: .venv-site/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --strict
-	@echo "open site/index.html"
+	@echo "python3 -m http.server -d site   then open http://localhost:8000; search needs a server"
 
 pictures: $(READY)
 	$(RUN) docs/pictures/make.py
