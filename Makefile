@@ -1,5 +1,6 @@
 # make demo       compile a small Llama-style decode step and show what happened to it
 # make test       lint, then the test suite (what CI runs)
+# make site       the documentation as a website with search, in site/
 # make test-torch TORCH=2.15.0   the test suite on another torch, in an environment of its own
 # They set everything up on a fresh machine and do not repeat it when nothing changed.
 
@@ -9,7 +10,7 @@ RUN    := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: demo test test-full test-torch fuzz lint format docs pictures bench bench-models test-gpu bench-gpu bench-models-gpu bench-stock-gpu sanitize-gpu clean
+.PHONY: demo test test-full test-torch fuzz lint format docs site pictures bench bench-models test-gpu bench-gpu bench-models-gpu bench-stock-gpu sanitize-gpu clean
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -57,6 +58,17 @@ fuzz: $(READY)
 docs: $(READY)
 	$(RUN) -m graphex.cli.docs
 
+# The website is built in an environment of its own: nothing else needs what builds it.
+.venv-site/.ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['site'], sep='\n')" > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet -r $(@D)/requirements.txt
+	touch $@
+
+site: .venv-site/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build --quiet --strict
+	@echo "python3 -m http.server -d site   then open http://localhost:8000; search needs a server"
+
 pictures: $(READY)
 	$(RUN) docs/pictures/make.py
 
@@ -99,4 +111,4 @@ sanitize-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/sanitize.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-site site build dist *.egg-info

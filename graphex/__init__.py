@@ -7,18 +7,18 @@ print(graphex.explain(model, (x,)))
 
 from __future__ import annotations
 
+import sys
 import warnings
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphex import config, records
-from graphex import ops as ops  # defines torch.ops.npu.* (where torch_npu does not) and torch.ops.graphex.*
-from graphex import scope as scope
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from graphex import ops as ops
+    from graphex import scope as scope
     from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
     from graphex.analysis.inplace_variants import register_inplace_variant
     from graphex.analysis.races import register_core_need
@@ -91,16 +91,21 @@ _NAMES = {
     "rewrite.base": ("GraphPass", "Refusal", "Work"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("ops", "scope")
 _RENAMED = {"register_inplace_twin": "register_inplace_variant"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        define()
+        return import_module(f"graphex.{name}")
     if name in _RENAMED:
         warnings.warn(f"graphex.{name} is now graphex.{_RENAMED[name]}.", DeprecationWarning, stacklevel=2)
         return getattr(import_module("graphex"), _RENAMED[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'graphex' has no attribute '{name}'")
+    define()
     value = getattr(import_module(f"graphex.{home}"), name)
     globals()[name] = value
     return value
@@ -129,8 +134,32 @@ def _write_report(journal: Journal, compile_id: str, path: Path) -> None:
 config.Passes.check_form = _check_form
 records.Journal.write_report = _write_report
 
-if not entry_points(group="torch_dynamo_backends", name="graphex"):
-    # A source tree that is not installed has no entry point: make the name known to torch.compile here.
-    from graphex.backend import register
 
-    register()
+@cache
+def define() -> None:
+    """Define torch.ops.graphex.* and, where torch_npu does not, torch.ops.npu.*. Importing graphex does it.
+
+    A source tree that is not installed has no entry point: the name is made known to torch.compile here.
+    """
+    from importlib.metadata import entry_points
+
+    import_module("graphex.ops")
+    import_module("graphex.scope")
+    if not entry_points(group="torch_dynamo_backends", name="graphex"):
+        from graphex.backend import register
+
+        register()
+
+
+def _is_command() -> bool:
+    """Whether this process is the command `graphex`, which imports torch (2 s) when a command needs it."""
+    if "torch" in sys.modules:
+        return False
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
+        return "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["graphex"]
+    started = Path(sys.argv[0] if sys.argv else "")
+    return started.stem == "graphex" and started.absolute().parent == Path(sys.executable).parent
+
+
+if not _is_command():
+    define()

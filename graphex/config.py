@@ -204,6 +204,7 @@ class AnyRule(ABC):
 
     name: str
     origin: str
+    ranks: Sequence[AnyRule]  # the same rule for arguments of other ranks than its example has
 
     @property
     @abstractmethod

@@ -52,8 +52,33 @@ class GraphexWarning(UserWarning):
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
     """`did you mean 'verify'?`, or `otherwise` where nothing that is known looks like it."""
-    near = difflib.get_close_matches(str(name), list(known), most)
+    near = near_names(str(name), known)[:most]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that look like `name`, the best match first.
+
+    Names are compared without case, signs and namespace: `rmsnorm` is near `graphex::rms_norm`. One that holds all of
+    `name` is near however long it is. Names that are much less like it than the best are left out.
+    """
+    wanted = _bare(name)
+    rated = [(_likeness(wanted, _bare(each)), each) for each in dict.fromkeys(known)]
+    least = max(_NEAR, max((rating for rating, _ in rated), default=0.0) - _APART)
+    return [each for rating, each in sorted(rated, key=lambda pair: -pair[0]) if rating >= least]
+
+
+_NEAR, _APART = 0.6, 0.2
+_SHORTEST = 3  # letters that say something when another name holds them
+
+
+def _bare(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower().rpartition("::")[2]))
+
+
+def _likeness(wanted: str, known: str) -> float:
+    ratio = difflib.SequenceMatcher(None, wanted, known).ratio()
+    return max(ratio, _NEAR) if len(wanted) >= _SHORTEST and wanted in known else ratio
 
 
 def one_line(reason: object) -> str:

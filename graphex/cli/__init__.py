@@ -4,6 +4,9 @@
 rules, passes and options; `doctor` checks the machine; `bench` runs the benchmarks of the source tree. `output` holds
 how they print. `docs` is no command: `make docs` runs it to write tables of the documentation from declarations.
 
+Importing a command's module imports neither torch nor rich, so that `--help` answers at once; a command imports them
+when it runs.
+
 Exit codes: 0 all is well; 1 what was asked for did not turn out well (the script raised, something is broken, a
 rewrite was lost); 2 the command was used wrongly; 3 there was nothing to explain.
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 import click
 
+from graphex.cli.output import Group
 from graphex.errors import GraphexError
 
 # Command -> the module that defines it under its own name.
@@ -32,7 +36,7 @@ COMMANDS = {
 }
 
 
-class Commands(click.Group):
+class Commands(Group):
     """The commands of the table above, as far as their modules are there."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

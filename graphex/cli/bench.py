@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from graphex.cli.output import json_option, print_json, print_table, styled, waiting
+from graphex.errors import did_you_mean
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 NEEDS = {  # benchmark -> the requirement on the machine
@@ -55,7 +56,8 @@ def bench(names: tuple[str, ...], only_list: bool, as_json: bool) -> None:
         raise click.UsageError("the benchmarks are in the source tree, not in the package; run this from a checkout.")
     for name in names:
         if name not in NEEDS:
-            raise click.UsageError(f"there is no benchmark '{name}'. There are {', '.join(NEEDS)}.")
+            hint = did_you_mean(name, NEEDS, f"there are {', '.join(NEEDS)}", most=3)
+            raise click.UsageError(f"there is no benchmark '{name}' ({hint}).")
     if only_list:
         _print_list(as_json)
         return

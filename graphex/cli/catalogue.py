@@ -45,7 +45,7 @@ def _named(wanted: str, entries: list[Entry]) -> Entry:
         if wanted == entry.name:
             return entry
     names = list(dict.fromkeys(entry.name for entry in entries))  # a pass may run in two stages
-    hint = did_you_mean(wanted, names, f"there are {', '.join(names)}")
+    hint = did_you_mean(wanted, names, f"there are {', '.join(names)}", most=3)
     raise click.UsageError(f"there is no '{wanted}' ({hint}).")
 
 

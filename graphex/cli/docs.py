@@ -34,6 +34,8 @@ _INTRODUCTION = """# Options
 
 <!-- Written by `make docs` from graphex/config.py. Change the declaration there, not this page. -->
 
+Which options are there, what do they do, and what is their default?
+
 Give options to `torch.compile` as a dictionary, or set them on a `graphex.CompilerConfig` and build a backend from it:
 
 ```python

@@ -1,4 +1,7 @@
-"""The output of commands: tables and sentences for people, JSON for programs, a progress bar on a terminal."""
+"""The output of commands: tables and sentences for people, JSON for programs, a progress bar on a terminal.
+
+Modules that take long to import are imported where something is printed: `--help` prints no table.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,36 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
-from graphex.evidence.tables import WIDTH
+from graphex.errors import did_you_mean
 from graphex.records import json_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+    from rich.text import Text
 
 MARKS = {"good": ("✓", "green"), "bad": ("!", "yellow"), "plain": ("·", "dim")}
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+class Group(click.Group):
+    """Commands, of which a mistyped one is told the near names, the best match first."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and args[0].isidentifier():
+            hint = did_you_mean(args[0], known, f"there are {', '.join(known)}", most=2)
+            raise click.UsageError(f"No such command '{args[0]}' ({hint}).", ctx)
+        return super().resolve_command(ctx, args)
 
 
 def output_option(default: str, help: str) -> Callable[[Command], Command]:
@@ -58,6 +74,10 @@ def why_not_written(write: Callable[[], object]) -> str:
 
 def console(*, stderr: bool = False) -> Console:
     """The console to print on: as wide as the terminal, or as a page where there is none."""
+    from rich.console import Console
+
+    from graphex.evidence.tables import WIDTH
+
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, markup=False)
 
@@ -67,6 +87,10 @@ def print_json(data: object) -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in head:
         table.add_column(title, overflow="fold")
@@ -77,6 +101,8 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> No
 
 def print_sentences(sentences: Iterable[dict[str, str]]) -> None:
     """Sentences of a summary, each with its mark."""
+    from rich.text import Text
+
     out = console()
     for sentence in sentences:
         mark, style = MARKS[sentence["tone"]]
@@ -92,6 +118,8 @@ def waiting(text: str, steps: int | None = None) -> Iterator[Callable[[str], Non
     if not sys.stderr.isatty():
         yield lambda _: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
     columns += [BarColumn(), MofNCompleteColumn()] if steps else []
     both = sys.stdout.isatty()
@@ -109,6 +137,8 @@ def _move(progress: Progress, task: TaskID, now: str, steps: int | None) -> None
 
 def styled(status: str) -> Text:
     """A status in its colour."""
+    from rich.text import Text
+
     colours: dict[str, Any] = {
         "ok": "green",
         "missing": "yellow",

@@ -8,12 +8,20 @@ from pathlib import Path
 
 import click
 
-from graphex.cli.output import check_output, json_option, output_option, print_json, print_sentences, why_not_written
+from graphex.cli.output import (
+    Group,
+    check_output,
+    json_option,
+    output_option,
+    print_json,
+    print_sentences,
+    why_not_written,
+)
 
 existing = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.group()
+@click.group(cls=Group)
 def report() -> None:
     """Open a report, or compare two."""
 
@@ -46,7 +54,7 @@ def open_report(path: Path, as_json: bool) -> None:
 def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     """Compare two reports of one model: which rewrites were lost, which were won.
 
-    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has.
+    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has, and if the models differ.
     """
     from graphex.errors import InputError
     from graphex.evidence.report.compare import compare, has_losses

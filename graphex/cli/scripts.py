@@ -50,10 +50,14 @@ def run(device: str | None, script: Path, arguments: tuple[str, ...]) -> None:
 
     Packages that are installed are not replaced.
     """
+    if misplaced := _own_option(arguments):
+        click.echo(f"note: {misplaced} stands after {script.name}, so the script gets it.", err=True)
     if device is not None:
         os.environ["GRAPHEX_NPU"] = device  # processes that the script starts get it too
     try:
-        import graphex.ascend  # noqa: F401
+        import graphex.ascend
+
+        graphex.define()
     except InputError as error:
         raise click.ClickException(str(error)) from error
     try:
@@ -78,10 +82,14 @@ def explain(
     Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS; the
     report covers everything in it that is compiled with backend="graphex".
 
+    Options stand before SCRIPT. What the script is to get although it looks like one of them stands after a --.
+
     \b
     graphex explain model.py
     graphex explain --set lift_idioms=always --set verify=true -o norms.html model.py
+    graphex explain model.py -- --output weights.pt
     """
+    import graphex
     from graphex.backend import watching
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
@@ -89,6 +97,8 @@ def explain(
 
     if reason := why_off():
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
+    arguments = _for_the_script(script, arguments)
+    graphex.define()
     options = dict(map(_setting, settings))
     page = output.absolute()  # the script may go to another directory
     check_output(page)
@@ -113,6 +123,25 @@ def explain(
     if unwritten:
         click.echo(f"'{output}' cannot be written: {unwritten}. Give another --output.", err=True)
     sys.exit(1 if problem or unwritten else 0 if watch.journals else NOTHING)
+
+
+def _own_option(arguments: tuple[str, ...]) -> str:
+    """The first argument of a script that is spelled like an option of the command it was given to."""
+    command = click.get_current_context().command
+    names = {name for parameter in command.params if isinstance(parameter, click.Option) for name in parameter.opts}
+    return next((word for word in arguments if word.partition("=")[0] in names), "")
+
+
+def _for_the_script(script: Path, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The script's arguments. An option of the command is none, unless a `--` before it says so."""
+    if arguments[:1] == ("--",):
+        return arguments[1:]
+    if misplaced := _own_option(arguments):
+        raise click.UsageError(
+            f"{misplaced} stands after {script.name}, where arguments of the script stand. Put it before the script; "
+            f"or, if the script is to get it, write graphex explain {script.name} -- {' '.join(arguments)}"
+        )
+    return arguments
 
 
 def _setting(text: str) -> tuple[str, Any]:

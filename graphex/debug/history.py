@@ -11,6 +11,7 @@ is hardly longer than that of one.
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from graphex.analysis import Aliases, placement, written_arguments
 from graphex.analysis.effects import CURRENT, is_size_arithmetic, placed_events
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
+from graphex.config import CompilerConfig, options_of
 
 MOST_TEXT = 400  # characters of the arguments of a node; a list may have 5,000 numbers
 
@@ -137,6 +139,20 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
+def options_text(config: CompilerConfig) -> dict[str, str]:
+    """The options that are not as by default, as text that is the same in every process."""
+    values = config.as_dict()
+    return {each.name: _option(values[each.name]) for each in options_of() if values[each.name] != each.default}
+
+
+def _option(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_option, value))
+    if isinstance(value, (str, int, float, type(None))):
+        return str(value)
+    return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or type(value).__qualname__)
+
+
 # -- snapshots of graphs -----------------------------------------------------------------------------------------------
 
 
@@ -158,11 +174,26 @@ class Snapshots:
         self.taken.append(snapshot)
 
 
+@dataclass
+class Made:
+    """How one graph was compiled.
+
+    `options` are those that are not as by default, as text; `began` is a point in time, `seconds` are those of each
+    stage; `code` is what was generated, (title, text) each.
+    """
+
+    options: dict[str, str]
+    began: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    code: list[tuple[str, str]] = field(default_factory=list)
+
+
 class GraphHistory:
-    """The snapshots of every graph of a journal, by the graph's name."""
+    """The snapshots of every graph of a journal, and how it was made, by the graph's name."""
 
     def __init__(self) -> None:
         self.graphs: dict[str, Snapshots] = {}
+        self.made: dict[str, Made] = {}
         self._input_names: dict[str, list[str]] = {}
 
     def name_inputs(self, compile_id: str, names: list[str]) -> None:
@@ -172,6 +203,18 @@ class GraphHistory:
         """
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
+
+    def begin(self, graph_name: str, config: CompilerConfig) -> None:
+        self.made[graph_name] = Made(options_text(config), time.time())
+
+    def spend(self, graph_name: str, stage: str, seconds: float) -> None:
+        if made := self.made.get(graph_name):
+            made.seconds[stage] = made.seconds.get(stage, 0.0) + seconds
+
+    def keep_code(self, graph_name: str, title: str, text: str) -> None:
+        """Keep generated code of a graph, or of a part of it that has a title."""
+        if made := self.made.get(graph_name):
+            made.code.append((title, text))
 
     def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Aliases) -> None:
         """Add a snapshot of the graph as it stands."""

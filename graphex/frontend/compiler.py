@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,22 +51,32 @@ def compile_graph(
     dump_graph(compilation, gm, name, "original")
     runner = Runner(compilation, name, gm, example_inputs, phase)
     peak_as_given = predicted_peak(gm.graph, runner.aliases)
-    with compile_stage("graphex_passes"):
+    with _stage(compilation, name, "passes"):
         functional_graph = optimise(runner)
     functional = FunctionalProgram(compilation, name, runner.gm, functional_graph)
     dump_graph(compilation, runner.gm, name, "optimized")
     compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
     tools = _debug_tools(original, runner)
-    with compile_stage("graphex_program"):
+    with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
             compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools
         )
         program = build_executable(graph, runner)
     if not config.dump_tensor_data:
-        with compile_stage("graphex_kernels"):
+        with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, runner.gm.graph)
     compilation.files.journal(compilation.journal, compilation.compile_id)
     return Executables(program, functional)
+
+
+@contextmanager
+def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
+    """A stretch of the compilation of a graph, timed for torch's tools and for the report."""
+    started = time.perf_counter()
+    with compile_stage(f"graphex_{stage}"):
+        yield
+    if history := compilation.journal.history:
+        history.spend(name, stage, time.perf_counter() - started)
 
 
 def _debug_tools(original: GraphModule, runner: Runner) -> DebugTools:
@@ -124,6 +136,8 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     devices = tuple(sorted(str(device) for device in devices_of(gm)))
     inputs, outputs = _sizes(gm.graph)
     nodes = len(gm.graph.nodes)
+    if history := compilation.journal.history:
+        history.begin(name, compilation.config)
     compilation.journal.add(GraphCompiled(name, compilation.compile_id, phase, nodes, inputs, outputs, devices))
     return name
 

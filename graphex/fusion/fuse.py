@@ -82,7 +82,7 @@ class Fusion:
         before = outcome.matches
         looks = self._looks.setdefault(rule.pattern.look, {})
         for anchor in reversed(self._nodes(rule.pattern.anchor_op)):
-            if anchor._erased or self._made_by.get(anchor) is rule:
+            if anchor._erased or self._is_made_by(rule, anchor):
                 continue
             end = self._first_look(rule, anchor, looks) or self._try(rule, anchor)
             if end is None:
@@ -90,6 +90,11 @@ class Fusion:
             else:
                 outcome.ends[anchor] = end
         return outcome.matches - before
+
+    def _is_made_by(self, rule: Rule, node: Node) -> bool:
+        """Whether the rule made the node itself, for arguments of whatever rank: it does not apply to it again."""
+        made_by = self._made_by.get(node)
+        return made_by is not None and (made_by.name, made_by.origin) == (rule.name, rule.origin)
 
     def _first_look(self, rule: Rule, anchor: Node, looks: Looks) -> Mismatch | None:
         """Why the rule cannot apply here, where the next nodes show it. They are looked at again when they change."""
@@ -119,28 +124,26 @@ class Fusion:
     # -- why not ---------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Refusals and near misses; of our own rules only the one that came closest to each place.
+        """Refusals and near misses; of our own rules, and of a user's for several ranks, the closest to each place.
 
         The variants of one idiom are rules of one name: they are counted together.
         """
-        told: list[tuple[Rule, Node, Mismatch | Refusal]] = []
-        closest: dict[Node, tuple[Rule, Mismatch | Refusal]] = {}
+        closest: dict[tuple[str, Node], tuple[Rule, Mismatch | Refusal]] = {}
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         as_good: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
         for rule in self.rules:
             for root in self._nodes(rule.pattern.root_op):
-                if self._made_by.get(root) is rule:
+                if self._is_made_by(rule, root):
                     continue
                 end = self._end_at(rule, root)
                 if not _is_worth_telling(rule, end):
                     continue
                 nothing_lost = isinstance(end, Refusal) and end.nothing_lost
                 (as_good if nothing_lost else missed)[rule.name].add(root)
-                if rule.origin == "user":
-                    told.append((rule, root, end))
-                elif root not in closest or _closeness(rule, end) > _closeness(*closest[root]):
-                    closest[root] = rule, end
-        told += [(rule, root, end) for root, (rule, end) in closest.items()]
+                whose = rule.name if rule.origin == "user" else ""
+                if (whose, root) not in closest or _closeness(rule, end) > _closeness(*closest[whose, root]):
+                    closest[whose, root] = rule, end
+        told = [(rule, root, end) for (_, root), (rule, end) in closest.items()]
         for rule, root, end in told:
             self._tell(rule, root, end)
         spoken_of = {rule.name for rule, _, _ in told} | {rule.name for rule in self.rules if rule.origin == "user"}

@@ -68,5 +68,5 @@ process_rules = Registry()
 
 
 def users_rules(config: CompilerConfig) -> list[AnyRule]:
-    """The rules of one configuration, then those of the process."""
-    return [*config.fusion_rules, *process_rules]
+    """The rules of one configuration, then those of the process, each followed by itself for other ranks."""
+    return [each for rule in (*config.fusion_rules, *process_rules) for each in (rule, *rule.ranks)]

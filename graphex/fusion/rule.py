@@ -41,7 +41,8 @@ class WhyNot:
 class Rule(AnyRule):
     """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
 
-    A rule with `why_not` replaces nothing: it is there to say why.
+    A rule with `why_not` replaces nothing: it is there to say why. `ranks` are variants for other ranks than the
+    example has (`graphex.fusion.ranks`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class Rule(AnyRule):
     origin: str = "user"
     requires: frozenset[str] = frozenset()
     why_not: WhyNot | None = None
+    ranks: Sequence[AnyRule] = ()
 
     @property
     def joint(self) -> bool:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,14 @@ def open_debug_files(debug_directory: Path | None) -> DebugFiles:
     root = debug_directory / (f"graphex-rank_{rank}" if size > 1 or _is_distributed() else "graphex")
     root.mkdir(parents=True, exist_ok=True)
     _log_to(root / "debug.log")
+    _say_where(root.resolve())
     return DebugFiles(root)
+
+
+@cache
+def _say_where(root: Path) -> None:
+    """Once in a process: torch's debug directory is deep below the working directory, and has a new name every time."""
+    print(f"graphex: TORCH_COMPILE_DEBUG=1 writes debug files to {root}", file=sys.stderr)
 
 
 def _next_model(root: Path) -> Path:

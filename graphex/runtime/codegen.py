@@ -441,6 +441,12 @@ def region_called(gm: GraphModule, node: Node) -> Region | None:
     return found if isinstance(found, Region) else None
 
 
+def regions_of(gm: GraphModule) -> dict[str, Region]:
+    """The compiled regions of a graph, by name."""
+    calls = ((str(node.target), region_called(gm, node)) for node in gm.graph.find_nodes(op="call_module"))
+    return {name: region for name, region in calls if region is not None}
+
+
 def _hint(op: torch._ops.OpOverload, text: str) -> str:
     """`aten_mm` for a function that serves every overload, `aten_slice_Tensor` for the overload itself."""
     return str(op) if text.startswith("torch.ops.") else str(op.overloadpacket)

@@ -31,7 +31,7 @@ from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
-from graphex.runtime.codegen import Boxed, Code, generate, region_called, set_core_limits
+from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
@@ -268,9 +268,21 @@ def generated(graph: ExecutableGraph) -> Boxed:
         return interpreted(gm)
     if compilation.files.wanted:
         _write_files(graph, code)
+    _keep_code(graph, code)
     run = _below_autograd(run) if _is_plain(gm) else run
     run = run if graph.lanes is None else graph.lanes.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)
+
+
+def _keep_code(graph: ExecutableGraph, code: Code) -> None:
+    """For a report, where one was asked for: the program, and what Inductor made of each region."""
+    journal = graph.compilation.journal
+    if journal.history is None:
+        return
+    whole = journal.pieces.get(graph.name, graph.name)
+    journal.history.keep_code(whole, graph.name, code.source)
+    for name, region in regions_of(graph.gm).items():
+        journal.history.keep_code(whole, f"{graph.name} {name}", region.code.source)
 
 
 def _write_files(graph: ExecutableGraph, code: Code) -> None:
@@ -279,9 +291,8 @@ def _write_files(graph: ExecutableGraph, code: Code) -> None:
     plain = inlined(gm)
     script = code if plain is gm else generate(plain, graph.lanes, graph.memory)
     files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(script, plain))
-    for node in gm.graph.find_nodes(op="call_module"):
-        if (region := region_called(gm, node)) is not None:
-            files.text(f"{graph.folder}/{node.target}.py", region.code.source)
+    for name, region in regions_of(gm).items():
+        files.text(f"{graph.folder}/{name}.py", region.code.source)
 
 
 def interpreted(gm: GraphModule) -> Boxed:

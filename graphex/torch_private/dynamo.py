@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -154,6 +155,9 @@ _timed = private(
     lambda *args, **kwargs: nullcontext(),
     lost="compile_times does not show graphex",
 )
+_compilation_metrics = private(
+    "torch._dynamo.utils.get_compilation_metrics", list, lost="reports do not show the time that Dynamo took"
+)
 _patch_config = private(
     "torch._dynamo.config.patch",
     lambda **kwargs: nullcontext(),
@@ -216,6 +220,33 @@ def compile_stage(name: str) -> AbstractContextManager[Any]:
     """A stretch of a compilation, for torch's tools that show where its time went (`compile_times`, tlparse)."""
     stage: AbstractContextManager[Any] = _timed(name, log_pt2_compile_event=True)
     return stage
+
+
+@dataclass(frozen=True)
+class FrameTimes:
+    """The seconds of one compilation as torch counted them; `started` and `ended` are points in time.
+
+    `frame` is everything Dynamo did, the call of the backend included; a backward that is compiled later has only
+    `backward`.
+    """
+
+    compile_id: str
+    started: float
+    ended: float
+    frame: float
+    backend: float
+    backward: float
+
+
+def frame_times() -> list[FrameTimes]:
+    """The compilations of this process that torch still knows (the last 64)."""
+    found = []
+    for each in _compilation_metrics():
+        started, ended = (getattr(each, name, None) or 0 for name in ("start_time_us", "end_time_us"))
+        frame, backend = (getattr(each, f"{name}_compile_time_s", None) or 0.0 for name in ("entire_frame", "backend"))
+        backward = (getattr(each, "backward_cumulative_compile_time_us", None) or 0) / 1e6
+        found.append(FrameTimes(str(each.compile_id), started / 1e6, ended / 1e6, frame, backend, backward))
+    return found
 
 
 def room_to_recompile() -> AbstractContextManager[Any]:

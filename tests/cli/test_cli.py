@@ -18,7 +18,8 @@ from graphex.evidence.report.page import read_data
 from graphex.runtime import native
 from graphex.torch_private import lookup
 from graphex.torch_private.lookup import TRIED
-from tests.harness.processes import ROOT, in_terminal, piped, plain
+from tests.harness.processes import ROOT, in_terminal, piped, plain, run
+from tests.harness.reports import explain_gate, explain_llama
 
 SCRIPT = """
 import sys, torch
@@ -159,8 +160,15 @@ def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script:
         (("explain", "-o", "nowhere/r.html", "SCRIPT"), "no directory"),
         (("report", "open", "SCRIPT"), "not a report of graphex"),
         (("rules", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
+        (("rules", "rmsnorm"), "did you mean 'add_rms_norm' or 'lift_rms_norm'"),
+        (("ops", "rms_nrm"), "did you mean 'graphex::rms_norm' or"),
         (("bench", "speed"), "no benchmark 'speed'"),
+        (("bench", "linear"), "did you mean 'linears'?"),
         (("frobnicate",), "No such command"),
+        (("xplain", "SCRIPT"), "did you mean 'explain'?"),
+        (("report", "dif"), "did you mean 'diff'?"),
+        (("explain", "SCRIPT", "--set", "verify=true"), "graphex explain script.py -- --set verify=true"),
+        (("explain", "SCRIPT", "--size", "8", "--output=x.html"), "--output=x.html stands after script.py"),
     ],
 )
 def test_wrong_use_is_one_sentence_and_code_2(arguments: tuple[str, ...], message: str, script: Path) -> None:
@@ -168,6 +176,57 @@ def test_wrong_use_is_one_sentence_and_code_2(arguments: tuple[str, ...], messag
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_script_gets_what_stands_after_two_dashes(script: Path) -> None:
+    ended = piped("explain", "script.py", "--", "--set", "verify=true", cwd=script.parent)
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[0] == "hello --set verify=true"
+
+
+def test_run_says_that_an_option_of_its_own_goes_to_the_script(script: Path) -> None:
+    ended = piped("run", "script.py", "--device", "cpu", cwd=script.parent)
+    assert ended.code == 0, ended.err
+    assert "hello --device cpu" in ended.out
+    assert "--device stands after script.py" in ended.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("--help",), ("explain", "--help"), ("report", "diff", "--help"), ("xplain",)]
+)
+def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """Importing torch takes 2 s of the 0.2 s that an answer may take."""
+    ended = run("-X", "importtime", "-m", "graphex", *arguments, cwd=tmp_path)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "graphex.cli" in imported
+    assert not {"torch", "rich", "numpy"} & imported
+
+
+def test_in_a_terminal_help_and_a_mistyped_command_answer_as_through_a_pipe(tmp_path: Path) -> None:
+    shown = in_terminal("--help", cwd=tmp_path)
+    assert shown.code == 0
+    assert "Run SCRIPT and explain what it compiled with graphex." in plain(shown.out)
+    mistyped = in_terminal("explian", "model.py", cwd=tmp_path)
+    assert mistyped.code == 2
+    assert "No such command 'explian' (did you mean 'explain'?)." in plain(mistyped.out)
+
+
+@pytest.mark.parametrize("order", ["import graphex, torch", "import torch, graphex"])
+def test_a_program_that_imports_graphex_has_its_ops_whatever_its_file_is_called(order: str, tmp_path: Path) -> None:
+    program = tmp_path / "graphex"
+    program.write_text(f"{order}\nprint(torch.ops.graphex.rms_norm, torch.ops.npu.npu_rms_norm)\n")
+    assert "graphex.rms_norm" in run(program, cwd=tmp_path).stdout
+
+
+def test_debug_files_are_found_where_torch_says_they_are(script: Path) -> None:
+    ended = in_terminal("explain", "script.py", cwd=script.parent, TORCH_COMPILE_DEBUG="1", COLUMNS="400")
+    assert ended.code == 0
+    (folder,) = re.findall(r"writes debug files to (\S+)", plain(ended.out))
+    assert sorted(path.name for path in Path(folder, "model__0").iterdir() if path.is_file()) == [
+        "dynamo_out_graph.txt",
+        "journal.json",
+        "report.html",
+    ]
 
 
 # -- what there is ---------------------------------------------------------------------------------------------------
@@ -293,6 +352,20 @@ def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: py
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     assert call("report", "open", str(path)).exit_code == 1
     assert read("report", "open", str(path))["address"] == path.resolve().as_uri()
+
+
+def test_report_diff_says_that_models_differ_and_what_else_does(tmp_path: Path) -> None:
+    one = explain_gate(tmp_path / "one.html")
+    other = explain_gate(tmp_path / "other.html", disable_rules=["lift_silu_mul"])
+    llama = explain_llama().save(tmp_path / "llama.html")
+    page = str(tmp_path / "difference.html")
+    lost = in_terminal("report", "diff", str(one), str(other), "-o", page, cwd=tmp_path)
+    assert lost.code == 1
+    assert "Likely cause: the option disable_rules was the default, is lift_silu_mul now." in plain(lost.out)
+    apart = in_terminal("report", "diff", str(llama), str(one), "-o", page, cwd=tmp_path)
+    assert apart.code == 1
+    assert "These are reports of different models" in plain(apart.out)
+    assert "lost" not in plain(apart.out)
 
 
 SECTION = (ROOT / "docs/debugging.md").read_text().split("## Why did my RMSNorm not fuse?")[1].split("\n## ")[0]

@@ -19,14 +19,23 @@ import pytest
 
 from graphex import records
 from graphex.cli import docs
+from graphex.evidence.report.page import read_data
 from tests.harness.documents import Block, blocks, run_block
-from tests.harness.processes import ROOT
+from tests.harness.processes import ROOT, python
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 EXAMPLES = [
     ROOT / "examples" / f"{name}.py"
-    for name in ("custom_pass", "explain_model", "fusion_rule", "one_norm", "stream_pass", "verify_a_pass")
+    for name in (
+        "custom_pass",
+        "explain_model",
+        "fusion_rule",
+        "huggingface",
+        "one_norm",
+        "stream_pass",
+        "verify_a_pass",
+    )
 ]
 
 
@@ -160,6 +169,36 @@ def test_every_room_of_the_package_is_in_the_page_on_internals() -> None:
     rooms = [path for path in (ROOT / "graphex").iterdir() if not path.name.startswith(("_", "py.typed"))]
     named = (f"{path.name}/" if path.is_dir() else path.name for path in rooms)
     assert [name for name in named if f"`{name}`" not in page] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_explain_says_of_a_hugging_face_model() -> None:
+    example = runpy.run_path(str(ROOT / "examples/huggingface.py"))
+    journal = example["generate"]()
+    assert [verdict.status for verdict in journal.verifications] == ["equal"]
+    (decoding,) = journal.graphs  # one for all tokens
+    assert journal.counts[decoding.graph]["calls"] == 11
+    step = example["decode_step"]()
+    assert len([each for each in step.journal.rewrites if each.rule == "write_input_in_place"]) >= 4
+    for part, phases in (
+        ("forward", ["inference"]),
+        ("decode_step", ["inference"]),
+        ("training", ["forward", "backward"]),
+    ):
+        report = example[part]()
+        assert [graph.phase for graph in report.journal.graphs] == phases
+        assert report.worst_difference == 0.0
+        assert "device ops" in report.summary()
+
+
+def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
+    shown = python("examples/demo.py", TMPDIR=str(tmp_path), COLUMNS="400").stdout
+    (timed,) = (line for line in shown.splitlines() if line.startswith("time per step"))
+    assert re.search(r"\. [A-Z].*: .*|\. .*Run it on a machine with a CUDA GPU", timed)
+    *_, last = filter(None, shown.splitlines())
+    report = Path(last.rpartition(": ")[2])
+    assert report.parent.parent == tmp_path
+    assert read_data(report)["title"] == "TinyLlama"
 
 
 FOLDER = ROOT / "examples" / "aten_ir"

@@ -51,11 +51,11 @@ def piped(*arguments: str, cwd: Path, **variables: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def in_terminal(*arguments: str, cwd: Path) -> Ended:
+def in_terminal(*arguments: str, cwd: Path, **variables: str) -> Ended:
     """`graphex ...` in a terminal of its own; both outputs as they come, with colours and cursor movements."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "graphex", *arguments]
-    environment = {**os.environ, "PYTHONPATH": PATH, **TERMINAL}
+    environment = {**os.environ, "PYTHONPATH": PATH, **(TERMINAL | variables)}
     process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     chunks = []

@@ -2,12 +2,17 @@
 
 A place is identified by its rule and its module, or else by the text of its line: line numbers and node names move with
 every edit, these do not. Reuse of dead memory is not counted: a fusion removes it together with the intermediates.
+Places that differ only in numbers (layers.0.norm, layers.1.norm) are told as one: layers.*.norm.
+
+Reports of different models have nothing to lose to each other. `_likeness` says whether two are of one model. What was
+different about the two compilations (options, versions, machine) is named, an option as the likely cause of a loss.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from graphex.evidence.report.model import FORMAT
@@ -15,17 +20,22 @@ from graphex.evidence.report.summary import device_ops, rule_counts, title_of
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
 _FOLLOWS = "reuse_dead_memory"
+_ONE_MODEL = 0.5  # the share of modules that two versions of one model have in common, at least
+_NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """The data of the page that shows a difference."""
-    lost, won = _lost_and_won(before, after)
+    """The data of the page that shows a difference. Of different models no rewrite counts as lost or won."""
+    other = _why_different_models(before, after)
+    lost, won = ([], []) if other else _lost_and_won(before, after)
     return {
         "format": FORMAT,
         "kind": "difference",
         "title": f"{before['title']} -> {after['title']}" if before["title"] != after["title"] else before["title"],
         "made_with": {"before": before["made_with"], "after": after["made_with"]},
-        "summary": _summary(before, after, lost, won),
+        "changed": _changed(before, after),
+        "different_models": other,
+        "summary": _summary(before, after, lost, won, other),
         "numbers": _numbers(before, after),
         "rules": _rules(before, after),
         "lost": lost,
@@ -35,7 +45,58 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_losses(difference: dict[str, Any]) -> bool:
-    return bool(difference["lost"])
+    """Whether the second report is not as good as the first, or cannot be: it is of another model."""
+    return bool(difference["lost"] or difference["different_models"])
+
+
+# -- are they of one model, made in one way? ---------------------------------------------------------------------------
+
+
+def _why_different_models(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Why the reports are not of one model; empty if they are. A report without graphs is of any."""
+    old, new = _parts(before), _parts(after)
+    if not old or not new or _likeness(old, new) >= _ONE_MODEL:
+        return ""
+    common = len(old & new)
+    what = "module" if any(kind for _, kind in old | new) else "op"
+    kinds = f"kind of {what}" if common == 1 else f"kinds of {what}s"
+    return f"they have {common} {kinds} in common, of {len(old)} in the first and {len(new)} in the second"
+
+
+def _parts(data: dict[str, Any]) -> set[tuple[str, str]]:
+    """The modules of a model, (path without numbers, class) each; of a model without modules, its ops."""
+    modules = {(pattern_of(path), kind) for graph in data["graphs"] for path, kind in graph["modules"]}
+    given = [(graph, graph["pictures"][0]) for graph in data["graphs"] if graph["pictures"]]
+    ops = {(graph["nodes"][place].get("target", ""), "") for graph, places in given for place in places}
+    return modules or {op for op in ops if "." in op[0]}
+
+
+def _likeness(old: set[tuple[str, str]], new: set[tuple[str, str]]) -> float:
+    """The common part, of the smaller: a model that was extended is still the same."""
+    return len(old & new) / min(len(old), len(new))
+
+
+def pattern_of(path: str) -> str:
+    """``layers.3.mlp`` as ``layers.*.mlp``."""
+    return _NUMBER.sub("*", path)
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, str]]:
+    """What was different about the two compilations: options first, then versions and the machine."""
+    found = []
+    for what, old, new in (
+        ("option", before.get("options") or {}, after.get("options") or {}),
+        ("version", before["made_with"], after["made_with"]),
+    ):
+        for name in dict.fromkeys([*old, *new]):
+            if old.get(name) != new.get(name):
+                unset = "the default" if what == "option" else "not there"
+                was, now = (str(each.get(name, unset)) for each in (old, new))
+                found.append({"what": what, "name": name, "before": was, "after": now})
+    return found
+
+
+# -- lost and won ------------------------------------------------------------------------------------------------------
 
 
 def _lost_and_won(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -82,10 +143,30 @@ def _told(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, A
         modules = _modules(graph)
         for missed in (*graph["refusals"], *graph["near_misses"]):
             reasons.setdefault(_site(missed, [missed["node"]], modules), missed["reason"])
-    return [
-        {"rule": site[0], "where": site[1], "line": lines[site][0], "times": times, "reason": reasons.get(site, "")}
-        for site, times in sorted(sites.items())
-    ]
+    return list(map(_one_pattern, _by_pattern(sites, lines, reasons)))
+
+
+def _by_pattern(
+    sites: Counter[Site], lines: dict[Site, list[str]], reasons: dict[Site, str]
+) -> Iterable[list[dict[str, Any]]]:
+    """Places of one rule that differ only in numbers, and for the same reason, together."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for (rule, where), times in sorted(sites.items(), key=lambda each: (each[0][0], _in_order(each[0][1]))):
+        reason = reasons.get((rule, where), "")
+        place = {"rule": rule, "where": where, "line": lines[rule, where][0], "times": times, "reason": reason}
+        groups.setdefault((rule, pattern_of(where), pattern_of(re.sub(r"_\d+\b", "_*", reason))), []).append(place)
+    return groups.values()
+
+
+def _in_order(where: str) -> list[tuple[int, str]]:
+    """Layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in where.split(".")]
+
+
+def _one_pattern(places: list[dict[str, Any]]) -> dict[str, Any]:
+    first, names = places[0], [place["where"] for place in places]
+    where = first["where"] if len(places) == 1 else pattern_of(first["where"])
+    return {**first, "where": where, "times": sum(place["times"] for place in places), "places": names}
 
 
 def _reasons(data: dict[str, Any], other: dict[str, Any]) -> list[dict[str, str]]:
@@ -105,19 +186,22 @@ def _reasons(data: dict[str, Any], other: dict[str, Any]) -> list[dict[str, str]
 
 
 def _rules(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rule; those that changed come first."""
     old, new = rule_counts(before["graphs"]), rule_counts(after["graphs"])
+    names = sorted(dict.fromkeys([*old, *new]), key=lambda rule: old.get(rule, (0, 0)) == new.get(rule, (0, 0)))
     return [
         {"rule": rule, "title": title_of(rule), "before": old.get(rule, (0, 0)), "after": new.get(rule, (0, 0))}
-        for rule in dict.fromkeys([*old, *new])
+        for rule in names
     ]
 
 
 def _numbers(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """The counts before and after; less is better in all of them."""
-    return [
+    """The counts before and after, those that differ first; less is better in all of them."""
+    counted = [
         {"name": name, "unit": unit, "before": count(before["graphs"]), "after": count(after["graphs"])}
         for name, unit, count in _COUNTED
     ]
+    return sorted(counted, key=lambda each: each["before"] == each["after"])
 
 
 def _moved(graphs: list[dict[str, Any]]) -> int:
@@ -136,20 +220,47 @@ _COUNTED = (
 
 
 def _summary(
-    before: dict[str, Any], after: dict[str, Any], lost: list[dict[str, Any]], won: list[dict[str, Any]]
+    before: dict[str, Any], after: dict[str, Any], lost: list[dict[str, Any]], won: list[dict[str, Any]], other: str
 ) -> list[dict[str, str]]:
+    if other:
+        text = f"These are reports of different models: {other}. Compare two reports of one model."
+        return [_sentence("bad", text), *_causes(_changed(before, after), [])]
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
-    sentences = [
-        {
-            "tone": "bad" if gone else "good",
-            "text": f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won.",
-        }
-    ]
-    for site in lost:
-        because = f", because {site['reason']}" if site["reason"] else ""
-        times = "" if site["times"] == 1 else f" ({site['times']} times)"
-        text = f"Lost: {title_of(site['rule'])} in {site['where']}{times}{because}."
-        sentences.append({"tone": "bad", "text": text})
+    lost_text = f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won."
+    sentences = [_sentence("bad" if gone else "good", lost_text)]
+    sentences += _causes(_changed(before, after), lost)
+    sentences += [_sentence("bad", _lost_text(site)) for site in lost]
     ops = [device_ops(data["graphs"]) for data in (before, after)]
-    sentences.append({"tone": "bad" if ops[1] > ops[0] else "good", "text": f"{ops[0]} device ops -> {ops[1]}."})
+    sentences.append(_sentence("bad" if ops[1] > ops[0] else "good", f"{ops[0]} device ops -> {ops[1]}."))
     return sentences
+
+
+def _sentence(tone: str, text: str) -> dict[str, str]:
+    return {"tone": tone, "text": text}
+
+
+def _lost_text(site: dict[str, Any]) -> str:
+    because = f", because {site['reason']}" if site["reason"] else ""
+    times = "" if site["times"] == 1 else f" ({site['times']} times)"
+    if len(site["places"]) > 1:
+        times = f" ({len(site['places'])} places, {site['places'][0]} to {site['places'][-1]})"
+    return f"Lost: {title_of(site['rule'])} in {site['where']}{times}{because}."
+
+
+def _causes(changed: list[dict[str, str]], lost: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A differing option is the likely cause of a loss; else a differing version is; without a loss, neither."""
+    options = [each for each in changed if each["what"] == "option"]
+    versions = [each for each in changed if each["what"] == "version"]
+    told = []
+    for each in options:
+        head = "Likely cause: the option" if lost else "The option"
+        told.append(
+            _sentence(
+                "bad" if lost else "plain", f"{head} {each['name']} was {each['before']}, is {each['after']} now."
+            )
+        )
+    if versions:
+        head = "Likely cause: a change of" if lost and not options else "Also different:"
+        said = ", ".join(f"{each['name']} ({each['before']} -> {each['after']})" for each in versions)
+        told.append(_sentence("bad" if lost and not options else "plain", f"{head} {said}."))
+    return told

@@ -1,7 +1,8 @@
 """The data of a report: the journal and the graph history of one or several compiled objects, joined graph by graph.
 
-    {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
-     "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
+    {"format": 2, "kind": "report", "title": ..., "made_with": {...}, "options": {...}, "compile_time": [...],
+     "summary": [...], "files": [...],
+     "graphs": [{"name": ..., "passes": [...], "nodes": [...], "pictures": [[...]], "code": [...], ...}]}
 
 `pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
 it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
@@ -11,22 +12,21 @@ source: whole where it is small, around the marked lines where not.
 from __future__ import annotations
 
 import linecache
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
-
 from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
-from graphex.evidence.report.summary import summarise
+from graphex.evidence.report.links import with_links
+from graphex.evidence.report.made import CompileTime, all_options, made_with
+from graphex.evidence.report.summary import rule_counts, summarise
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
 WHOLE = 4000  # lines of a file that is shown whole
 AROUND = 60  # lines shown before and after a mark in a larger one
 LONGEST = 400  # characters of a line
-FORMAT = 1
+FORMAT = 2
 _OF_A_PASS = (Rewrote, Refused, RuleTried, NearMiss)
 _LISTS = {
     "rewrite": "rewrites",
@@ -48,25 +48,37 @@ Data = dict[str, Any]
 def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | None = None, **facts: Any) -> Data:
     """Everything the page shows; `compile_id` narrows it to the graphs of one compilation."""
     files: dict[str, set[int]] = {}
-    graphs, general = [], []
+    graphs, general, spent = [], [], CompileTime()
     for journal in journals:
         history = journal.history or GraphHistory()
         for graph in _all_graphs(journal, history):
             if compile_id in (None, graph.compile_id):
-                graphs.append(_graph(graph, journal, history.graphs.get(graph.graph, Snapshots()), files))
+                graphs.append(_graph(graph, journal, history, files))
+                spent.add(graph, history.made.get(graph.graph), journal)
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
         "kind": "report",
         "title": title,
-        "made_with": _made_with(),
+        "made_with": made_with(),
+        "options": all_options(graphs),
+        "compile_time": spent.stages(),
         "facts": facts,
         "graphs": graphs,
         "fallbacks": general,
         "files": source_files(files),
     }
-    data["summary"] = summarise(data)
+    data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)
     return data
+
+
+def _idle_rules(graphs: list[Data]) -> list[Data]:
+    """A sentence for each rule that was tried and had no candidate in any graph: a user's, whose ops are absent."""
+    counts = rule_counts(graphs)
+    remarks = {tried["rule"]: tried["remark"] for graph in graphs for tried in graph["rules"] if tried["remark"]}
+    idle = [rule for rule, (_, candidates) in counts.items() if not candidates]
+    said = [(rule, remarks.get(rule) or "no place in the graph looks like it") for rule in idle]
+    return [{"tone": "bad", "text": f"{rule} found nothing to fuse: {remark}."} for rule, remark in said]
 
 
 def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
@@ -78,7 +90,9 @@ def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
     return found
 
 
-def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: dict[str, set[int]]) -> Data:
+def _graph(graph: GraphCompiled, journal: Journal, history: GraphHistory, files: dict[str, set[int]]) -> Data:
+    snapshots = history.graphs.get(graph.graph, Snapshots())
+    made = history.made.get(graph.graph)
     data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
     number = 0
     for record in journal.records:
@@ -100,6 +114,8 @@ def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: 
             data["more"].append({"kind": record.kind, **asdict(record)})
     counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
     data["counts"] = {name: dict(journal.counts[name]) for name in counted}
+    data["options"] = made.options if made else {}
+    data["code"] = [{"title": title, "text": text} for title, text in (made.code if made else ())]
     data["runs"] = _running_snapshot(data, len(snapshots.taken) - 1)
     return data | _snapshots(snapshots, files)
 
@@ -169,18 +185,6 @@ def _node(facts: NodeFacts, module: int, place: int) -> Data:
     if facts.event:
         data["event"] = facts.event
     return data
-
-
-def _made_with() -> dict[str, str]:
-    import graphex
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "graphex": graphex.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "device": device,
-    }
 
 
 def source_files(lines: Mapping[str, set[int]]) -> list[dict[str, Any]]:

@@ -61,6 +61,7 @@ _PROGRAM = (
     "streams.js",
     "captures.js",
     "source.js",
+    "code.js",
     "difference.js",
     "frame.js",
     "main.js",

@@ -17,7 +17,7 @@ from tests.harness.browser import Browser
 from tests.harness.processes import ROOT
 from tests.harness.reports import VERSIONS, explain_gate
 
-TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source")
+TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source", "code")
 
 
 def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) -> None:
@@ -27,6 +27,100 @@ def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) ->
     assert "5 of 5 RMSNorm sites fused." in sentences
     assert any(text.startswith("All 4 input updates are written in place") for text in sentences)
     assert len(chrome.texts(".timeline .pass")) == 14
+
+
+def test_every_sentence_of_the_overview_leads_to_what_it_names(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    chrome.click(".summary .link", "residual add + RMSNorm")
+    assert chrome.run("return document.querySelector('[role=tabpanel]:not([hidden])').id") == "panel-rules"
+    assert chrome.run("return document.querySelector('.rule[data-rule=\"add_rms_norm\"]').open")
+    chrome.press("1")
+    chrome.click(".summary .link", "embedding_default")
+    assert chrome.text(".side h3") == "embedding_default"
+    chrome.press("1")
+    chrome.click(".summary .link", "tiny_llama.py:98")
+    (line,) = chrome.texts(".source-code .line.chosen")
+    assert line.split()[0] == "98"
+    chrome.press("1")
+    chrome.click(".summary .link", "input updates")
+    assert chrome.run("return document.querySelector('[role=tabpanel]:not([hidden])').id") == "panel-memory"
+
+
+def test_the_overview_says_how_long_compiling_took_and_with_what(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page)
+    stages = chrome.texts("#compile-time tbody td:first-child")
+    assert stages[:4] == ["Dynamo", "AOTAutograd", "passes", "program"]
+    made = chrome.text("#made-with")
+    assert "lift_idioms" in made
+    assert torch.__version__ in made
+    chrome.click("#made-with .chip", "Generated code")
+    assert "def forward(" in chrome.text(".generated")
+
+
+def test_a_view_that_several_modules_share_is_drawn_around_them(chrome: Browser, tmp_path: Path) -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(self.q(x) @ self.k(x).mT, -1) @ self.v(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x.exp()) + x
+
+    with torch.no_grad():
+        page = graphex.explain(Model(), (torch.randn(2, 4, 8),), calls=1).save(tmp_path / "report.html")
+    chrome.open(page, "tab=graph")
+    chrome.click("#close-all")
+    chrome.click("#open-all")
+    module = """
+        const cy = document.querySelector(".canvas")._cyreg.cy;
+        const within = (node) => node.isOrphan() ? "" : node.parent().id();
+        return cy.edges().map((edge) => [within(edge.source()), within(edge.target())])"""
+    edges = {(source.rpartition(".")[2], target.rpartition(".")[2]) for source, target in chrome.run(module)}
+    assert not edges & {("q", "k"), ("q", "v"), ("k", "v")}
+
+
+def test_the_memory_table_shows_its_lines_at_1230_pixels(chrome: Browser, llama_page: Path) -> None:
+    chrome.resize(1230, 900)
+    chrome.open(llama_page, "tab=memory")
+    overflow = """
+        const boxes = [...document.querySelectorAll("#panel-memory .scroll")];
+        return boxes.map((box) => box.scrollWidth - box.clientWidth)"""
+    assert max(chrome.run(overflow)) <= 0
+    assert all("tiny_llama.py" in row for row in chrome.texts("#panel-memory tbody td:last-child"))
+
+
+def test_a_list_of_differences_starts_with_the_differences(chrome: Browser, large_page: Path) -> None:
+    chrome.open(large_page, "tab=graph&step=1&mode=diff")
+    chrome.press("l")
+    seen = """
+        const rows = [...document.querySelectorAll(".row")].filter((row) => row.checkVisibility());
+        return rows.map((row) => row.className)"""
+    rows = chrome.run(seen)
+    assert rows
+    assert all("removed" in row or "changed" in row or "added" in row for row in rows)
+    chrome.click(".unchanged > summary")
+    assert len(chrome.run(seen)) > 4000
+
+
+def test_a_rule_names_the_modules_and_not_the_same_line_again(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=rules")
+    chrome.click('.rule[data-rule="lift_rotary"] summary')
+    assert chrome.texts('.rule[data-rule="lift_rotary"] td .module') == [
+        *("layers.0.attention", "layers.0.attention"),
+        *("layers.1.attention", "layers.1.attention"),
+    ]
+    misses = chrome.texts('.rule[data-rule="linears"] .miss')
+    lines = chrome.texts('.rule[data-rule="linears"] .miss .mono')
+    assert len(misses) == len(lines) == len(set(lines)) < 15
+    assert any("layers.0.attention.q" in text and "layers.1.attention.q" in text for text in misses)
 
 
 def test_from_a_fused_node_to_its_origins_and_its_source(chrome: Browser, llama_page: Path) -> None:
@@ -166,8 +260,19 @@ def test_a_comparison_names_what_was_lost(chrome: Browser, tmp_path: Path) -> No
     chrome.open(write_page(compare(before, after), tmp_path / "difference.html"))
     sentences = chrome.texts(".summary li")
     assert sentences[0] == "1 rewrite lost, 0 won."
-    assert sentences[1].startswith("Lost: silu(gate) * up in mlp.")
+    assert sentences[1] == "Likely cause: the option disable_rules was the default, is lift_silu_mul now."
+    assert sentences[2].startswith("Lost: silu(gate) * up in mlp.")
+    assert any("disable_rules" in row for row in chrome.texts("table tr"))
     assert chrome.texts("td .lost") == ["lift_silu_mul"]
+
+
+def test_a_comparison_of_two_models_says_that_they_are_two(
+    chrome: Browser, llama: graphex.Report, llama_page: Path, tmp_path: Path
+) -> None:
+    other = read_data(explain_gate(tmp_path / "gate.html"))
+    chrome.open(write_page(compare(read_data(llama_page), other), tmp_path / "difference.html"))
+    assert chrome.texts(".summary li")[0].startswith("These are reports of different models")
+    assert chrome.texts("td .lost") == []
 
 
 def test_streams_are_lanes_and_events_arrows(chrome: Browser, llama_page: Path, tmp_path: Path) -> None:

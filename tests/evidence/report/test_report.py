@@ -19,7 +19,7 @@ from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.records import Record
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, explain_gate
+from tests.harness.reports import VERSIONS, Gated, explain_gate, explain_llama
 
 VENDOR = ROOT / "graphex/evidence/report/assets/vendor"
 
@@ -218,6 +218,107 @@ def test_lines_that_moved_are_the_same_place(tmp_path: Path) -> None:
     moved = json.loads(re.sub(r"reports\.py:(\d+)", lambda found: f"reports.py:{int(found[1]) + 7}", text))
     assert moved != before
     assert not has_losses(compare(before, moved))
+
+
+def test_a_differing_option_is_named_as_the_likely_cause(tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    assert before["options"] == {"lift_idioms": "always", "inplace_pass": "False"}
+    told = [sentence["text"] for sentence in compare(before, after)["summary"]]
+    assert told[1] == "Likely cause: the option disable_rules was the default, is lift_silu_mul now."
+    assert not any("cause" in sentence["text"] for sentence in compare(before, before)["summary"])
+
+
+def test_another_torch_is_the_likely_cause_where_no_option_is(tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    after["options"] = before["options"]
+    after["made_with"]["torch"] = "9.9.0"
+    told = [sentence["text"] for sentence in compare(before, after)["summary"]]
+    assert re.match(r"Likely cause: a change of torch \(\S+ -> 9\.9\.0\)\.", told[1])
+
+
+def test_the_same_loss_in_every_layer_is_one_place(llama: graphex.Report, tmp_path: Path) -> None:
+    without = explain_llama(disable_rules=["lift_silu_mul"], verify=True)
+    difference = compare(data_of(llama, tmp_path), data_of(without, tmp_path))
+    (lost,) = (each for each in difference["lost"] if each["rule"] == "lift_silu_mul")
+    assert (lost["where"], lost["times"]) == ("layers.*", 2)
+    assert lost["places"] == ["layers.0", "layers.1"]
+    (sentence,) = (each["text"] for each in difference["summary"] if "silu" in each["text"] and "Lost" in each["text"])
+    assert "layers.* (2 places, layers.0 to layers.1)" in sentence
+
+
+def test_reports_of_different_models_are_not_compared(llama: graphex.Report, tmp_path: Path) -> None:
+    gate = read_data(explain_gate(tmp_path / "gate.html"))
+    difference = compare(data_of(llama, tmp_path), gate)
+    assert difference["summary"][0]["text"].startswith("These are reports of different models: they have 0 kinds of")
+    assert not difference["lost"]
+    assert has_losses(difference)  # a CI job that compares the wrong reports does not pass
+    functions = [graphex.explain(each, (torch.ones(3),), calls=1) for each in (torch.sin, lambda x: x.exp().cumsum(0))]
+    assert compare(*(data_of(each, tmp_path) for each in functions))["different_models"]
+
+
+def test_a_model_that_grew_is_still_the_same(tmp_path: Path) -> None:
+    class Grown(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.extra(x)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(8, 8)
+
+    before, after = (data_of(explained(each, torch.ones(8, 8)), tmp_path) for each in (Gated(), Grown()))
+    assert not compare(before, after)["different_models"]
+
+
+# -- how it was made ---------------------------------------------------------------------------------------------------
+
+
+def test_a_report_says_where_the_time_of_compiling_went(llama: graphex.Report, tmp_path: Path) -> None:
+    data = data_of(llama, tmp_path)
+    seconds = {each["stage"]: each["seconds"] for each in data["compile_time"]}
+    assert {"Dynamo", "AOTAutograd", "passes", "program"} <= set(seconds)
+    assert all(each > 0 for each in seconds.values())
+    (graph,) = data["graphs"]
+    assert sum(ran["seconds"] for ran in graph["passes"]) <= seconds["passes"]
+
+
+def test_the_time_of_a_backward_is_counted_and_no_compilation_is_counted_twice(tmp_path: Path) -> None:
+    report = graphex.explain(nn.Linear(4, 4), (torch.ones(2, 4, requires_grad=True),), calls=1)
+    data = data_of(report, tmp_path)
+    assert {graph["phase"] for graph in data["graphs"]} == {"forward", "backward"}
+    whole = sum(each["seconds"] for each in data["compile_time"])
+    alone = sum(each["seconds"] for each in report_data("", [report.journal], compile_id="none")["compile_time"])
+    assert 0 == alone < whole
+
+
+def test_a_report_holds_versions_machine_options_and_generated_code(llama: graphex.Report, tmp_path: Path) -> None:
+    data = data_of(llama, tmp_path)
+    assert {"graphex", "torch", "python", "device", "system", "threads"} <= set(data["made_with"])
+    assert data["options"] == {"lift_idioms": "always", "verify": "True"}
+    (graph,) = data["graphs"]
+    assert "def forward(" in graph["code"][0]["text"]
+    assert "torch.ops.graphex" in graph["code"][0]["text"] or "add_rms_norm" in graph["code"][0]["text"]
+
+
+# -- links of the summary ----------------------------------------------------------------------------------------------
+
+
+def test_sentences_of_the_summary_lead_to_what_they_name(llama: graphex.Report, tmp_path: Path) -> None:
+    data = data_of(llama, tmp_path)
+    leads = {}
+    for sentence in data["summary"]:
+        for link in sentence["links"]:
+            start, end = link.pop("at")
+            leads[sentence["text"][start:end]] = link
+    assert leads["RMSNorm"] == {"rule": "lift_rms_norm", "graph": 0}
+    assert leads["embedding_default"] == {"node": "embedding_default", "graph": 0}
+    (place,) = (lead for text, lead in leads.items() if text.startswith("tiny_llama.py:98"))
+    assert data["files"][place["file"]]["name"] == "tiny_llama.py"
+    assert place["line"] == 98
+    assert leads["input updates"] == {"tab": "memory"}
 
 
 # -- what is vendored ------------------------------------------------------------------------------------------------

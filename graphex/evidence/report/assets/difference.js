@@ -18,15 +18,16 @@ function differencePage() {
       el("b", { class: change < 0 ? "more" : "less" }, text),
     ];
   });
-  const versions = ["graphex", "torch", "python", "device"].map((each) => [
-    each,
-    data.made_with.before[each],
-    data.made_with.after[each],
-  ]);
+  const changed = (data.changed || []).map((each) => [each.what, each.name, each.before, each.after]);
+  const names = [...new Set([...Object.keys(data.made_with.before), ...Object.keys(data.made_with.after)])];
+  const versions = names.map((each) => [each, data.made_with.before[each] || "", data.made_with.after[each] || ""]);
   return el(
     "div",
     {},
     summary(data.summary),
+    changed.length
+      ? section("Made differently", "What else was different.", table(["", "name", "before", "after"], changed))
+      : null,
     section("Lost", "Rewrites that only the first report has.", siteTable(data.lost, "lost", "Nothing was lost.")),
     section("Won", "Rewrites that only the second report has.", siteTable(data.won, "won", "Nothing was won.")),
     section("Numbers", null, table(["", "before", "after"], numberRows, { right: [1, 2] })),

@@ -2,7 +2,7 @@
 
 const KEYS = [
   ["/", "search"],
-  ["1 … 7", "pages"],
+  ["1 … 8", "pages"],
   ["[ and ]", "previous and next pass"],
   ["b, a, d", "before, after, difference"],
   ["arrows", "along the edges of the drawn graph"],

@@ -85,6 +85,20 @@ class GraphModel {
     return node.module < 0 ? "" : this.graph.modules[node.module][0];
   }
 
+  // The module a node is drawn in. One that took the place of equal nodes in other modules belongs to all of these: it
+  // is drawn in the module around them, or it would look as if one of them read a value of another.
+  drawnModuleOf(node) {
+    const merged = this.memo("merged", () => {
+      const kept = this.graph.rewrites.filter((record) => record.effect === "merged");
+      return new Set(kept.flatMap((record) => record.into));
+    });
+    const own = this.moduleOf(node);
+    if (!merged.has(node.name)) return own;
+    const given = this.byName(0);
+    const others = originsOf(node).filter((name) => given.has(name));
+    return commonModule([own, ...others.map((name) => this.moduleOf(given.get(name)))]);
+  }
+
   placesOf(node) {
     return node.place < 0 ? [] : this.graph.places[node.place];
   }
@@ -165,6 +179,14 @@ class GraphModel {
     for (const node of this.nodes(step.after)) result.push(node, ...(follows.get(node.name) || []));
     return result;
   }
+}
+
+// "layers.0.attention" for "layers.0.attention.q" and "layers.0.attention.k".
+function commonModule(paths) {
+  const [first, ...others] = paths.map((path) => (path ? path.split(".") : []));
+  let length = 0;
+  while (length < first.length && others.every((parts) => parts[length] === first[length])) length += 1;
+  return first.slice(0, length).join(".");
 }
 
 function originsOf(node) {

@@ -15,6 +15,7 @@ function makeTree(model, items, withInputs) {
   const classes = new Map(model.graph.modules);
   const groupAt = (path) => {
     if (groups.has(path)) return groups.get(path);
+    if (!classes.has(path)) return groupAt(path.split(".").slice(0, -1).join(".")); // a list of modules is none
     const above = path.split(".");
     do above.pop();
     while (above.length && !classes.has(above.join(".")));
@@ -28,7 +29,7 @@ function makeTree(model, items, withInputs) {
   for (const item of items) {
     const { op } = item.node;
     if (!withInputs && (op === "placeholder" || op === "get_attr")) continue;
-    const group = groupAt(model.moduleOf(item.node));
+    const group = groupAt(model.drawnModuleOf(item.node));
     group.parts.push({ ...item, leaf: true, id: item.node.name, parent: group });
   }
   dissolve(root);

@@ -1,9 +1,10 @@
-// The graph as text, one node a line, with what a pass did to it in the margin.
+// The graph as text, one node a line, with what a pass did to it in the margin. Of a difference the nodes that differ
+// come first; all others are below them, folded.
 
 const SIGNS = { added: "+", removed: "−", changed: "~" };
 
-function listing(model, items, selected, onSelect) {
-  const rows = items.map((item) => {
+function listing(model, items, selected, onSelect, isDifference) {
+  const rowOf = (item) => {
     const { node } = item;
     const effect = item.effect ? `e-${item.effect.replace(" ", "-")}` : "";
     const row = el(
@@ -21,8 +22,18 @@ function listing(model, items, selected, onSelect) {
       el("span", { class: "where" }, item.effect ? EFFECTS[item.effect] : model.moduleOf(node)),
     );
     return row;
-  });
-  return el("div", { class: "listing", role: "list", "aria-label": "Nodes in order" }, rows);
+  };
+  const differing = isDifference ? items.filter((item) => item.diff || item.effect) : [];
+  const attributes = { class: "listing", role: "list", "aria-label": "Nodes in order" };
+  if (!isDifference) return el("div", attributes, items.map(rowOf));
+  const same = items.filter((item) => !(item.diff || item.effect));
+  const rest = el(
+    "details",
+    { class: "unchanged", open: !differing.length },
+    el("summary", {}, `${plural(same.length, "node")} without a difference`),
+    same.map(rowOf),
+  );
+  return el("div", attributes, differing.map(rowOf), same.length ? rest : null);
 }
 
 function markRow(list, name) {
@@ -32,6 +43,8 @@ function markRow(list, name) {
   }
   const row = [...list.querySelectorAll(".row")].find((each) => each.dataset.node === name);
   if (!row) return;
+  const folded = row.closest("details");
+  if (folded) folded.open = true;
   row.classList.add("selected");
   row.setAttribute("aria-pressed", "true");
   row.scrollIntoView({ block: "center" });

@@ -1,6 +1,6 @@
 // The page: tabs, what is chosen, and the ways from one view to another.
 
-const TABS = { overview, graph: null, rules, memory, streams, captures, source };
+const TABS = { overview, graph: null, rules, memory, streams, captures, source, code };
 const TITLES = {
   overview: "Overview",
   graph: "Graph",
@@ -9,6 +9,7 @@ const TITLES = {
   streams: "Streams",
   captures: "Captures",
   source: "Source",
+  code: "Code",
 };
 
 class App {
@@ -105,7 +106,7 @@ class App {
   }
 
   render(name) {
-    return this.models.length ? TABS[name](this) : summary(data.summary);
+    return this.models.length ? TABS[name](this) : summary(data.summary, this);
   }
 
   buildGraphPage() {
@@ -187,7 +188,8 @@ class App {
     }
     const items = this.items();
     if (this.state.look === "list") {
-      this.list = listing(model, items, this.state.node, (name) => this.selectNode(name));
+      const isDifference = isPass && this.state.mode === "diff";
+      this.list = listing(model, items, this.state.node, (name) => this.selectNode(name), isDifference);
       this.board.replaceChildren(this.list);
       this.status.textContent = plural(items.length, "node");
     } else {
@@ -276,14 +278,41 @@ class App {
 
   showRecord(record) {
     this.state.mode = "diff";
-    const name = record.node || record.into[0] || record.nodes[0];
-    this.goTo(record.pass + 1, name);
+    this.goTo(record.pass + 1, nodeOfRecord(record));
   }
 
   showSource(file, line) {
     Object.assign(this.state, { file, line });
     this.stale.add("source");
     this.open("source");
+  }
+
+  // A link of the summary: to a page, a rule, a pass, a node or a line.
+  follow(link) {
+    if (link.graph !== undefined && link.graph !== this.state.graph) this.chooseGraph(link.graph);
+    if (link.tab) this.open(link.tab);
+    else if (link.rule !== undefined) this.showRule(link.rule);
+    else if (link.pass !== undefined) this.showPass(link.pass);
+    else if (link.node !== undefined) this.showNode(link.node);
+    else this.showSource(link.file, link.line);
+  }
+
+  showRule(name) {
+    this.open("rules");
+    const block = [...this.panels.rules.querySelectorAll(".rule")].find((each) => each.dataset.rule === name);
+    if (!block) return;
+    block.open = true;
+    block.scrollIntoView();
+  }
+
+  // A node where it stands last: in the graph that runs, or in the last pass that still had it.
+  showNode(name) {
+    const { model } = this.current();
+    const has = (step) => model.byName(step.after).has(name);
+    const last = model.steps.length - 1;
+    if (has(model.steps[last])) return this.showFinal(name);
+    const step = model.steps.findLastIndex(has);
+    this.goTo(Math.max(step, 0), name);
   }
 
   // To the chosen line, or to the first that something happened to.

@@ -50,7 +50,7 @@ function certificateTable(app, certified) {
   if (!certified.length) return empty("No write in place was made in this graph.");
   const rows = certified.map((record) => [
     chip(record.into.join(", "), () => app.showRecord(record), "node-chip"),
-    record.rule,
+    el("div", {}, record.rule, el("p", { class: "note" }, record.because)),
     el(
       "span",
       { class: "mono" },
@@ -61,8 +61,7 @@ function certificateTable(app, certified) {
     ),
     el("span", { class: "mono" }, record.certificate.last_read),
     sizeText(record.certificate.bytes_saved),
-    record.because,
     el("span", { class: "mono" }, record.line),
   ]);
-  return table(["node", "rule", "memory of", "last read by", "saved", "because", "line"], rows, { right: [4] });
+  return table(["node", "rule", "memory of", "last read by", "saved", "line"], rows, { right: [4] });
 }

@@ -1,12 +1,94 @@
-// The first view: what happened, in sentences; what could be done about it; every pass with its time.
+// The first view: what happened, in sentences that lead on; what could be done about it; every pass with its time; how
+// the report was made.
 
 function overview(app) {
-  return el("div", {}, summary(data.summary), graphTable(app), advice(app), timeline(app));
+  return el(
+    "div",
+    {},
+    summary(data.summary, app),
+    graphTable(app),
+    advice(app),
+    timeline(app),
+    compileTime(),
+    madeWith(app),
+  );
 }
 
-function summary(sentences) {
-  const items = sentences.map((sentence) => el("li", { class: `tone-${sentence.tone}` }, sentence.text));
+function summary(sentences, app) {
+  const items = sentences.map((sentence) => el("li", { class: `tone-${sentence.tone}` }, linked(sentence, app)));
   return el("section", { class: "summary" }, el("h2", { class: "hidden" }, "Summary"), el("ul", {}, items));
+}
+
+// The text of a sentence, with a button for each part of it that leads somewhere.
+function linked({ text, links }, app) {
+  if (!app || !links) return text;
+  const parts = [];
+  let done = 0;
+  for (const link of links) {
+    const [start, end] = link.at;
+    parts.push(
+      text.slice(done, start),
+      el("button", { type: "button", class: "link", onclick: () => app.follow(link) }, text.slice(start, end)),
+    );
+    done = end;
+  }
+  return [...parts, text.slice(done)];
+}
+
+// Where the first call went before it computed anything.
+function compileTime() {
+  const stages = data.compile_time || [];
+  if (!stages.length) return null;
+  const total = stages.reduce((sum, each) => sum + each.seconds, 0);
+  const rows = stages.map(({ stage, seconds }) => [
+    stage,
+    STAGES[stage] || "",
+    el(
+      "span",
+      { class: "track" },
+      el("span", { class: "bar seconds", style: { width: `${(100 * seconds) / total}%` } }),
+    ),
+    timeText(seconds),
+  ]);
+  const note = `${timeText(total)} in all graphs together, before the first result.`;
+  return el(
+    "div",
+    { id: "compile-time" },
+    section("Compile time", note, table(["stage", "what it does", "", "time"], rows, { right: [3] })),
+  );
+}
+
+const STAGES = {
+  Dynamo: "torch reads the Python program, and makes guards",
+  AOTAutograd: "torch traces ATen ops, and the backward",
+  passes: "graphex rewrites the graph",
+  program: "graphex writes the program that runs",
+  kernels: "Triton compiles kernels",
+  capture: "the device records the graphs that are replayed",
+};
+
+function madeWith(app) {
+  const options = Object.entries(data.options || {});
+  const own = options.length
+    ? table(
+        ["option", "value"],
+        options.map(([name, value]) => [el("span", { class: "mono" }, name), el("span", { class: "mono" }, value)]),
+      )
+    : empty("Every option is as it is by default.");
+  const code = app.current().model.graph.code || [];
+  return el(
+    "div",
+    { id: "made-with" },
+    section("Options", "Those that are not as they are by default.", own),
+    section("Made with", null, table(["", ""], Object.entries(data.made_with))),
+    code.length
+      ? el(
+          "p",
+          {},
+          chip("Generated code", () => app.open("code"), ""),
+        )
+      : null,
+  );
 }
 
 function graphTable(app) {

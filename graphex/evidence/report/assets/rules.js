@@ -51,6 +51,7 @@ function ruleBlock(app, rule) {
   const missing = rule.missed.length + rule.refused.length;
   const made = rule.matches === null ? rule.made.length : rule.matches;
   const total = rule.candidates === null ? made + missing : rule.candidates;
+  const groups = alike([...rule.refused, ...rule.missed]);
   const share = total ? made / total : 0;
   const head = el(
     "summary",
@@ -63,7 +64,7 @@ function ruleBlock(app, rule) {
   const body = [
     ...rule.remarks.map((remark) => el("p", { class: "note" }, remark)),
     missing ? el("h4", {}, "Not applied") : null,
-    ...[...rule.refused, ...rule.missed].map((record) => missBlock(app, record)),
+    ...groups.map((records) => missBlock(app, records)),
     rule.asGood.length ? el("h4", {}, "As good as it is") : null,
     ...asGoodBlocks(app, rule.asGood),
     rule.made.length ? el("h4", {}, "Applied") : null,
@@ -71,23 +72,62 @@ function ruleBlock(app, rule) {
   ];
   return el(
     "details",
-    { class: "rule", "data-rule": rule.name, open: missing > 0 && missing <= 6 },
+    { class: "rule", "data-rule": rule.name, open: missing > 0 && groups.length <= 6 },
     head,
     el("div", { class: "rule-body" }, body),
   );
 }
 
-function missBlock(app, record) {
+// Records with the same reason at the same line, together: the layers of a model run the same code.
+function alike(records) {
+  const groups = new Map();
+  for (const record of records) {
+    const key = JSON.stringify([withoutNumbers(record.reason), record.edit, record.line]);
+    groups.set(key, [...(groups.get(key) || []), record]);
+  }
+  return [...groups.values()];
+}
+
+// 'add_7' and 'add_12' are the same place of two layers.
+function withoutNumbers(text) {
+  return text.replace(/_\d+/g, "");
+}
+
+function missBlock(app, records) {
+  const [record] = records;
   const matched = record.ops ? `${record.matched} of ${record.ops} ops matched` : "refused";
+  const moved = records.reduce((sum, each) => sum + (each.bytes_moved || 0), 0);
   return el(
     "div",
     { class: "miss" },
     el("p", {}, el("strong", {}, matched), `: ${record.reason}.`),
     record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}.`) : null,
-    record.bytes_moved ? el("p", { class: "note" }, `${sizeText(record.bytes_moved)} are copied in every call`) : null,
+    moved ? el("p", { class: "note" }, `${sizeText(moved)} are copied in every call`) : null,
     el("p", { class: "note mono" }, record.line),
-    chip(`Show ${record.node}`, () => app.showRecord(record), ""),
+    el(
+      "p",
+      {},
+      records.map((each) => chip(placeText(app, each), () => app.showRecord(each), "place")),
+    ),
   );
+}
+
+// "layers.0.norm: add_7": the module a record is about, and its node.
+function placeText(app, record) {
+  const name = nodeOfRecord(record);
+  const module = moduleOfRecord(app, record);
+  return module ? `${module}: ${name}` : `Show ${name}`;
+}
+
+function nodeOfRecord(record) {
+  return record.node || record.into[0] || record.nodes[0];
+}
+
+function moduleOfRecord(app, record) {
+  const { model } = app.current();
+  const names = model.memo("any", () => new Map(model.graph.nodes.map((node) => [node.name, node])));
+  const node = names.get(nodeOfRecord(record));
+  return node ? model.moduleOf(node) : "";
 }
 
 // Places that nobody has to look at: one line for each reason, and the first of them to go to.
@@ -105,13 +145,21 @@ function asGoodBlocks(app, records) {
 }
 
 function madeTable(app, made) {
-  const shown = made.slice(0, 200);
-  const rows = shown.map((record) => [
-    chip((record.into.length ? record.into : record.nodes).join(", "), () => app.showRecord(record), "node-chip"),
-    record.nodes.join(", "),
-    record.because,
-    el("span", { class: "mono" }, record.line),
-  ]);
+  const module = (record) => moduleOfRecord(app, record);
+  const inOrder = [...made].sort((a, b) => module(a).localeCompare(module(b), "en", { numeric: true }));
+  const shown = inOrder.slice(0, 200);
+  let above = "";
+  const rows = shown.map((record) => {
+    const line = record.line === above ? "" : record.line; // the same code in every layer
+    above = record.line;
+    return [
+      el("span", { class: "mono module" }, module(record) || "the model itself"),
+      chip((record.into.length ? record.into : record.nodes).join(", "), () => app.showRecord(record), "node-chip"),
+      record.nodes.join(", "),
+      record.because,
+      el("span", { class: "mono" }, line),
+    ];
+  });
   const more = made.length > shown.length ? el("p", { class: "note" }, `and ${made.length - shown.length} more`) : null;
-  return el("div", {}, table(["now", "was", "because", "line"], rows), more);
+  return el("div", {}, table(["module", "now", "was", "because", "line"], rows), more);
 }
