@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Record:
-    """A fact about one graph. `graph` is its name in the journal, for example ``0/0 inference``."""
+    """A fact about one graph. `graph` is its name in the journal, for example ``Decoder after line 31 forward``."""
 
     kind: ClassVar[str] = "record"
     graph: str
@@ -34,7 +34,11 @@ class Record:
 
 @dataclass(frozen=True)
 class GraphCompiled(Record):
-    """A graph that AOTAutograd handed over: its phase (inference, forward, backward, joint) and size."""
+    """A graph that AOTAutograd handed over: its phase (inference, forward, backward, joint) and size.
+
+    `function` is the function or module it is of, `line` where that begins, and `reason` why there is another graph of
+    it: a graph break, or a guard that failed. The first graph of a function has none.
+    """
 
     kind: ClassVar[str] = "graph"
     compile_id: str
@@ -43,6 +47,43 @@ class GraphCompiled(Record):
     inputs: int
     outputs: int
     devices: tuple[str, ...]
+    function: str = ""
+    line: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GraphBroke(Record):
+    """A graph break: where Dynamo stopped tracing, and what it cannot trace, in torch's words.
+
+    `graph` ends there; where no graph does, it is the one that goes on after the break, or ``-`` where Python runs the
+    whole function. `cause` is the shortest name of what broke, `edit` torch's first hint.
+    """
+
+    kind: ClassVar[str] = "graph break"
+    function: str
+    line: str
+    cause: str
+    reason: str
+    edit: str = ""
+
+
+@dataclass(frozen=True)
+class Recompiled(Record):
+    """A graph that was compiled because a guard of an `earlier` graph failed.
+
+    `reason` says it in a sentence. Where the guard is about a `value`, such as ``x``, `what` is the property that
+    changed (``size 0``), `before` and `now` are what it was and is; `guard` is torch's own text.
+    """
+
+    kind: ClassVar[str] = "recompilation"
+    earlier: str
+    reason: str
+    guard: str
+    value: str = ""
+    what: str = ""
+    before: str = ""
+    now: str = ""
 
 
 @dataclass(frozen=True)
@@ -316,6 +357,14 @@ class Journal:
     @property
     def graphs(self) -> list[GraphCompiled]:
         return self.of(GraphCompiled)
+
+    @property
+    def breaks(self) -> list[GraphBroke]:
+        return self.of(GraphBroke)
+
+    @property
+    def recompilations(self) -> list[Recompiled]:
+        return self.of(Recompiled)
 
     @property
     def passes(self) -> list[PassRan]:

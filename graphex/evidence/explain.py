@@ -29,9 +29,11 @@ from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
 from graphex.evidence.visible import Comparison, NotCompared, Observation, SavedState, compare
+from graphex.frontend.origin import broke
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.frames import attempts, given_up_since
 from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
@@ -205,12 +207,15 @@ def explain(
     subject = _Subject(model, (tuple(args), dict(kwargs or {})))
     eager, eager_outputs = subject.call(model)
     worst, outputs = Comparison(), None
+    known = attempts()
     with room_to_recompile():
         for number in range(calls):
             seen, result = subject.call(compiled)
             found = compare(seen, eager)
             if not number or _is_worse(found, worst):
                 worst, outputs = found, result
+    for function, why in given_up_since(known):
+        backend.journal.add(broke(function, why, graph="-"))
     worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
     return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
 

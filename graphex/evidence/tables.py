@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from graphex.kernels.tuning import choice_of
-from graphex.records import Journal, KernelsPlanned, NearMiss, Refused
+from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -54,12 +54,28 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *,
 
 
 def _graphs(journal: Journal) -> Iterator[Any]:
-    columns = ("graph", "phase", "nodes", "inputs", "outputs", "devices")
+    explained = any(each.reason for each in journal.graphs)
+    columns = ("graph", "phase", "nodes", "inputs", "outputs", "devices", *(["because"] if explained else []))
     rows = (
-        (each.graph, each.phase, *map(str, (each.nodes, each.inputs, each.outputs)), ", ".join(each.devices))
+        (
+            *(each.graph, each.phase, *map(str, (each.nodes, each.inputs, each.outputs)), ", ".join(each.devices)),
+            *([each.reason] if explained else []),
+        )
         for each in journal.graphs
     )
     return _table("graphs", columns, rows, always=True)
+
+
+def _breaks(journal: Journal) -> Iterator[Any]:
+    """A break that several graphs end at is one row."""
+    ended: dict[tuple[str, str], list[GraphBroke]] = {}
+    for record in journal.breaks:
+        ended.setdefault((record.line, record.cause), []).append(record)
+    rows = (
+        (line, cause, ", ".join(dict.fromkeys(each.graph for each in group if each.graph != "-")), group[0].edit)
+        for (line, cause), group in ended.items()
+    )
+    return _table("graph breaks", ("line", "cause", "graphs that end there", "what would help"), rows)
 
 
 def _passes(journal: Journal) -> Iterator[Any]:
@@ -211,6 +227,7 @@ def _verdicts(journal: Journal) -> Iterator[Any]:
 
 _TABLES = (
     _graphs,
+    _breaks,
     _passes,
     _rewrites,
     _fusions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,7 +124,14 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     devices = tuple(sorted(str(device) for device in devices_of(gm)))
     inputs, outputs = _sizes(gm.graph)
     nodes = len(gm.graph.nodes)
-    compilation.journal.add(GraphCompiled(name, compilation.compile_id, phase, nodes, inputs, outputs, devices))
+    sizes = phase, nodes, inputs, outputs, devices
+    origin = compilation.origin
+    compilation.journal.add(
+        GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
+    )
+    if phase in ("inference", "forward"):  # one of them is the first of a compilation, a joint graph aside
+        for record in origin.records:
+            compilation.journal.add(replace(record, graph=name))
     return name
 
 

@@ -77,7 +77,7 @@ def test_a_script_runs_with_its_arguments_and_leaves_a_dump_and_a_profile(folder
     assert result.exit_code == 0, result.output
     assert "arguments ['--device', 'x', 'y'] __main__" in result.output
     before, after = (
-        graph_def(folder / f"dump/graph_0_0_inference_{moment}.pbtxt") for moment in ("original", "optimized")
+        graph_def(folder / f"dump/graph_0_0_Square_inference_{moment}.pbtxt") for moment in ("original", "optimized")
     )
     assert "aten.mm.default" in ops(before)
     assert "aten.abs_.default" in ops(after), "dead memory is reused"

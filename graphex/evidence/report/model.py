@@ -1,7 +1,7 @@
 """The data of a report: the journal and the graph history of one or several compiled objects, joined graph by graph.
 
     {"format": 1, "kind": "report", "title": ..., "made_with": {...}, "summary": [...], "files": [...],
-     "graphs": [{"name": "0/0 inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
+     "graphs": [{"name": "Net inference", "passes": [...], "nodes": [...], "pictures": [[...]], ...}]}
 
 `pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
 it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
@@ -38,6 +38,8 @@ _LISTS = {
     "capture": "captures",
     "cut": "cuts",
     "verification": "verifications",
+    "graph break": "breaks",
+    "recompilation": "recompilations",
 }
 _FUSING = ("lift", "fuse", "joint")
 _MOVING = ("place", "streams")
@@ -48,13 +50,14 @@ Data = dict[str, Any]
 def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | None = None, **facts: Any) -> Data:
     """Everything the page shows; `compile_id` narrows it to the graphs of one compilation."""
     files: dict[str, set[int]] = {}
-    graphs, general = [], []
+    graphs, general, breaks = [], [], []
     for journal in journals:
         history = journal.history or GraphHistory()
         for graph in _all_graphs(journal, history):
             if compile_id in (None, graph.compile_id):
                 graphs.append(_graph(graph, journal, history.graphs.get(graph.graph, Snapshots()), files))
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
+        breaks += [asdict(record) for record in journal.breaks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
         "kind": "report",
@@ -63,6 +66,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "facts": facts,
         "graphs": graphs,
         "fallbacks": general,
+        "breaks": breaks,
         "files": source_files(files),
     }
     data["summary"] = summarise(data)

@@ -30,9 +30,11 @@ Sentence = dict[str, str]
 def summarise(data: dict[str, Any]) -> list[Sentence]:
     graphs = data["graphs"]
     if not graphs:
-        return [_sentence("bad", "Nothing was compiled with graphex."), *_fallbacks(data), *_comparison(data)]
-    parts = (_ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
-    return [sentence for part in parts for sentence in part(graphs)] + [*_fallbacks(data), *_comparison(data)]
+        rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
+        return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
+    parts = (_origins, _ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
+    first = [sentence for part in parts for sentence in part(graphs)]
+    return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
 
 
 def title_of(rule: str) -> str:
@@ -60,6 +62,51 @@ def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 
 def _sentence(tone: str, text: str) -> Sentence:
     return {"tone": tone, "text": text}
+
+
+def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Why there is more than one graph: graph breaks and recompilations."""
+    breaks = {each["line"]: each for graph in graphs for each in graph["breaks"]}
+    recompilations = [each for graph in graphs for each in graph["recompilations"]]
+    if not (breaks or recompilations):
+        return
+    counted = (len(graphs), "graph"), (len(breaks), "graph break"), (len(recompilations), "recompilation")
+    compiled, broken, again = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counted)
+    why = " and ".join(text for text, found in ((broken, breaks), (again, recompilations)) if found)
+    yield _sentence("bad", f"{compiled}, because of {why}.")
+    yield from _at_most(_broken(each) for each in breaks.values())
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in recompilations:  # one size that changed makes every graph of a function again
+        change = (each["what"], each["before"], each["now"]) if each["now"] else (each["reason"],)
+        groups.setdefault(change, []).append(each)
+    yield from _at_most(_recompiled(group) for group in groups.values())
+
+
+def _broken(each: dict[str, Any]) -> Sentence:
+    place, _, code = each["line"].partition(": ")
+    return _sentence("bad", f"Graph break at {place} ({each['cause']}){': ' if code else ''}{code}")
+
+
+def _recompiled(group: list[dict[str, Any]]) -> Sentence:
+    others = "" if len(group) == 1 else f", and {len(group) - 1} more for the same change"
+    return _sentence("bad", f"Recompiled '{group[0]['earlier']}' because {group[0]['reason']}{others}.")
+
+
+def _given_up(data: dict[str, Any]) -> Iterator[Sentence]:
+    """Functions that Dynamo gives up on."""
+    found = {(each["function"], each["line"]): each for each in data.get("breaks", ())}
+    for each in found.values():
+        place = each["line"].partition(": ")[0]
+        where = f" at {place}" if place else ""
+        yield _sentence("bad", f"'{each['function']}' runs in eager: graph break{where} ({each['cause']}).")
+
+
+def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
+    """The first sentences about one thing, and how many more there are."""
+    every = list(sentences)
+    yield from every[:_MOST]
+    if len(every) > _MOST:
+        yield _sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
 
 
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
