@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def main() -> int:
         print(report)
 
         ratio = measure(model, fast, device)
-    console.print(f"\n[bold]time per step: {ratio:.2f} x eager[/] (interleaved medians)")
+    console.print(f"\n[bold]time per step: {ratio:.2f} x eager[/] (interleaved medians)\n")
+    print(report.summary())
+    print(f"\nThe graphs, pass by pass: {report.save(Path(tempfile.mkdtemp()) / 'report.html')}")
     print(
         "\nTry next:\n"
         "  graphex.explain(your_model, (x,))                      what was rewritten, refused and captured, and why\n"

@@ -166,8 +166,10 @@ def _node(facts: NodeFacts, module: int, place: int) -> Data:
         "place": place,
         "memory": None if facts.memory == (facts.name,) else facts.memory,  # None: its own
         "origins": None if facts.origins == (facts.name,) else facts.origins,  # None: itself
-        "computes": int(facts.computes),
+        "computes": facts.computes,
     }
+    if facts.by_reference:
+        data["by_reference"] = 1
     if facts.stream:
         data["stream"] = facts.stream
     if facts.event:

@@ -42,10 +42,18 @@ def title_of(rule: str) -> str:
     return _TITLES.get(rule) or op_title(rule.removeprefix("lift_")) or rule
 
 
-def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:
-    """The ops a device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots."""
+def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False, preview: bool = False) -> int:
+    """The ops this device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots.
+
+    An op of ours without a kernel here counts as what its reference runs, or, in a preview, as one. As given, an op of
+    graphex is one too: it stands for one call of the user's, which was lifted before there was a graph.
+    """
     taken = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
-    return sum(graph["nodes"][place]["computes"] for graph, snapshot in taken for place in snapshot)
+    nodes = [graph["nodes"][place] for graph, snapshot in taken for place in snapshot]
+    return sum(
+        min(node["computes"], 1) if preview or (given and node["target"].startswith("graphex.")) else node["computes"]
+        for node in nodes
+    )
 
 
 def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -115,10 +123,42 @@ def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         before, after = device_ops(shown, given=True), device_ops(shown)
         where = "the final graph" if len(shown) == 1 else f"the {len(shown)} final graphs"
         yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
+        if (elsewhere := device_ops(shown, preview=True)) < after:
+            yield _sentence(
+                "plain",
+                f"A preview: {elsewhere} device ops on a device with kernels for the ops of graphex. "
+                f"{_devices(shown)} has none and runs their references op by op.",
+            )
+        yield from _nothing_applied(shown)
     passes = [ran for graph in graphs for ran in graph["passes"]]
     for ran in passes:
         if ran["status"] in ("failed", "rolled back"):
             yield _sentence("bad", f"Pass '{ran['name']}' {_was(ran['status'])}: {ran['reason']}.")
+
+
+def _devices(graphs: list[dict[str, Any]]) -> str:
+    """``The CPU``, or the names of the devices."""
+    found = sorted({device for graph in graphs for device in graph["devices"]})
+    return "The CPU" if found == ["cpu"] else ", ".join(found) or "This device"
+
+
+def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Say plainly that a model runs as it would in eager: nothing fused, no region compiled, no device graph."""
+    fused = any(each["effect"] == "fused" for graph in graphs for each in graph["rewrites"])
+    regions = any(each["kind"] == "region" for graph in graphs for each in graph["more"])
+    captured = any(counts.get("captured") for graph in graphs for counts in graph["counts"].values())
+    if not (fused or regions or captured) and _devices(graphs) == "The CPU":
+        yield _sentence(
+            "plain",
+            "On the CPU no fusion rule applied and no region was compiled: this is straight-line code of eager's ops. "
+            "Expect 0.85 to 1.0 times the speed of eager.",
+        )
+
+
+def _is_preview(graph: dict[str, Any], rewrite: dict[str, Any]) -> bool:
+    """Whether a fusion made an op that has no kernel on its device."""
+    into = set(rewrite["into"])
+    return any(node.get("by_reference") for node in graph["nodes"] if node["name"] in into)
 
 
 def _was(status: str) -> str:
@@ -130,10 +170,18 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         if not candidates:
             continue
         missed = "" if matches == candidates else _first_reason(graphs, rule)
-        text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
+        previews = _previews(graphs, rule)
+        preview = f", {previews} of them as a preview" if previews else ""
+        text = f"{matches} of {candidates} {title_of(rule)} sites fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
-        yield _sentence("good" if matches == candidates else idle, text)
+        yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
+
+
+def _previews(graphs: list[dict[str, Any]], rule: str) -> int:
+    """How many sites of a rule became an op that has no kernel on its device."""
+    made = ((graph, each) for graph in graphs for each in graph["rewrites"] if each["rule"] == rule)
+    return sum(_is_preview(graph, each) for graph, each in made)
 
 
 def _can_be_helped(graphs: list[dict[str, Any]], rule: str) -> bool:
