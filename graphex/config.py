@@ -339,7 +339,7 @@ class CompilerConfig:
         Flag(),
         False,
         "On the first call of each graph, compare the optimised graph with the original one in float64; on a mismatch "
-        "name the pass that broke it, go back to the graph before it and write a repro script.",
+        "name the rule or pass that broke it, go on without it and write a repro script.",
     )
     strict = Option(
         Flag(),

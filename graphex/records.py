@@ -297,7 +297,11 @@ class DeadlockChecked(Record):
 
 @dataclass(frozen=True)
 class Verified(Record):
-    """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
+    """The verdict of `verify=True` on a graph: equal, mismatch (with the pass and the rules to blame) or refused.
+
+    After a mismatch `runs` is the version of the graph that runs from then on, without what is to blame; it is empty
+    where the graph from before the pass runs.
+    """
 
     kind: ClassVar[str] = "verification"
     status: str
@@ -306,6 +310,8 @@ class Verified(Record):
     reference: str = ""
     worst_error: float = 0.0
     repro: str = ""
+    rules: tuple[str, ...] = ()
+    runs: str = ""
 
 
 R = TypeVar("R", bound=Record)
@@ -351,8 +357,36 @@ class Journal:
         self.versions[name] = graph
         return name
 
+    def given_graph(self, name: str) -> str:
+        """The graph that was handed over, of which this is a version, or a version of a version."""
+        while name in self.versions:
+            name = self.versions[name]
+        return name
+
     def of(self, kind: type[R]) -> list[R]:
         return [record for record in self.records if isinstance(record, kind)]
+
+    def of_graph(self, graph: str) -> Journal:
+        """The records of one graph, as a journal."""
+        found = Journal()
+        found.records = [record for record in self.records if record.graph == graph]
+        return found
+
+    @property
+    def replaced(self) -> set[str]:
+        """The graphs that do not run any more: verification found another version of each."""
+        return {record.graph for record in self.verifications if record.runs}
+
+    def is_kept(self, record: Rewrote) -> bool:
+        """Whether a rewrite is part of what runs: verification neither replaced its graph nor went back behind it."""
+        if record.graph in self.replaced:
+            return False
+        undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]
+        if not undone:
+            return True
+        order = [ran.name for ran in self.passes if ran.graph == record.graph]
+        blamed = order.index(undone[0].pass_name) if undone[0].pass_name in order else len(order)
+        return record.pass_name in order[:blamed]
 
     @property
     def graphs(self) -> list[GraphCompiled]:

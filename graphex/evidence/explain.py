@@ -78,11 +78,13 @@ class Report:
         self._comparison = comparison
 
     def rule(self, name: str) -> RuleSummary:
-        """The record of one rule; it is empty where the rule found nothing."""
-        rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
-        refusals = tuple(record for record in self.journal.refusals if record.rule == name)
-        misses = tuple(record for record in self.journal.near_misses if record.rule == name)
-        if not (rewrites or refusals or misses):
+        """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
+        gone = self.journal.replaced
+        made = [record for record in self.journal.rewrites if record.rule == name]
+        rewrites = tuple(filter(self.journal.is_kept, made))
+        refusals = tuple(each for each in self.journal.refusals if each.rule == name and each.graph not in gone)
+        misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
+        if not (made or refusals or misses):
             self._check_rule(name)
         return RuleSummary(name, rewrites, refusals + misses)
 

@@ -52,6 +52,7 @@ ours = torch.ops.graphex
 
 class ScheduleStreams(GraphPass):
     name = "schedule_streams"
+    is_needed = True
     rule = "event"
 
     def concerns(self, graph: Graph) -> bool:

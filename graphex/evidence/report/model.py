@@ -74,11 +74,14 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
 
 
 def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
-    """The graphs that were handed over, each followed by its other versions that have snapshots."""
+    """The graphs that were handed over, each followed by its other versions that run or have snapshots."""
     found = []
+    run = [record.runs for record in journal.verifications if record.runs]
     for graph in journal.graphs:
-        versions = [name for name in history.graphs if journal.versions.get(name) == graph.graph]
-        found += [graph, *(replace(graph, graph=name) for name in versions)]
+        known = dict.fromkeys([*history.graphs, *run])
+        versions = [name for name in known if journal.given_graph(name) == graph.graph != name]
+        every = [graph, *(replace(graph, graph=name) for name in versions)]
+        found += sorted(every, key=lambda each: each.graph in journal.replaced)  # first the one that runs
     return found
 
 
@@ -104,15 +107,18 @@ def _graph(graph: GraphCompiled, journal: Journal, snapshots: Snapshots, files: 
             data["more"].append({"kind": record.kind, **asdict(record)})
     counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
     data["counts"] = {name: dict(journal.counts[name]) for name in counted}
-    data["runs"] = _running_snapshot(data, len(snapshots.taken) - 1)
+    undone = _first_undone_pass(data)
+    data["undone_from"] = undone
+    data["runs"] = len(snapshots.taken) - 1 if undone is None else data["passes"][undone]["before"]
     return data | _snapshots(snapshots, files)
 
 
-def _running_snapshot(data: Data, last: int) -> int:
-    """The graph that runs: the last, unless verification went back to the one before the pass it blames."""
-    blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
-    wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
-    return wrong[0] if wrong else last
+def _first_undone_pass(data: Data) -> int | None:
+    """The pass that verification blames, if the graph from before it runs: neither it nor a later one counts."""
+    verdicts = (verdict for verdict in data["verifications"] if verdict["status"] == "mismatch" and not verdict["runs"])
+    blamed = {verdict["pass_name"] for verdict in verdicts}
+    passes = enumerate(data["passes"])
+    return next((place for place, ran in passes if ran["name"] in blamed and ran["status"] == "changed"), None)
 
 
 def _effect(record: Rewrote, stage: str) -> str:

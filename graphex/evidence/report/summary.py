@@ -32,9 +32,25 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
     if not graphs:
         rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
         return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
-    parts = (_origins, _ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
-    first = [sentence for part in parts for sentence in part(graphs)]
+    now = as_they_run(graphs)
+    parts = [(_origins, graphs), *((part, now) for part in (_ops, _fusions, _remarks, _input_updates, _memory))]
+    parts += [(_running, graphs), (_verdicts, graphs)]
+    first = [sentence for part, about in parts for sentence in part(about)]
     return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
+
+
+def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The graphs without those that verification replaced, and without what it undid in the others."""
+    replaced = {verdict["graph"] for graph in graphs for verdict in graph["verifications"] if verdict["runs"]}
+    return [_without_the_undone(graph) for graph in graphs if graph["name"] not in replaced]
+
+
+def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
+    undone = graph["undone_from"]
+    if undone is None:
+        return graph
+    lists = ("rewrites", "refusals", "rules", "near_misses")
+    return graph | {name: [each for each in graph[name] if each["pass"] < undone] for name in lists}
 
 
 def title_of(rule: str) -> str:
@@ -263,10 +279,16 @@ def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
     for verdict in verdicts:
         if verdict["status"] != "equal":
-            who = f" by pass '{verdict['pass_name']}'" if verdict["pass_name"] else ""
-            yield _sentence("bad", f"Verification: {verdict['status']}{who}: {verdict['reason']}.")
+            yield _sentence("bad", f"Verification: {verdict['status']}{_blamed(verdict)}: {verdict['reason']}.")
     if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
         yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
+
+
+def _blamed(verdict: dict[str, Any]) -> str:
+    rules, ran = verdict["rules"], verdict["pass_name"]
+    if rules:
+        return f" by rule {', '.join(map(repr, rules))} of '{ran}', which was left out"
+    return f" by pass '{ran}'{', which was left out' if verdict['runs'] else ''}" if ran else ""
 
 
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
