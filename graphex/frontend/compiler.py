@@ -64,6 +64,7 @@ def compile_graph(
         with compile_stage("graphex_kernels"):
             compile_kernels(compilation, name, runner.gm.graph)
     compilation.files.journal(compilation.journal, compilation.compile_id)
+    compilation.log(name, replays=program.may_replay)
     return Executables(program, functional)
 
 

@@ -166,6 +166,21 @@ class Compilation:
         copies = (plain if number == 1 else f"{plain} #{number}" for number in itertools.count(1))
         return next(name for name in copies if name not in taken)
 
+    def log(self, graph: str, *, replays: bool) -> None:
+        """One line about a graph that is compiled (INFO), and one for each rewrite that it was refused (DEBUG)."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        found = self.journal.of_graph(graph)
+        fused = [f"{each.rule} {each.matches} of {each.candidates}" for each in found.rules if each.matches]
+        refused = [each for each in found.refusals if not each.nothing_lost]
+        parts = f"fused {', '.join(fused) or 'nothing'}; refused {len(refused) or 'nothing'}"
+        runs = "captured as a device graph when it is called" if replays else "runs as straight-line code"
+        because = f" ({self.origin.reason})" if self.origin.reason else ""
+        log.info("%s%s: %s; %s", graph, because, parts, runs)
+        for miss in (*refused, *found.near_misses):
+            where = f" ({miss.line})" if miss.line else ""
+            log.debug("%s: %s not applied at '%s': %s%s", graph, miss.rule, miss.node, miss.reason, where)
+
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
 
