@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from graphex.env import rank_and_size
-from graphex.errors import GraphexWarning
+from graphex.errors import warn_user
 
 SCHEMA_VERSION = 1
 
@@ -342,7 +341,7 @@ class Journal:
         if warn and (record.what, record.reason) not in self._warned:
             self._warned.add((record.what, record.reason))
             where = f" ({record.line})" if record.line else ""
-            warnings.warn(f"graphex: {record.what}: {record.reason}{where}", GraphexWarning, stacklevel=2)
+            warn_user(f"graphex: {record.what}: {record.reason}{where}")
 
     def counter(self, graph: str) -> Counter[str]:
         return self.counts.setdefault(graph, Counter())

@@ -30,7 +30,7 @@ from graphex.config import CompilerConfig
 from graphex.env import rank_and_size, write_text
 from graphex.errors import one_line
 from graphex.quoting import file_name, remark
-from graphex.records import FellBack, Journal, Record
+from graphex.records import FellBack, Journal, NearMiss, Record, Refused
 from graphex.torch_private.dynamo import is_traced, trace_artifact
 
 
@@ -177,7 +177,8 @@ class Compilation:
         runs = "captured as a device graph when it is called" if replays else "runs as straight-line code"
         because = f" ({self.origin.reason})" if self.origin.reason else ""
         log.info("%s%s: %s; %s", graph, because, parts, runs)
-        for miss in (*refused, *found.near_misses):
+        misses: list[Refused | NearMiss] = [*refused, *found.near_misses]
+        for miss in misses:
             where = f" ({miss.line})" if miss.line else ""
             log.debug("%s: %s not applied at '%s': %s%s", graph, miss.rule, miss.node, miss.reason, where)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import graphex
 from tests.harness.compiling import trace
+from tests.harness.processes import python
 
 aten = torch.ops.aten
 X, Y = torch.randn(4, 4), torch.randn(4, 4)
@@ -514,3 +515,11 @@ def test_the_repro_script_is_named_in_the_journal():
         text = script.read()
     compile(text, "repro", "exec")
     assert "import graphex" not in text
+
+
+def test_the_repro_script_prints_outputs_and_the_inputs_that_differ(tmp_path):
+    fast = verified(lambda x, y: x.sin() + y, harmful())
+    expect_mismatch(fast, X, Y)
+    said = python(verdict(fast).repro, cwd=tmp_path).stdout
+    assert "output 0 largest difference" in said
+    assert "input" not in said

@@ -99,4 +99,4 @@ def test_a_norm_with_a_reshape_between_it_and_the_residual_is_a_candidate() -> N
     lifted = Lifted(model, rand(3, 16), rand(3, 16), rand(8))
     assert pairs(lifted)["add_rms_norm"] == (0, 1)
     (miss,) = [miss for miss in lifted.journal.near_misses if miss.rule == "add_rms_norm"]
-    assert miss.edit == "do not reshape the value here"
+    assert miss.edit == "do not reshape the value here (the model then computes something else)"
