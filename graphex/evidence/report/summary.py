@@ -187,7 +187,8 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             continue
         missed = "" if matches == candidates else _first_reason(graphs, rule)
         previews = _previews(graphs, rule)
-        preview = f", {previews} of them as a preview" if previews else ""
+        some = f", {previews} of them as a preview" if previews else ""
+        preview = ", as a preview" if previews and previews == matches else some
         text = f"{matches} of {candidates} {title_of(rule)} sites fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
