@@ -24,6 +24,7 @@ from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
 from graphex.runtime.native import get_ready_meanwhile
 from graphex.torch_private import dynamo
+from graphex.torch_private.frames import compiled_frame
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -124,7 +125,7 @@ def compile_aten_graph(
         raise InputError(f"compile_fx takes a torch.fx.GraphModule, got {type(gm).__name__}{advice}.")
     if _is_off(journal) or _lacks_required_names(journal):
         return gm
-    compiled = compile_aten(gm, example_inputs, _begin(config, journal))
+    compiled = compile_aten(gm, example_inputs, _begin(config, journal, gm))
     _note_missing_names(journal)
     return compiled
 
@@ -167,7 +168,7 @@ def _compile(
 
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
-    compilation = _begin(config, journal, custom_decompositions, is_whole=dynamo.is_whole(gm))
+    compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm))
     if kernel_runtime() is not None:
         get_ready_meanwhile(journal)
     if journal.history is not None:
@@ -206,14 +207,23 @@ def _is_off(journal: Journal) -> bool:
 
 
 def _begin(
-    config: CompilerConfig, journal: Journal, custom: Decompositions | None = None, *, is_whole: bool = True
+    config: CompilerConfig,
+    journal: Journal,
+    gm: GraphModule,
+    custom: Decompositions | None = None,
+    *,
+    is_whole: bool = True,
 ) -> Compilation:
+    from graphex.frontend.origin import origin_of
+
     config = _noted(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory())
     if files.directory is not None and journal.history is None:
         journal.history = GraphHistory()
-    return Compilation(config, journal, dynamo.compile_id(), custom or {}, files, is_whole)
+    compile_id = dynamo.compile_id()
+    origin = origin_of(compiled_frame(gm), compile_id, journal)
+    return Compilation(config, journal, compile_id, custom or {}, files, is_whole, origin)
 
 
 @dataclass

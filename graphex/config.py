@@ -229,10 +229,10 @@ class CompilerConfig:
     """The options of one compilation. Assign attributes or pass keywords; both are checked at once."""
 
     mode = Option(
-        Choice("reduce-overhead", "max-autotune", "eager"),
+        Choice("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager"),
         "reduce-overhead",
         "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same "
-        "today. `eager`: all passes, no capture.",
+        "today. `max-autotune-no-cudagraphs` and `eager`: all passes, no capture.",
     )
     force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
     capture_limit = Option(
@@ -355,7 +355,7 @@ class CompilerConfig:
         Flag(),
         False,
         "On the first call of each graph, compare the optimised graph with the original one in float64; on a mismatch "
-        "name the pass that broke it, go back to the graph before it and write a repro script.",
+        "name the rule or pass that broke it, go on without it and write a repro script.",
     )
     strict = Option(
         Flag(),

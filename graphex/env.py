@@ -27,14 +27,13 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-from graphex.errors import GraphexWarning
+from graphex.errors import warn_user
 
 # Environment variables
 
@@ -71,7 +70,7 @@ def _tuning(given: str) -> str:
     found = _TUNING.get(given.lower())
     if found is None:
         text = f"graphex: {TUNING}={given} is none of on, off and again; on is what it does without it"
-        warnings.warn(text, GraphexWarning, stacklevel=2)
+        warn_user(text)
     return found or "on"
 
 
@@ -222,7 +221,7 @@ class Folder:
         try:
             opened = self._open(name, flags)
         except UntrustedError as error:
-            warnings.warn(f"graphex: a lock was taken away and made anew: {error}", GraphexWarning, stacklevel=2)
+            warn_user(f"graphex: a lock was taken away and made anew: {error}")
             os.unlink(name, dir_fd=self._descriptor)
             opened = self._open(name, flags | os.O_EXCL)
         try:

@@ -6,12 +6,19 @@ A rewrite that is not made is no error: it is a `Refusal`, the one type for "no,
 from __future__ import annotations
 
 import difflib
+import sys
+import sysconfig
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.fx import Node
+
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 class GraphexError(Exception):
@@ -48,6 +55,26 @@ class CaptureError(GraphexError):
 
 class GraphexWarning(UserWarning):
     """Something ran in a way the user did not ask for; the journal holds the record behind every warning."""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line of the user's program that led here, which is also what `warnings` filters see."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if not _is_users(frame.f_code.co_filename):  # a thread of ours, or of torch's
+        frame = sys._getframe(1)
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, GraphexWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _is_users(file: str) -> bool:
+    """Whether code stands in a file that is neither graphex's, torch's nor the standard library's."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    packages = [str(Path(each).parent) for each in (__file__, torch) if each]
+    if file.startswith((*packages, "<")):
+        return False
+    return not file.startswith(_STANDARD) or "site-packages" in file
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:

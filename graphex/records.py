@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from graphex.env import rank_and_size
-from graphex.errors import GraphexWarning
+from graphex.errors import warn_user
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Record:
-    """A fact about one graph. `graph` is its name in the journal, for example ``0/0 inference``."""
+    """A fact about one graph. `graph` is its name in the journal, for example ``Decoder after line 31 forward``."""
 
     kind: ClassVar[str] = "record"
     graph: str
@@ -34,7 +33,11 @@ class Record:
 
 @dataclass(frozen=True)
 class GraphCompiled(Record):
-    """A graph that AOTAutograd handed over: its phase (inference, forward, backward, joint) and size."""
+    """A graph that AOTAutograd handed over: its phase (inference, forward, backward, joint) and size.
+
+    `function` is the function or module it is of, `line` where that begins, and `reason` why there is another graph of
+    it: a graph break, or a guard that failed. The first graph of a function has none.
+    """
 
     kind: ClassVar[str] = "graph"
     compile_id: str
@@ -43,6 +46,43 @@ class GraphCompiled(Record):
     inputs: int
     outputs: int
     devices: tuple[str, ...]
+    function: str = ""
+    line: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GraphBroke(Record):
+    """A graph break: where Dynamo stopped tracing, and what it cannot trace, in torch's words.
+
+    `graph` ends there; where no graph does, it is the one that goes on after the break, or ``-`` where Python runs the
+    whole function. `cause` is the shortest name of what broke, `edit` torch's first hint.
+    """
+
+    kind: ClassVar[str] = "graph break"
+    function: str
+    line: str
+    cause: str
+    reason: str
+    edit: str = ""
+
+
+@dataclass(frozen=True)
+class Recompiled(Record):
+    """A graph that was compiled because a guard of an `earlier` graph failed.
+
+    `reason` says it in a sentence. Where the guard is about a `value`, such as ``x``, `what` is the property that
+    changed (``size 0``), `before` and `now` are what it was and is; `guard` is torch's own text.
+    """
+
+    kind: ClassVar[str] = "recompilation"
+    earlier: str
+    reason: str
+    guard: str
+    value: str = ""
+    what: str = ""
+    before: str = ""
+    now: str = ""
 
 
 @dataclass(frozen=True)
@@ -292,7 +332,11 @@ class DeadlockChecked(Record):
 
 @dataclass(frozen=True)
 class Verified(Record):
-    """The verdict of `verify=True` on a graph: equal, mismatch (with the pass to blame) or refused."""
+    """The verdict of `verify=True` on a graph: equal, mismatch (with the pass and the rules to blame) or refused.
+
+    After a mismatch `runs` is the version of the graph that runs from then on, without what is to blame; it is empty
+    where the graph from before the pass runs.
+    """
 
     kind: ClassVar[str] = "verification"
     status: str
@@ -301,6 +345,8 @@ class Verified(Record):
     reference: str = ""
     worst_error: float = 0.0
     repro: str = ""
+    rules: tuple[str, ...] = ()
+    runs: str = ""
 
 
 R = TypeVar("R", bound=Record)
@@ -331,7 +377,7 @@ class Journal:
         if warn and (record.what, record.reason) not in self._warned:
             self._warned.add((record.what, record.reason))
             where = f" ({record.line})" if record.line else ""
-            warnings.warn(f"graphex: {record.what}: {record.reason}{where}", GraphexWarning, stacklevel=2)
+            warn_user(f"graphex: {record.what}: {record.reason}{where}")
 
     def counter(self, graph: str) -> Counter[str]:
         return self.counts.setdefault(graph, Counter())
@@ -346,12 +392,48 @@ class Journal:
         self.versions[name] = graph
         return name
 
+    def given_graph(self, name: str) -> str:
+        """The graph that was handed over, of which this is a version, or a version of a version."""
+        while name in self.versions:
+            name = self.versions[name]
+        return name
+
     def of(self, kind: type[R]) -> list[R]:
         return [record for record in self.records if isinstance(record, kind)]
+
+    def of_graph(self, graph: str) -> Journal:
+        """The records of one graph, as a journal."""
+        found = Journal()
+        found.records = [record for record in self.records if record.graph == graph]
+        return found
+
+    @property
+    def replaced(self) -> set[str]:
+        """The graphs that do not run any more: verification found another version of each."""
+        return {record.graph for record in self.verifications if record.runs}
+
+    def is_kept(self, record: Rewrote) -> bool:
+        """Whether a rewrite is part of what runs: verification neither replaced its graph nor went back behind it."""
+        if record.graph in self.replaced:
+            return False
+        undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]
+        if not undone:
+            return True
+        order = [ran.name for ran in self.passes if ran.graph == record.graph]
+        blamed = order.index(undone[0].pass_name) if undone[0].pass_name in order else len(order)
+        return record.pass_name in order[:blamed]
 
     @property
     def graphs(self) -> list[GraphCompiled]:
         return self.of(GraphCompiled)
+
+    @property
+    def breaks(self) -> list[GraphBroke]:
+        return self.of(GraphBroke)
+
+    @property
+    def recompilations(self) -> list[Recompiled]:
+        return self.of(Recompiled)
 
     @property
     def passes(self) -> list[PassRan]:

@@ -1,7 +1,7 @@
 """The dumps that options ask for: graphs (`graph_dump_type`), and the tensors of every node (`dump_tensor_data`).
 
-    <graph_dump_path>/graph_0_0_inference_original.pbtxt
-    <graph_dump_path>/graph_0_0_inference_optimized.pbtxt
+    <graph_dump_path>/graph_0_0_Net_inference_original.pbtxt
+    <graph_dump_path>/graph_0_0_Net_inference_optimized.pbtxt
 
 txt is the graph with types, strides and devices; py is a script that runs the graph by itself; pbtxt is a TensorFlow
 GraphDef in text form, which Netron and TensorBoard draw:
@@ -81,7 +81,8 @@ def dump_graph(compilation: Compilation, gm: GraphModule, graph_name: str, momen
         text = _WRITERS[kind](gm)
         folder = Path(compilation.config.graph_dump_path)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / f"{_file_name(graph_name, moment)}.{kind}", text)
+        name = _file_name(f"{compilation.compile_id} {graph_name}", moment)  # unique in the process by the id
+        write_text(folder / f"{name}.{kind}", text)
     except Exception as error:
         compilation.fall_back(graph_name, f"the graph is not dumped as {kind}", error)
 

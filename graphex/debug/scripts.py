@@ -174,10 +174,11 @@ if __name__ == "__main__":
         for index, (a, b) in enumerate(zip(one, other)):
             if isinstance(a, torch.Tensor) and a.numel() and a.shape == b.shape:
                 gap = (values(a) - values(b)).abs().max().item()
-                print(kind, index, "largest difference:", gap)
-            elif isinstance(a, torch.Tensor):
+                if gap or kind == "output":
+                    print(kind, index, "largest difference:", gap)
+            elif isinstance(a, torch.Tensor) and (kind == "output" or a.shape != b.shape):
                 print(kind, index, "shapes:", tuple(a.shape), tuple(b.shape))
-            else:
+            elif not isinstance(a, torch.Tensor) and kind == "output":
                 print(kind, index, a, b)
 '''
 

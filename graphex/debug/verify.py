@@ -1,9 +1,12 @@
 """verify=True: on a graph's first call, run it as AOTAutograd gave it and as it is now, and compare.
 
 Both are measured against a float64 run where the ops allow it. On a mismatch the passes are replayed one by one to
-find the first that broke the graph. The graph before that pass runs from then on, and a script that shows the
-difference is written. A pass with `preserves_results = False` becomes part of the reference: the graphs before and
-after it are verified separately.
+find the first that broke the graph, and a script that shows the difference is written. The rules of that pass that are
+wrong, or else the pass, are left out (`blame`), and the version of the graph without them is verified and runs from
+then on. Where the graph cannot do without the pass, the graph before it runs.
+
+A pass with `preserves_results = False` becomes part of the reference: the graphs before and after it are verified
+separately.
 
 In this order: verification, the float64 reference, the state of the random number generators.
 """
@@ -17,11 +20,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 
 from graphex.analysis import Aliases, is_collective, is_random
 from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
+from graphex.debug import blame
 from graphex.debug.scripts import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
 from graphex.device import runtimes_in_use
@@ -35,6 +39,7 @@ from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.symbolic import pytree
 
 CODE_GENERATION = "code generation"
+MOST_CULPRITS = 8  # that are left out of one graph
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -84,7 +89,7 @@ class Verifying(Program):
         if self._settled is None:
             if is_transformed():
                 return self._program(args)  # the next call that has tensors to compare is verified
-            self._settled = _Verification(self._original, self._runner, args).settle(self._program, self._roll_back)
+            self._settled = _Verification(self._original, self._runner, args).settle(self._program, self._use)
         return self._settled(args)
 
     def replayed(self, args: tuple[Any, ...]) -> Any:
@@ -93,10 +98,33 @@ class Verifying(Program):
     def free(self) -> None:
         (self._settled or self._program).free()
 
-    def _roll_back(self, gm: GraphModule) -> Program:
+    def _use(self, gm: GraphModule, functional: Graph) -> Program:
         if self._graph.functional is not None:
-            self._graph.functional.use(gm, gm.graph)
+            self._graph.functional.use(gm, functional)
         return build_executable(replace(self._graph, gm=gm, lanes=None))
+
+
+Use = Callable[[GraphModule, Graph], Program]
+"""Build a program from a graph, given how it stood before the memory stage."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the comparison of all segments has shown; `place` is the first wrong version in `segment`, None if none is.
+
+    A place one past the end of the segment means that the generated code is wrong.
+    """
+
+    verdict: Verdict
+    segment: list[Version]
+    place: int | None
+
+    @property
+    def blamed(self) -> str:
+        """The pass that broke the graph."""
+        if self.place is None:
+            return ""
+        return self.segment[self.place].pass_name if self.place < len(self.segment) else CODE_GENERATION
 
 
 class _Verification:
@@ -108,29 +136,34 @@ class _Verification:
         self.constants = written_constants(original)
         self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # outputs that no caller sees
 
-    def settle(self, executable: Program, roll_back: Callable[[GraphModule], Program]) -> Program:
+    def settle(self, executable: Program, use: Use) -> Program:
         """The executable to use from now on. Random numbers go on from where they were before."""
         if reason := why_not_verified(self.versions[0].gm):
             self._record("refused", reason)
             return executable
         try:
-            return self._settle(executable, roll_back)
+            found = self.examine()
+            if found.place is not None:
+                return self._without_the_culprit(found, use)
+            unknown = found.verdict.not_compared
+            said = f"not compared: {'; '.join(unknown)}" if unknown else ""
+            self._record("equal", said, reference=found.verdict.reference, worst_error=found.verdict.error)
+            return executable
         finally:
             self.state.restore()
 
-    def _settle(self, executable: Program, roll_back: Callable[[GraphModule], Program]) -> Program:
+    def examine(self) -> Finding:
+        """Compare the ends of every segment; the first that differs is the finding."""
         worst, references, unknown = 0.0, set(), dict[str, None]()
-        for segment in _segments(self.versions):
-            is_last = segment[-1] is self.versions[-1]
-            verdict, culprit = self._check(segment, compiled=is_last)
+        segments = _segments(self.versions)
+        for segment in segments:
+            verdict, culprit = self._check(segment, compiled=segment[-1] is self.versions[-1])
             references.add(verdict.reference)
             unknown.update(dict.fromkeys(verdict.not_compared))
             worst = max(worst, verdict.error)
             if culprit is not None:
-                return self._blame(segment, culprit, verdict, roll_back)
-        said = f"not compared: {'; '.join(unknown)}" if unknown else ""
-        self._record("equal", said, reference=", ".join(sorted(references)), worst_error=worst)
-        return executable
+                return Finding(verdict, segment, culprit)
+        return Finding(Verdict("", worst, ", ".join(sorted(references)), tuple(unknown)), segments[-1], None)
 
     def _check(self, segment: list[Version], *, compiled: bool) -> tuple[Verdict, int | None]:
         """Compare the ends of a segment; on a mismatch find the first version that is wrong.
@@ -173,25 +206,63 @@ class _Verification:
         seen = [None if place in self.made_again else value for place, value in enumerate(outputs)]
         return Outcome(outputs, inputs + left, sharing(seen, inputs + self.constants))
 
-    def _blame(
-        self, segment: list[Version], place: int, verdict: Verdict, roll_back: Callable[[GraphModule], Program]
-    ) -> Program:
-        before = segment[place - 1].gm
-        name = segment[place].pass_name if place < len(segment) else CODE_GENERATION
-        after = segment[min(place, len(segment) - 1)].gm
+    def _without_the_culprit(self, found: Finding, use: Use) -> Program:
+        """Leave out what is wrong until the rest is right; the program of the rest."""
+        verification = self
+        for _ in range(MOST_CULPRITS):
+            version = verification._blame(found)
+            if version is None:
+                break
+            verification = _Verification(self.versions[0].gm, version.runner, self.args)
+            verification.state = self.state
+            found = verification.examine()
+            if found.place is None:
+                return use(version.runner.gm, version.functional)
+        else:
+            verification._report(found, None)
+        assert found.place is not None
+        before = found.segment[found.place - 1].gm
+        return Eager(interpreted(before)) if found.blamed == CODE_GENERATION else use(before, before.graph)
+
+    def _blame(self, found: Finding) -> blame.Version | None:
+        """Record who is to blame; the graph without it, None where it cannot be left out."""
+        version = None
+        if found.blamed != CODE_GENERATION:
+            try:
+                version = self._version_without(found.blamed)
+            except Exception as error:  # a user's pass or rule may fail without another
+                self.runner.compilation.fall_back(self.runner.graph_name, "nothing can be left out", error)
+        self._report(found, version)
+        return version
+
+    def _version_without(self, pass_name: str) -> blame.Version | None:
+        original = self.versions[0].gm
+
+        def blamed(runner: Runner) -> str:
+            other = _Verification(original, runner, self.args)
+            other.state = self.state
+            return other.examine().blamed
+
+        out = blame.what_to_leave_out(original, self.runner, pass_name, blamed)
+        return None if out is None else blame.run_without(original, self.runner, out)
+
+    def _report(self, found: Finding, version: blame.Version | None) -> None:
+        """Write the script, the verdict, and what runs from now on."""
+        name, verdict = found.blamed, found.verdict
+        place = found.place or 0
+        before, after = found.segment[place - 1].gm, found.segment[min(place, len(found.segment) - 1)].gm
         self.state.restore()
         try:
             script = str(write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files))
             way = f"Run {script} to see it"
         except Exception as error:  # no place to write to, for one: what matters is what runs from now on
             script, way = "", f"No script shows it: {one_line(error)}"
-        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, script)
-        self.runner.compilation.fall_back(
-            self.runner.graph_name,
-            f"verification rolled back to the graph before '{name}'",
-            f"{verdict.problem}. {way}",
-        )
-        return Eager(interpreted(before)) if name == CODE_GENERATION else roll_back(before)
+        rules, runs = (version.without.rules, version.runner.graph_name) if version is not None else ((), "")
+        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, script, rules, runs)
+        what = f"verification rolled back to the graph before '{name}'"
+        if version is not None:
+            what = f"verification left out {version.without} and kept everything else"
+        self.runner.compilation.fall_back(self.runner.graph_name, what, f"{verdict.problem}. {way}")
 
     def _record(
         self,
@@ -201,8 +272,11 @@ class _Verification:
         reference: str = "",
         worst_error: float = 0.0,
         repro: str = "",
+        rules: tuple[str, ...] = (),
+        runs: str = "",
     ) -> None:
-        record = Verified(self.runner.graph_name, status, reason, pass_name, reference, worst_error, repro)
+        name = self.runner.graph_name
+        record = Verified(name, status, reason, pass_name, reference, worst_error, repro, rules, runs)
         self.runner.compilation.journal.add(record)
 
 

@@ -29,9 +29,11 @@ from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
 from graphex.evidence.visible import Comparison, NotCompared, Observation, SavedState, compare
+from graphex.frontend.origin import broke
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.frames import attempts, given_up_since
 from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
@@ -76,11 +78,13 @@ class Report:
         self._comparison = comparison
 
     def rule(self, name: str) -> RuleSummary:
-        """The record of one rule; it is empty where the rule found nothing."""
-        rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
-        refusals = tuple(record for record in self.journal.refusals if record.rule == name)
-        misses = tuple(record for record in self.journal.near_misses if record.rule == name)
-        if not (rewrites or refusals or misses):
+        """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
+        gone = self.journal.replaced
+        made = [record for record in self.journal.rewrites if record.rule == name]
+        rewrites = tuple(filter(self.journal.is_kept, made))
+        refusals = tuple(each for each in self.journal.refusals if each.rule == name and each.graph not in gone)
+        misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
+        if not (made or refusals or misses):
             self._check_rule(name)
         return RuleSummary(name, rewrites, refusals + misses)
 
@@ -205,12 +209,15 @@ def explain(
     subject = _Subject(model, (tuple(args), dict(kwargs or {})))
     eager, eager_outputs = subject.call(model)
     worst, outputs = Comparison(), None
+    known = attempts()
     with room_to_recompile():
         for number in range(calls):
             seen, result = subject.call(compiled)
             found = compare(seen, eager)
             if not number or _is_worse(found, worst):
                 worst, outputs = found, result
+    for function, why in given_up_since(known):
+        backend.journal.add(broke(function, why, graph="-"))
     worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
     return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
 

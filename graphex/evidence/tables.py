@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from graphex.kernels.tuning import choice_of
-from graphex.records import Journal, KernelsPlanned, NearMiss, Refused
+from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Verified
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -54,12 +54,28 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *,
 
 
 def _graphs(journal: Journal) -> Iterator[Any]:
-    columns = ("graph", "phase", "nodes", "inputs", "outputs", "devices")
+    explained = any(each.reason for each in journal.graphs)
+    columns = ("graph", "phase", "nodes", "inputs", "outputs", "devices", *(["because"] if explained else []))
     rows = (
-        (each.graph, each.phase, *map(str, (each.nodes, each.inputs, each.outputs)), ", ".join(each.devices))
+        (
+            *(each.graph, each.phase, *map(str, (each.nodes, each.inputs, each.outputs)), ", ".join(each.devices)),
+            *([each.reason] if explained else []),
+        )
         for each in journal.graphs
     )
     return _table("graphs", columns, rows, always=True)
+
+
+def _breaks(journal: Journal) -> Iterator[Any]:
+    """A break that several graphs end at is one row."""
+    ended: dict[tuple[str, str], list[GraphBroke]] = {}
+    for record in journal.breaks:
+        ended.setdefault((record.line, record.cause), []).append(record)
+    rows = (
+        (line, cause, ", ".join(dict.fromkeys(each.graph for each in group if each.graph != "-")), group[0].edit)
+        for (line, cause), group in ended.items()
+    )
+    return _table("graph breaks", ("line", "cause", "graphs that end there", "what would help"), rows)
 
 
 def _passes(journal: Journal) -> Iterator[Any]:
@@ -77,16 +93,21 @@ def _passes(journal: Journal) -> Iterator[Any]:
 
 def _rewrites(journal: Journal) -> Iterator[Any]:
     refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
-    first = {record.rule: record for record in reversed(journal.rewrites)}
+    kept = list(filter(journal.is_kept, journal.rewrites))
+    first = {record.rule: record for record in reversed(kept)}
     rows = (
         (rule, str(count), str(refused[rule]), first[rule].line or ", ".join(first[rule].nodes), first[rule].because)
-        for rule, count in Counter(record.rule for record in journal.rewrites).most_common()
+        for rule, count in Counter(record.rule for record in kept).most_common()
     )
     return _table("rewrites", ("rule", "made", "refused", "for example", "because"), rows)
 
 
 def _fusions(journal: Journal) -> Iterator[Any]:
-    rows = ((each.graph, each.rule, f"{each.matches} of {each.candidates}", each.remark) for each in journal.rules)
+    rows = (
+        (each.graph, each.rule, f"{each.matches} of {each.candidates}", each.remark)
+        for each in journal.rules
+        if each.graph not in journal.replaced
+    )
     return _table("fusion rules", ("graph", "rule", "fused", "remark"), rows)
 
 
@@ -203,14 +224,20 @@ def _cuts(journal: Journal) -> Iterator[Any]:
 def _verdicts(journal: Journal) -> Iterator[Any]:
     columns = ("graph", "verdict", "measured against", "worst error", "pass to blame", "reason")
     rows = (
-        (each.graph, each.status, each.reference, f"{each.worst_error:.3g}", each.pass_name, each.reason)
+        (each.graph, each.status, each.reference, f"{each.worst_error:.3g}", _blamed(each), each.reason)
         for each in journal.verifications
     )
     return _table("verification", columns, rows)
 
 
+def _blamed(record: Verified) -> str:
+    rules = ", ".join(map(repr, record.rules))
+    return f"{record.pass_name}: {rules}" if rules else record.pass_name
+
+
 _TABLES = (
     _graphs,
+    _breaks,
     _passes,
     _rewrites,
     _fusions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ def compile_graph(
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, runner.gm.graph)
     compilation.files.journal(compilation.journal, compilation.compile_id)
+    compilation.log(name, replays=program.may_replay)
     return Executables(program, functional)
 
 
@@ -138,7 +140,14 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     nodes = len(gm.graph.nodes)
     if history := compilation.journal.history:
         history.begin(name, compilation.config)
-    compilation.journal.add(GraphCompiled(name, compilation.compile_id, phase, nodes, inputs, outputs, devices))
+    sizes = phase, nodes, inputs, outputs, devices
+    origin = compilation.origin
+    compilation.journal.add(
+        GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
+    )
+    if phase in ("inference", "forward"):  # one of them is the first of a compilation, a joint graph aside
+        for record in origin.records:
+            compilation.journal.add(replace(record, graph=name))
     return name
 
 

@@ -262,7 +262,8 @@ class CompiledGraph:
             raise InputError(POSITIONAL)
         flat, found = pytree.tree_flatten(_in_order((args, kwargs), spec))
         if spec is not None and found != spec:
-            raise InputError(f"the graph was traced for arguments shaped {spec}, got {found}.")
+            wanted = _call_text(spec, of_graph=True)
+            raise InputError(f"the graph was traced for {wanted}, and was called with {_call_text(found)}.")
         check_arguments(self._inputs, flat)
         self._sizes.check(flat, exported=True)
         return flat
@@ -286,6 +287,32 @@ _KINDS = {
     (False, True): "a negative view",
     (True, True): "a negative and conjugate view",
 }
+
+
+def _call_text(spec: Any, *, of_graph: bool = False) -> str:
+    """The arguments of a call as a person writes them: ``(*, [*, *], scale=*)``; each star is one value.
+
+    A graph that takes a tuple and a dictionary, and one that was exported with arguments by name, have one spec, and
+    may be called either way.
+    """
+    by_place = f"({', '.join(map(_form_text, spec.children()))})"
+    if [child.type for child in spec.children()] != [tuple, dict]:
+        return by_place
+    places, names = spec.children()
+    named = [f"{key}={_form_text(child)}" for key, child in zip(names.context, names.children(), strict=True)]
+    text = f"({', '.join([*map(_form_text, places.children()), *named])})"
+    return f"{text} or {by_place}" if of_graph and named else text
+
+
+def _form_text(spec: Any) -> str:
+    """One argument: a star, or the container it is, with its parts."""
+    parts = list(map(_form_text, spec.children()))
+    if spec.type is dict:
+        return f"{{{', '.join(f'{key!r}: {part}' for key, part in zip(spec.context, parts, strict=True))}}}"
+    if spec.type in (list, tuple):
+        return f"[{', '.join(parts)}]" if spec.type is list else f"({', '.join(parts)})"
+    kind = getattr(spec.type, "__name__", "")
+    return f"{kind}({', '.join(parts)})" if kind else "*"
 
 
 def _in_order(given: Any, spec: Any) -> Any:

@@ -7,19 +7,21 @@ how far the match came and why it ended: the reasons are the matcher's own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
 from graphex.env import collector_paused
-from graphex.fusion.calls import op_of, targets_of, value_of
+from graphex.fusion.calls import PERMUTE, SOFT, op_of, targets_of, value_of
 from graphex.fusion.matching import Plan, Site, try_rule
-from graphex.fusion.mismatch import Mismatch, op_title
+from graphex.fusion.mismatch import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.fusion.splice import splice
 from graphex.ops import SPECS, has_kernel
@@ -27,6 +29,7 @@ from graphex.records import NearMiss, RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import fake_mode_of
 
+_MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}
 _MOST_SWEEPS = 16
 _MOST_VISITED = 64
 
@@ -215,11 +218,25 @@ def _without_kernel(plan: Plan) -> str:
 
 def _is_worth_telling(rule: Rule, end: Mismatch | Refusal) -> bool:
     """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
-    place only if most of the idiom is there. A rule that says why not has nothing to say but that.
+    place only if most of the idiom is there. A fusion of ours is about ops that belong together: a norm of what no
+    residual was added to, as that of queries and keys, is no half of a pair. A rule that says why not has nothing to
+    say but that.
     """
     if rule.why_not is not None:
         return isinstance(end, Mismatch) and end.said == rule.why_not.reason
+    if rule.origin == "default" and isinstance(end, OtherOp):
+        return _is_near(end)
     return rule.origin != "lift" or _closeness(rule, end) > 0.5
+
+
+def _is_near(end: OtherOp) -> bool:
+    """Whether the op that a rule expects is there after all, and only moves, copies and casts stand in between."""
+    node = end.found
+    while isinstance(node, Node) and op_of(node) != end.expected:
+        if op_of(node) not in _MOVES:
+            return False
+        node = node.args[0] if node.args else None
+    return isinstance(node, Node)
 
 
 def _closeness(rule: Rule, end: Mismatch | Refusal) -> float:

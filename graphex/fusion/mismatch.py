@@ -27,18 +27,24 @@ def describe(node: Any) -> str:
     return f"the constant {show(node)}"
 
 
+CHANGES = " (the model then computes something else)"
+ROUNDS = " (the results then differ in their last bits)"
+
 _LEFT_OUT: dict[Any, str] = {
-    **{op: f"do not {op} the value here" for op in (*SOFT, PERMUTE)},
+    **{op: f"do not {op} the value here{CHANGES}" for op in (*SOFT, PERMUTE)},
     torch.ops.aten.clone.default: "do not clone the value here, with clone() or contiguous()",
 }
 _PUT_IN: dict[Any, tuple[str, str]] = {
-    CAST: ("dtype", "cast the value to {} here"),
-    RESHAPE: ("shape", "reshape the value to {} here"),
+    CAST: ("dtype", f"cast the value to {{}} here{CHANGES}"),
+    RESHAPE: ("shape", f"reshape the value to {{}} here{CHANGES}"),
 }
 
 
 def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
-    """What would put an op with these arguments where something else was found; empty where nothing is known."""
+    """What would put an op with these arguments where something else was found; empty where nothing is known.
+
+    An edit that changes what the model computes says so.
+    """
     name, words = _PUT_IN.get(expected, ("", ""))
     if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
         return words.format(dtype_text(wanted) if isinstance(wanted, torch.dtype) else list(wanted))

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, Calls, is_nothing, op_of, targets_of, value_of
-from graphex.fusion.mismatch import Mismatch, OtherOp, Words, describe, op_title, show
+from graphex.fusion.mismatch import CHANGES, Mismatch, OtherOp, Words, describe, op_title, show
 from graphex.torch_private.patterns import (
     CallFunction,
     FailedMatch,
@@ -40,7 +40,7 @@ from graphex.torch_private.symbolic import statically_known_true
 # furthest is what a near miss reports.
 
 
-_ONE = "use one and the same value in both places"
+_ONE = f"use one and the same value in both places{CHANGES}"
 
 
 class Attempt(MatchContext):
@@ -187,7 +187,7 @@ class OpPattern(CallFunction):
                 return ctx.stop(
                     node,
                     lambda: f"'{name}' of {describe(node)} has another length than in the rule",
-                    lambda: f"give {len(wanted)} values for '{name}'",
+                    lambda: f"give {len(wanted)} values for '{name}'{CHANGES}",
                 )
             match = Match(ctx, self)
             for one_wanted, one_found in zip(wanted, found, strict=True):
@@ -207,7 +207,7 @@ class OpPattern(CallFunction):
         return ctx.stop(
             node,
             lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
-            lambda: f"use {name}={show(wanted)}",
+            lambda: f"use {name}={show(wanted)}{CHANGES}",
             "make it a scalar argument of the rule" if _is_number(wanted) else "",
         )
 

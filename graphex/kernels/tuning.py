@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from graphex import env
-from graphex.errors import GraphexWarning
+from graphex.errors import warn_user
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
@@ -279,7 +278,7 @@ def _say_why_not(candidate: Candidate, error: Exception) -> None:
     """A tile that the device has no room for is no candidate there; anything else should be known."""
     if type(error).__name__ != "OutOfResources":
         text = f"graphex: '{candidate.name}' was not measured: {type(error).__name__}: {error}"
-        warnings.warn(text, GraphexWarning, stacklevel=2)
+        warn_user(text)
 
 
 def _repeat(run: Callable[[], object]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from graphex.env import DIRECTORY, Folder, cache_directory, open_folder
-from graphex.errors import GraphexWarning
+from graphex.errors import warn_user
 
 Choices = dict[str, dict[str, dict[str, Any]]]
 
@@ -103,7 +102,7 @@ class Store:
     def _warn(self, text: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"graphex: {text}", GraphexWarning, stacklevel=2)
+            warn_user(f"graphex: {text}")
 
 
 def parsed(text: str) -> tuple[dict[str, Any], Choices]:

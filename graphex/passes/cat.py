@@ -24,7 +24,7 @@ from graphex.analysis import is_random, known_equal, placement
 from graphex.analysis.effects import operator_of
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.shapes import canonical_dim, known_contiguous
-from graphex.rewrite.base import GraphPass, Work, inherit
+from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
 from graphex.torch_private.symbolic import expression_of, kind_of
 
 # -- sizes as nodes ----------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class WritePartsOfCat(GraphPass):
         for node in list(work.graph.nodes):
             if node.op == "call_function" and node.target is aten.cat.default and node.args:
                 plan = _plan(node, sizes)
-                if isinstance(plan, str):
+                if isinstance(plan, Refusal):
                     work.refuse(node, plan, rule=self.rule)
                 else:
                     self._rewrite(work, node, plan)
@@ -200,27 +200,31 @@ class WritePartsOfCat(GraphPass):
             work.graph.erase_node(each)
 
 
-def _plan(node: Node, sizes: Sizes) -> CatPlan | str:
+def _plan(node: Node, sizes: Sizes) -> CatPlan | Refusal:
     """What to do for a cat, or why it stays."""
     operands, value = node.args[0], node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
-        return "there are not two tensors to join"
+        return Refusal("there are not two tensors to join", nothing_lost=True)
     if not known_contiguous(value):
-        return "the result is not contiguous"
+        return Refusal("the result is not contiguous")
     bytes_saved, outs = 0, []
     for operand in operands:
         part = operand.meta.get("val") if isinstance(operand, Node) else None
         if not isinstance(operand, Node) or not isinstance(part, torch.Tensor) or part.dim() != value.dim():
-            return "an operand has another rank (an empty tensor of rank 1 is skipped by cat)"
+            return Refusal("an operand has another rank (an empty tensor of rank 1 is skipped by cat)")
         out = _writer(node, operand, operands.count(operand))
         bytes_saved += bytes_of(operand) if out is not None else 0
         outs.append((operand, out))
+    if not bytes_saved:
+        return Refusal(
+            "no part is computed here, for the result alone, by an op that could write it", nothing_lost=True
+        )
     if bytes_saved < WORTHWHILE:
-        return f"only {bytes_saved} bytes could be computed in place"
+        return Refusal(f"only {bytes_saved} bytes could be computed in place", nothing_lost=True)
     shape = [sizes.node(size) for size in value.shape]
     parts = _placed(outs, _dim(node), sizes)
     if parts is None or any(size is None for size in shape):
-        return "the sizes of the result are not known before running"
+        return Refusal("the sizes of the result are not known before running")
     return CatPlan(shape, parts)
 
 

@@ -169,6 +169,7 @@ _OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace
 
 class PlaceNodes(GraphPass):
     name = "place_nodes"
+    is_needed = True
     rule = "placement"
 
     def concerns(self, graph: Graph) -> bool:

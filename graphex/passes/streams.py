@@ -22,7 +22,6 @@ what the user's program says, and the graph does not say which of the two orders
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +38,7 @@ from graphex.analysis.races import Done, Walk, deadlock_risks, needing, racing, 
 from graphex.analysis.source import node_line, stream_name
 from graphex.device import device_of
 from graphex.device.base import OUTSIDE, PLAN, Outside, StreamPlan
-from graphex.errors import GraphexWarning, StreamError
+from graphex.errors import StreamError, warn_user
 from graphex.ops.scope import PRIORITY
 from graphex.passes.place import relink
 from graphex.passes.torch_streams import external_numbers, label_of, name_streams
@@ -52,6 +51,7 @@ ours = torch.ops.graphex
 
 class ScheduleStreams(GraphPass):
     name = "schedule_streams"
+    is_needed = True
     rule = "event"
 
     def concerns(self, graph: Graph) -> bool:
@@ -192,7 +192,7 @@ class CheckDeadlocks(GraphPass):
         def verdict(graph: str, _: str) -> DeadlockChecked:
             record = DeadlockChecked(graph, status, checked, (cores.aicore, cores.vectorcore), risks)
             if risks:
-                warnings.warn(f"graphex: {record}", GraphexWarning, stacklevel=2)
+                warn_user(f"graphex: {record}")
             return record
 
         work.note(verdict)

@@ -143,6 +143,7 @@ class GraphPass(ABC):
     stage: str = ""
     preserves_results: bool = True
     moves_writes: ClassVar[bool] = False  # writes to memory are this pass's subject: they may end up elsewhere
+    is_needed: ClassVar[bool] = False  # no graph runs without it: verification does not leave it out
     foreign: bool = False  # written by a user: errors stop compilation, metadata is repaired afterwards
 
     def enabled(self, config: CompilerConfig) -> bool:

@@ -32,7 +32,7 @@ from graphex.config import CompilerConfig
 from graphex.env import rank_and_size, write_text
 from graphex.errors import one_line
 from graphex.quoting import file_name, remark
-from graphex.records import FellBack, Journal
+from graphex.records import FellBack, Journal, NearMiss, Record, Refused
 from graphex.torch_private.dynamo import is_traced, trace_artifact
 
 
@@ -142,6 +142,21 @@ def _is_distributed() -> bool:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a graph comes from: the function it is of, and why there is one. `graphex.frontend.origin` finds it.
+
+    `name` is the function, with the graph break and the recompilation that led here. `records` are about the first
+    graph of the compilation, which has its name later.
+    """
+
+    name: str
+    function: str
+    line: str = ""
+    reason: str = ""
+    records: tuple[Record, ...] = ()
+
+
+@dataclass(frozen=True)
 class Compilation:
     """One call of the backend. Several graphs (forward, backward, joint) can come out of it."""
 
@@ -151,15 +166,30 @@ class Compilation:
     decompositions: Mapping[Any, Any] = field(default_factory=dict)  # a user's, beyond the table `canonical`
     files: DebugFiles = field(default_factory=DebugFiles)
     is_whole: bool = True  # False where Python runs a part of the function, before or after what is compiled here
+    origin: Origin = Origin("graph", "graph")
 
     def name_graph(self, phase: str) -> str:
         """A name for a new graph that no other graph of this journal has."""
         taken = {graph.graph for graph in self.journal.graphs}
-        name, copy = f"{self.compile_id} {phase}", 1
-        while name in taken:
-            copy += 1
-            name = f"{self.compile_id} {phase} #{copy}"
-        return name
+        plain = f"{self.origin.name} {phase}"
+        copies = (plain if number == 1 else f"{plain} #{number}" for number in itertools.count(1))
+        return next(name for name in copies if name not in taken)
+
+    def log(self, graph: str, *, replays: bool) -> None:
+        """One line about a graph that is compiled (INFO), and one for each rewrite that it was refused (DEBUG)."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        found = self.journal.of_graph(graph)
+        fused = [f"{each.rule} {each.matches} of {each.candidates}" for each in found.rules if each.matches]
+        refused = [each for each in found.refusals if not each.nothing_lost]
+        parts = f"fused {', '.join(fused) or 'nothing'}; refused {len(refused) or 'nothing'}"
+        runs = "captured as a device graph when it is called" if replays else "runs as straight-line code"
+        because = f" ({self.origin.reason})" if self.origin.reason else ""
+        log.info("%s%s: %s; %s", graph, because, parts, runs)
+        misses: list[Refused | NearMiss] = [*refused, *found.near_misses]
+        for miss in misses:
+            where = f" ({miss.line})" if miss.line else ""
+            log.debug("%s: %s not applied at '%s': %s%s", graph, miss.rule, miss.node, miss.reason, where)
 
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphex.analysis import Aliases
 from graphex.records import Captured, FellBack
-from graphex.rewrite.compilation import Compilation
+from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
@@ -254,6 +254,7 @@ class CapturedProgram(program.GraphProgram):
             sizes = (len(graph.checked.indices) + len(self._plan.unchecked), len(graph.copied))
             record = Captured(self._graph_name, status, str(slot.key.values), seconds, *sizes, why_again, grown)
             self._compilation.journal.add(record)
+            log.info("%s: %s for sizes %s in %.3f s", self._graph_name, status, record.key, seconds)
         return graph
 
     def _new_pool(self) -> Pool:

@@ -126,7 +126,7 @@ def _program(graph: ExecutableGraph) -> Program:
 def _may_be_captured(graph: ExecutableGraph) -> bool:
     """Whether any part of a graph may be; a reason that the user did not ask for is on record."""
     config = graph.compilation.config
-    if config.force_eager or config.mode == "eager":
+    if config.force_eager or config.mode in ("eager", "max-autotune-no-cudagraphs"):
         return False
     if several := several_accelerators(devices_of(graph.gm)):
         graph.fall_back("the graph runs without capture", f"its tensors are on {several}")

@@ -27,7 +27,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from graphex.env import cache_directory, open_folder, sealed, unsealed
-from graphex.errors import GraphexWarning, one_line
+from graphex.errors import one_line, warn_user
 from graphex.ops.definition import has_triton
 from graphex.records import FellBack, Journal
 from graphex.torch_private.memory import tensor_begin
@@ -54,7 +53,7 @@ _PATIENCE = 60.0  # seconds for a compiler
 
 
 def _warn(what: str, reason: str) -> None:
-    warnings.warn(f"graphex: {what}: {reason}", GraphexWarning, stacklevel=2)
+    warn_user(f"graphex: {what}: {reason}")
 
 
 def load(say: Say = _warn) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from graphex.errors import GraphexError
 from graphex.torch_private.lookup import private
 
 __all__ = [
+    "RESUME_PREFIX",
     "TensorifyScalarRestartAnalysis",
     "TorchDispatchMode",
     "allow_registering_again",
@@ -39,6 +40,7 @@ __all__ = [
     "compiled_ahead",
     "compiling_backend",
     "compiling_code",
+    "compiling_frame",
     "debug_directory",
     "disable",
     "dispatch_modes",
@@ -168,8 +170,10 @@ _compile_id = private(
     "torch._guards.CompileContext.current_compile_id", lambda: None, lost="graphs are not named after Dynamo's"
 )
 _current_tx = private("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: None, lost=_NO_JOURNAL)
-_RESUME_PREFIX = private(
-    "torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX", "", lost="a graph counts as a part of its function"
+RESUME_PREFIX: str = private(
+    "torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX",
+    "",
+    lost="the rest of a function after a graph break counts as a function of its own",
 )
 _OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_JOURNAL)
 _cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
@@ -303,10 +307,18 @@ def compiling_code() -> CodeType | None:
         return None
 
 
+def compiling_frame() -> tuple[CodeType | None, Mapping[str, Any]]:
+    """The code object of the function that is being compiled now, and the values of its local variables."""
+    code = compiling_code()
+    if code is None:
+        return None, {}
+    return code, getattr(_current_tx().output.root_tx, "f_locals", {})
+
+
 def is_whole(gm: GraphModule) -> bool:
     """Whether Dynamo's graph is a whole function: Python runs none of it, neither before the graph nor after it."""
     code = compiling_code()
-    is_rest = code is not None and code.co_name.startswith(_RESUME_PREFIX)
+    is_rest = code is not None and code.co_name.startswith(RESUME_PREFIX)
     return not is_rest and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
 
 

@@ -50,8 +50,8 @@ def test_scenario_61_the_rank_is_in_the_name_of_dumps(tmp_path, monkeypatch):
     compiled = Compiled(lambda x: x + 1, graph_dump_type="txt", graph_dump_path=tmp_path)
     compiled(*on_npu(torch.randn(3)))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "graph_0_0_inference_optimized_rank_3.txt",
-        "graph_0_0_inference_original_rank_3.txt",
+        "graph_0_0_lambda_inference_optimized_rank_3.txt",
+        "graph_0_0_lambda_inference_original_rank_3.txt",
     ]
     assert compiled.journal.rank == 3
 

@@ -77,7 +77,7 @@ def test_a_script_runs_with_its_arguments_and_leaves_a_dump_and_a_profile(folder
     assert result.exit_code == 0, result.output
     assert "arguments ['--device', 'x', 'y'] __main__" in result.output
     before, after = (
-        graph_def(folder / f"dump/graph_0_0_inference_{moment}.pbtxt") for moment in ("original", "optimized")
+        graph_def(folder / f"dump/graph_0_0_Square_inference_{moment}.pbtxt") for moment in ("original", "optimized")
     )
     assert "aten.mm.default" in ops(before)
     assert "aten.abs_.default" in ops(after), "dead memory is reused"
@@ -89,7 +89,7 @@ def assert_is_a_trace(path: Path) -> None:
     """What Perfetto and TensorBoard read: trace events with their times, among them the call of the graph."""
     trace = json.loads(path.read_text())
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert any(event["name"].startswith("graphex: 0/0") for event in complete)
+    assert any(event["name"].startswith("graphex: Square inference") for event in complete)
     assert any(event["name"] == "aten::mm" for event in complete)
     assert all({"ts", "dur", "pid", "tid"} <= event.keys() for event in complete)
 

@@ -347,7 +347,7 @@ def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: py
     monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))
     result = call("report", "open", str(path))
     assert result.exit_code == 0
-    assert "1 of 1 silu(gate) * up sites fused." in result.stdout
+    assert "1 of 1 silu(gate) * up sites fused" in result.stdout
     assert opened == [path.resolve().as_uri()]
     monkeypatch.setattr("webbrowser.open", lambda address: False)
     assert call("report", "open", str(path)).exit_code == 1

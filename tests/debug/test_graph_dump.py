@@ -22,8 +22,8 @@ def dumped(folder: Path, kind: str, *, dynamic: bool | None = None) -> tuple[Pat
     with torch.no_grad():
         compiled(torch.randn(3, 4), torch.randn(3, 4))
     before, after = sorted((folder / "made").iterdir(), reverse=True)
-    assert before.name == f"graph_0_0_inference_original.{kind}"
-    assert after.name == f"graph_0_0_inference_optimized.{kind}"
+    assert before.name == f"graph_0_0_model_inference_original.{kind}"
+    assert after.name == f"graph_0_0_model_inference_optimized.{kind}"
     return before, after
 
 

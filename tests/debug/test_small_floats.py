@@ -69,7 +69,7 @@ def test_a_script_that_shows_a_difference_runs_with_small_floats(largest, monkey
 
     options = {"verify": True, "post_grad_custom_pre_pass": [forget]}
     compiled = torch.compile(model, backend="graphex", options=options)
-    with pytest.warns(graphex.GraphexWarning, match="verification rolled back"):
+    with pytest.warns(graphex.GraphexWarning, match="verification (left out|rolled back)"):
         compiled(BYTES.clone(), [BYTES.view(dtype) for dtype in SMALL])
     (verdict,) = graphex.journal(compiled).verifications
     assert python(verdict.repro).stdout.count("largest difference") > 2 * len(SMALL)

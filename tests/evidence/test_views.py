@@ -282,3 +282,15 @@ def traced(text: str) -> Iterator[tuple[dict[str, Any], str]]:
 def test_torch_logs_turns_the_logger_on_and_it_is_silent_otherwise(tmp_path):
     assert "after_remove_noops" not in run(tmp_path).stderr
     assert "after_remove_noops" in run(tmp_path, TORCH_LOGS="+graphex").stderr
+
+
+def test_torch_logs_has_one_line_for_each_graph_and_with_a_plus_the_refusals(tmp_path):
+    script = tmp_path / "refused.py"
+    script.write_text("import torch\nprint(torch.compile(lambda x: x.clone(), backend='graphex')(torch.ones(2)))\n")
+    logged = (python(script, cwd=tmp_path, TORCH_LOGS=said).stderr for said in ("graphex", "+graphex"))
+    plain, verbose = (text.splitlines() for text in logged)
+    about = [line for line in plain if "straight-line code" in line or "device graph" in line]
+    assert len(about) == len(plain) == 1
+    assert all("fused" in line and "refused" in line for line in about)
+    assert not any("share memory" in line for line in plain)
+    assert any("not applied at" in line and "share memory" in line for line in verbose)

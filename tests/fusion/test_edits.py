@@ -59,9 +59,9 @@ def test_a_value_that_comes_in_from_outside() -> None:
 @pytest.mark.parametrize(
     ("between", "edit"),
     [
-        (lambda x: x.half().float(), "do not cast the value here"),
-        (lambda x: x.transpose(0, 1), "do not permute the value here"),
-        (lambda x: x.flatten(0, 1), "do not reshape the value here"),
+        (lambda x: x.half().float(), "do not cast the value here (the model then computes something else)"),
+        (lambda x: x.transpose(0, 1), "do not permute the value here (the model then computes something else)"),
+        (lambda x: x.flatten(0, 1), "do not reshape the value here (the model then computes something else)"),
     ],
     ids=["cast", "transpose", "reshape"],
 )
@@ -79,7 +79,9 @@ def test_another_constant_of_a_users_rule_is_for_model_and_rule() -> None:
         return npu.npu_rms_norm(x, gamma, 1e-8)[0], x
 
     [(_, edit)] = told_of_norm(model)
-    assert edit == "use epsilon=1e-06, or make it a scalar argument of the rule"
+    assert (
+        edit == "use epsilon=1e-06 (the model then computes something else), or make it a scalar argument of the rule"
+    )
 
 
 def test_another_constant_of_our_rule_is_for_the_model_alone() -> None:
@@ -87,7 +89,7 @@ def test_another_constant_of_our_rule_is_for_the_model_alone() -> None:
         return weight * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6))
 
     [(_, edit)] = told(Lifted(fourth_power, rand(3, 16), rand(16)).journal, "lift_rms_norm")
-    assert edit == "use exponent=2"
+    assert edit == "use exponent=2 (the model then computes something else)"
 
 
 def test_a_cast_that_is_missing() -> None:
@@ -97,7 +99,7 @@ def test_a_cast_that_is_missing() -> None:
     fused = Fused(lambda x: x.exp() + 1, torch.randn(4).half(), fusion_rules=[rule])
     [(reason, edit)] = told(fused.journal, "wide")
     assert reason == "the input 'arg0_1' stands where the rule has cast"
-    assert edit == "cast the value to float32 here"
+    assert edit == "cast the value to float32 here (the model then computes something else)"
 
 
 def one_value_twice(x: Tensor, y: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def test_two_values_where_the_rule_has_one() -> None:
     fused = Fused(lambda x, y: (x - y).relu() * (y - x).sigmoid(), torch.randn(4), torch.randn(4), fusion_rules=[rule])
     [(reason, edit)] = told(fused.journal, "twice")
     assert reason == "'sub_1' (sub) stands where the rule has 'sub' (sub) again"
-    assert edit == "use one and the same value in both places"
+    assert edit == "use one and the same value in both places (the model then computes something else)"
 
 
 def test_a_tensor_where_the_rule_has_a_number() -> None:
@@ -215,7 +217,7 @@ def test_a_type_that_the_fused_op_does_not_take() -> None:
     fused = Fused(norm_and_quant, *norm_inputs())
     [(reason, edit)] = told(fused.journal, "add_rms_norm_dynamic_quant")
     assert "float16 or bfloat16" in reason
-    assert edit == "give 'x1' and 'x2' one of these types"
+    assert edit == "give 'x1' and 'x2' one of these types (the model then computes something else)"
 
 
 def test_a_lift_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,3 +70,33 @@ def test_the_mean_of_a_product_that_is_no_square_is_told() -> None:
     assert counts(lifted) == {"lift_rms_norm": (0, 1)}
     (miss,) = misses(lifted)
     assert "stands where the rule has" in miss.reason
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def pairs(lifted: Lifted) -> dict[str, tuple[int, int]]:
+    return {record.rule: (record.matches, record.candidates) for record in lifted.journal.rules}
+
+
+def test_a_norm_that_no_residual_was_added_before_is_no_candidate_for_both() -> None:
+    """Queries and keys of Qwen3 are normed per head, right after their projections."""
+
+    def model(x: Tensor, y: Tensor, weight: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        q = rms((x @ weight).view(3, 2, 8), head)
+        return q, rms(x + y, weight[0])
+
+    lifted = Lifted(model, rand(3, 16), rand(3, 16), rand(16, 16), rand(8))
+    assert pairs(lifted)["add_rms_norm"] == (1, 1)
+    assert not [miss for miss in lifted.journal.near_misses if miss.rule == "add_rms_norm"]
+
+
+def test_a_norm_with_a_reshape_between_it_and_the_residual_is_a_candidate() -> None:
+    def model(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return rms((x + y).view(6, 8), weight)
+
+    lifted = Lifted(model, rand(3, 16), rand(3, 16), rand(8))
+    assert pairs(lifted)["add_rms_norm"] == (0, 1)
+    (miss,) = [miss for miss in lifted.journal.near_misses if miss.rule == "add_rms_norm"]
+    assert miss.edit == "do not reshape the value here (the model then computes something else)"

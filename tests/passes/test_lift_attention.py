@@ -146,7 +146,7 @@ def test_a_gradient_is_left_to_torch():
     torch.testing.assert_close(mine, inputs[0].grad)
     journal = graphex.journal(compiled)
     assert [(r.graph, r.reason) for r in journal.refusals if r.rule == RULE] == [
-        ("0/0 forward", "its gradient is needed")
+        ("attend forward", "its gradient is needed")
     ]
 
 

@@ -2,7 +2,7 @@
 
     {"format": 2, "kind": "report", "title": ..., "made_with": {...}, "options": {...}, "compile_time": [...],
      "summary": [...], "files": [...],
-     "graphs": [{"name": ..., "passes": [...], "nodes": [...], "pictures": [[...]], "code": [...], ...}]}
+     "graphs": [{"name": "Net inference", "passes": [...], "nodes": [...], "pictures": [[...]], "code": [...], ...}]}
 
 `pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
 it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
@@ -38,6 +38,8 @@ _LISTS = {
     "capture": "captures",
     "cut": "cuts",
     "verification": "verifications",
+    "graph break": "breaks",
+    "recompilation": "recompilations",
 }
 _FUSING = ("lift", "fuse", "joint")
 _MOVING = ("place", "streams")
@@ -49,6 +51,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     """Everything the page shows; `compile_id` narrows it to the graphs of one compilation."""
     files: dict[str, set[int]] = {}
     graphs, general, spent = [], [], CompileTime()
+    graphs, general, breaks = [], [], []
     for journal in journals:
         history = journal.history or GraphHistory()
         for graph in _all_graphs(journal, history):
@@ -56,6 +59,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
                 graphs.append(_graph(graph, journal, history, files))
                 spent.add(graph, history.made.get(graph.graph), journal)
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
+        breaks += [asdict(record) for record in journal.breaks if record.graph == "-"]
     data: Data = {
         "format": FORMAT,
         "kind": "report",
@@ -66,6 +70,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "facts": facts,
         "graphs": graphs,
         "fallbacks": general,
+        "breaks": breaks,
         "files": source_files(files),
     }
     data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)
@@ -82,11 +87,14 @@ def _idle_rules(graphs: list[Data]) -> list[Data]:
 
 
 def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
-    """The graphs that were handed over, each followed by its other versions that have snapshots."""
+    """The graphs that were handed over, each followed by its other versions that run or have snapshots."""
     found = []
+    run = [record.runs for record in journal.verifications if record.runs]
     for graph in journal.graphs:
-        versions = [name for name in history.graphs if journal.versions.get(name) == graph.graph]
-        found += [graph, *(replace(graph, graph=name) for name in versions)]
+        known = dict.fromkeys([*history.graphs, *run])
+        versions = [name for name in known if journal.given_graph(name) == graph.graph != name]
+        every = [graph, *(replace(graph, graph=name) for name in versions)]
+        found += sorted(every, key=lambda each: each.graph in journal.replaced)  # first the one that runs
     return found
 
 
@@ -116,15 +124,18 @@ def _graph(graph: GraphCompiled, journal: Journal, history: GraphHistory, files:
     data["counts"] = {name: dict(journal.counts[name]) for name in counted}
     data["options"] = made.options if made else {}
     data["code"] = [{"title": title, "text": text} for title, text in (made.code if made else ())]
-    data["runs"] = _running_snapshot(data, len(snapshots.taken) - 1)
+    undone = _first_undone_pass(data)
+    data["undone_from"] = undone
+    data["runs"] = len(snapshots.taken) - 1 if undone is None else data["passes"][undone]["before"]
     return data | _snapshots(snapshots, files)
 
 
-def _running_snapshot(data: Data, last: int) -> int:
-    """The graph that runs: the last, unless verification went back to the one before the pass it blames."""
-    blamed = {verdict["pass_name"] for verdict in data["verifications"] if verdict["status"] == "mismatch"}
-    wrong = [ran["before"] for ran in data["passes"] if ran["name"] in blamed and ran["status"] == "changed"]
-    return wrong[0] if wrong else last
+def _first_undone_pass(data: Data) -> int | None:
+    """The pass that verification blames, if the graph from before it runs: neither it nor a later one counts."""
+    verdicts = (verdict for verdict in data["verifications"] if verdict["status"] == "mismatch" and not verdict["runs"])
+    blamed = {verdict["pass_name"] for verdict in verdicts}
+    passes = enumerate(data["passes"])
+    return next((place for place, ran in passes if ran["name"] in blamed and ran["status"] == "changed"), None)
 
 
 def _effect(record: Rewrote, stage: str) -> str:
@@ -178,8 +189,10 @@ def _node(facts: NodeFacts, module: int, place: int) -> Data:
         "place": place,
         "memory": None if facts.memory == (facts.name,) else facts.memory,  # None: its own
         "origins": None if facts.origins == (facts.name,) else facts.origins,  # None: itself
-        "computes": int(facts.computes),
+        "computes": facts.computes,
     }
+    if facts.by_reference:
+        data["by_reference"] = 1
     if facts.stream:
         data["stream"] = facts.stream
     if facts.event:

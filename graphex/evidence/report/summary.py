@@ -30,9 +30,27 @@ Sentence = dict[str, str]
 def summarise(data: dict[str, Any]) -> list[Sentence]:
     graphs = data["graphs"]
     if not graphs:
-        return [_sentence("bad", "Nothing was compiled with graphex."), *_fallbacks(data), *_comparison(data)]
-    parts = (_ops, _fusions, _remarks, _input_updates, _memory, _running, _verdicts)
-    return [sentence for part in parts for sentence in part(graphs)] + [*_fallbacks(data), *_comparison(data)]
+        rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
+        return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
+    now = as_they_run(graphs)
+    parts = [(_origins, graphs), *((part, now) for part in (_ops, _fusions, _remarks, _input_updates, _memory))]
+    parts += [(_running, graphs), (_verdicts, graphs)]
+    first = [sentence for part, about in parts for sentence in part(about)]
+    return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
+
+
+def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The graphs without those that verification replaced, and without what it undid in the others."""
+    replaced = {verdict["graph"] for graph in graphs for verdict in graph["verifications"] if verdict["runs"]}
+    return [_without_the_undone(graph) for graph in graphs if graph["name"] not in replaced]
+
+
+def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
+    undone = graph["undone_from"]
+    if undone is None:
+        return graph
+    lists = ("rewrites", "refusals", "rules", "near_misses")
+    return graph | {name: [each for each in graph[name] if each["pass"] < undone] for name in lists}
 
 
 def title_of(rule: str) -> str:
@@ -40,10 +58,18 @@ def title_of(rule: str) -> str:
     return _TITLES.get(rule) or op_title(rule.removeprefix("lift_")) or rule
 
 
-def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False) -> int:
-    """The ops a device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots."""
+def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False, preview: bool = False) -> int:
+    """The ops this device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots.
+
+    An op of ours without a kernel here counts as what its reference runs, or, in a preview, as one. As given, an op of
+    graphex is one too: it stands for one call of the user's, which was lifted before there was a graph.
+    """
     taken = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
-    return sum(graph["nodes"][place]["computes"] for graph, snapshot in taken for place in snapshot)
+    nodes = [graph["nodes"][place] for graph, snapshot in taken for place in snapshot]
+    return sum(
+        min(node["computes"], 1) if preview or (given and node["target"].startswith("graphex.")) else node["computes"]
+        for node in nodes
+    )
 
 
 def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -62,16 +88,93 @@ def _sentence(tone: str, text: str) -> Sentence:
     return {"tone": tone, "text": text}
 
 
+def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Why there is more than one graph: graph breaks and recompilations."""
+    breaks = {each["line"]: each for graph in graphs for each in graph["breaks"]}
+    recompilations = [each for graph in graphs for each in graph["recompilations"]]
+    if not (breaks or recompilations):
+        return
+    counted = (len(graphs), "graph"), (len(breaks), "graph break"), (len(recompilations), "recompilation")
+    compiled, broken, again = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counted)
+    why = " and ".join(text for text, found in ((broken, breaks), (again, recompilations)) if found)
+    yield _sentence("bad", f"{compiled}, because of {why}.")
+    yield from _at_most(_broken(each) for each in breaks.values())
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for each in recompilations:  # one size that changed makes every graph of a function again
+        change = (each["what"], each["before"], each["now"]) if each["now"] else (each["reason"],)
+        groups.setdefault(change, []).append(each)
+    yield from _at_most(_recompiled(group) for group in groups.values())
+
+
+def _broken(each: dict[str, Any]) -> Sentence:
+    place, _, code = each["line"].partition(": ")
+    return _sentence("bad", f"Graph break at {place} ({each['cause']}){': ' if code else ''}{code}")
+
+
+def _recompiled(group: list[dict[str, Any]]) -> Sentence:
+    others = "" if len(group) == 1 else f", and {len(group) - 1} more for the same change"
+    return _sentence("bad", f"Recompiled '{group[0]['earlier']}' because {group[0]['reason']}{others}.")
+
+
+def _given_up(data: dict[str, Any]) -> Iterator[Sentence]:
+    """Functions that Dynamo gives up on."""
+    found = {(each["function"], each["line"]): each for each in data.get("breaks", ())}
+    for each in found.values():
+        place = each["line"].partition(": ")[0]
+        where = f" at {place}" if place else ""
+        yield _sentence("bad", f"'{each['function']}' runs in eager: graph break{where} ({each['cause']}).")
+
+
+def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
+    """The first sentences about one thing, and how many more there are."""
+    every = list(sentences)
+    yield from every[:_MOST]
+    if len(every) > _MOST:
+        yield _sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
+
+
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
         before, after = device_ops(shown, given=True), device_ops(shown)
         where = "the final graph" if len(shown) == 1 else f"the {len(shown)} final graphs"
         yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
+        if (elsewhere := device_ops(shown, preview=True)) < after:
+            yield _sentence(
+                "plain",
+                f"A preview: {elsewhere} device ops on a device with kernels for the ops of graphex. "
+                f"{_devices(shown)} has none and runs their references op by op.",
+            )
+        yield from _nothing_applied(shown)
     passes = [ran for graph in graphs for ran in graph["passes"]]
     for ran in passes:
         if ran["status"] in ("failed", "rolled back"):
             yield _sentence("bad", f"Pass '{ran['name']}' {_was(ran['status'])}: {ran['reason']}.")
+
+
+def _devices(graphs: list[dict[str, Any]]) -> str:
+    """``The CPU``, or the names of the devices."""
+    found = sorted({device for graph in graphs for device in graph["devices"]})
+    return "The CPU" if found == ["cpu"] else ", ".join(found) or "This device"
+
+
+def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Say plainly that a model runs as it would in eager: nothing fused, no region compiled, no device graph."""
+    fused = any(each["effect"] == "fused" for graph in graphs for each in graph["rewrites"])
+    regions = any(each["kind"] == "region" for graph in graphs for each in graph["more"])
+    captured = any(counts.get("captured") for graph in graphs for counts in graph["counts"].values())
+    if not (fused or regions or captured) and _devices(graphs) == "The CPU":
+        yield _sentence(
+            "plain",
+            "On the CPU no fusion rule applied and no region was compiled: this is straight-line code of eager's ops. "
+            "Expect 0.85 to 1.0 times the speed of eager.",
+        )
+
+
+def _is_preview(graph: dict[str, Any], rewrite: dict[str, Any]) -> bool:
+    """Whether a fusion made an op that has no kernel on its device."""
+    into = set(rewrite["into"])
+    return any(node.get("by_reference") for node in graph["nodes"] if node["name"] in into)
 
 
 def _was(status: str) -> str:
@@ -83,10 +186,19 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         if not candidates:
             continue
         missed = "" if matches == candidates else _first_reason(graphs, rule)
-        text = f"{matches} of {candidates} {title_of(rule)} sites fused{missed}."
+        previews = _previews(graphs, rule)
+        some = f", {previews} of them as a preview" if previews else ""
+        preview = ", as a preview" if previews and previews == matches else some
+        text = f"{matches} of {candidates} {title_of(rule)} sites fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
-        yield _sentence("good" if matches == candidates else idle, text)
+        yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
+
+
+def _previews(graphs: list[dict[str, Any]], rule: str) -> int:
+    """How many sites of a rule became an op that has no kernel on its device."""
+    made = ((graph, each) for graph in graphs for each in graph["rewrites"] if each["rule"] == rule)
+    return sum(_is_preview(graph, each) for graph, each in made)
 
 
 def _can_be_helped(graphs: list[dict[str, Any]], rule: str) -> bool:
@@ -168,10 +280,16 @@ def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
     for verdict in verdicts:
         if verdict["status"] != "equal":
-            who = f" by pass '{verdict['pass_name']}'" if verdict["pass_name"] else ""
-            yield _sentence("bad", f"Verification: {verdict['status']}{who}: {verdict['reason']}.")
+            yield _sentence("bad", f"Verification: {verdict['status']}{_blamed(verdict)}: {verdict['reason']}.")
     if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
         yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
+
+
+def _blamed(verdict: dict[str, Any]) -> str:
+    rules, ran = verdict["rules"], verdict["pass_name"]
+    if rules:
+        return f" by rule {', '.join(map(repr, rules))} of '{ran}', which was left out"
+    return f" by pass '{ran}'{', which was left out' if verdict['runs'] else ''}" if ran else ""
 
 
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:

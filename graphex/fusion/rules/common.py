@@ -20,6 +20,7 @@ import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis import known_true
 from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import value_of
+from graphex.fusion.mismatch import CHANGES
 from graphex.fusion.patterns import Check
 from graphex.fusion.rule import Rule, WhyNot
 from graphex.rewrite.base import Refusal
@@ -149,7 +150,7 @@ def dtypes(names: Collection[str], allowed: Collection[torch.dtype]) -> Callable
             return None
         said = " and ".join(f"'{name}' is {dtype_text(dtype)}" for name, dtype in zip(names, found, strict=True))
         taken = " or ".join(map(dtype_text, allowed))
-        edit = f"give {' and '.join(map(repr, names))} one of these types"
+        edit = f"give {' and '.join(map(repr, names))} one of these types{CHANGES}"
         return Refusal(f"{said}; the fused op takes {taken}", _node(match, names), edit)
 
     return question

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphex.fusion.calls import value_of
+from graphex.fusion.mismatch import ROUNDS
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import calling, names_of, pick, rule, taking
 from graphex.rewrite.base import Refusal
@@ -50,7 +51,7 @@ def _same_kind(match: Match) -> bool | Refusal:
     values = [value_of(match.kwargs[name]) for name in ("x1", "x2")]
     if all(isinstance(value, Tensor) for value in values) and values[0].dtype == values[1].dtype:
         return True
-    return Refusal("the addends are not tensors of one type", match.nodes[-1], "give both addends one type")
+    return Refusal("the addends are not tensors of one type", match.nodes[-1], f"give both addends one type{ROUNDS}")
 
 
 def _with_quantisation(producer: str, quantisation: str) -> Rule:

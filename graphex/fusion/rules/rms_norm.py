@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from graphex.analysis.source import dtype_text
+from graphex.fusion.mismatch import CHANGES, ROUNDS
 from graphex.fusion.rule import Rule, WhyNot
 from graphex.fusion.rules.common import example, floating, rule, tensor
 from graphex.ops.norms import wide_dtype
@@ -126,7 +127,7 @@ def _narrow(match: Match) -> bool | Refusal:
     x, weight = tensor(match, "x"), tensor(match, "weight")
     if torch.promote_types(weight.dtype, wide_dtype(x)) != wide_dtype(x):
         said = f"the weight is {dtype_text(weight.dtype)}, which is wider than the norm"
-        return Refusal(said, match.kwargs["weight"], f"cast the weight to {dtype_text(wide_dtype(x))}")
+        return Refusal(said, match.kwargs["weight"], f"cast the weight to {dtype_text(wide_dtype(x))}{ROUNDS}")
     return floating("x", "weight")(match)
 
 
@@ -203,19 +204,19 @@ class Unlike:
 
 _DIVIDED = WhyNot(
     "dividing by a square root rounds otherwise than multiplying by rsqrt, as the norm does that it would become",
-    "write x * torch.rsqrt(...) instead of x / torch.sqrt(...)",
+    f"write x * torch.rsqrt(...) instead of x / torch.sqrt(...){ROUNDS}",
 )
 _RECIPROCAL = WhyNot(
     "1 / sqrt rounds otherwise than rsqrt, which the norm takes that it would become",
-    "write torch.rsqrt(...) instead of 1 / torch.sqrt(...)",
+    f"write torch.rsqrt(...) instead of 1 / torch.sqrt(...){ROUNDS}",
 )
 _CLAMPED = WhyNot(
     "the mean square is clamped to the epsilon; the norm that it would become adds it",
-    "write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon",
+    f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon{CHANGES}",
 )
 _OUTSIDE = WhyNot(
     "the epsilon is added to the root; the norm that it would become adds it to the mean square",
-    "write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon there",
+    f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon there{CHANGES}",
 )
 
 UNLIKE = (

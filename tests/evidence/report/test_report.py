@@ -157,7 +157,7 @@ def test_several_graphs_of_several_models_are_one_report() -> None:
 def test_the_first_norm_of_a_model_has_no_residual_and_that_is_no_fault(llama: graphex.Report, tmp_path: Path) -> None:
     summary = read_data(llama.save(tmp_path / "report.html"))["summary"]
     (pairs,) = (each for each in summary if "residual add + RMSNorm" in each["text"])
-    assert pairs["text"].startswith("4 of 5")
+    assert pairs["text"].startswith("4 of 4")
     assert pairs["tone"] == "plain"
 
 

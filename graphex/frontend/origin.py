@@ -1,0 +1,158 @@
+"""Why there is a graph, in words: the function it is of, the graph break before it, the guard that failed.
+
+    Net                            the first graph of the module
+    Net after line 9               goes on after the graph break at breaks.py:9
+    Net recompile 1                size 0 of x changed from 4 to 7
+
+Dynamo knows all of this (`torch_private/frames.py`). Here its texts become records.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+
+from graphex.analysis.source import Frame
+from graphex.records import GraphBroke, GraphCompiled, Journal, Recompiled, Record
+from graphex.rewrite.compilation import Origin
+from graphex.torch_private.frames import Break, CompiledFrame
+
+
+def origin_of(frame: CompiledFrame, compile_id: str, journal: Journal) -> Origin:
+    """Where the graph of a frame comes from, given the graphs that the journal has already."""
+    earlier = _earlier_graphs(frame, compile_id, journal)
+    recompiled = _recompiled(frame, earlier) if earlier else None
+    begun = f" after line {frame.resumed_at}" if frame.resumed_at else ""
+    again = f" recompile {len({graph.compile_id for graph in earlier})}" if earlier else ""
+    reason = f"goes on after the graph break at {_place(frame)}" if frame.resumed_at else ""
+    if recompiled is not None:
+        reason = recompiled.reason
+    records = [*_breaks(frame, journal), *([recompiled] if recompiled is not None else [])]
+    return Origin(f"{frame.name}{begun}{again}", frame.name, _defined_at(frame), reason, tuple(records))
+
+
+def _earlier_graphs(frame: CompiledFrame, compile_id: str, journal: Journal) -> list[GraphCompiled]:
+    """The graphs of other compilations of the same frame: ``0/1`` is the second of frame 0."""
+    number, slash, _ = compile_id.rpartition("/")
+    if not slash:
+        return []
+    of_frame = [graph for graph in journal.graphs if graph.compile_id.rpartition("/")[0] == number]
+    return [graph for graph in of_frame if graph.function == frame.name and graph.compile_id != compile_id]
+
+
+def _place(frame: CompiledFrame) -> str:
+    return f"{PurePath(frame.code.co_filename).name}:{frame.resumed_at}" if frame.code is not None else ""
+
+
+def _defined_at(frame: CompiledFrame) -> str:
+    if frame.code is None:
+        return ""
+    return f"{PurePath(frame.code.co_filename).name}:{frame.resumed_at or frame.code.co_firstlineno}"
+
+
+# -- graph breaks ------------------------------------------------------------------------------------------------------
+
+
+_QUOTED = re.compile(r"(?<!e\.g\. )`([^`]+)`")
+
+
+def _breaks(frame: CompiledFrame, journal: Journal) -> Iterator[Record]:
+    """The break at which the graph ends, and the one before it if no graph ended there."""
+    if frame.ended is not None:
+        yield broke(frame.name, frame.ended)
+    if frame.began is not None:
+        before = broke(frame.name, frame.began)
+        if not any(known.line == before.line for known in journal.breaks):
+            yield before
+
+
+def broke(function: str, found: Break, graph: str = "") -> GraphBroke:
+    """A graph break as a record. torch's text is a title, then lines that begin with `Explanation:` and `Hint:`."""
+    lines = [line.strip() for line in found.text.splitlines() if line.strip()]
+    title = lines[0] if lines else "torch does not say why"
+    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), title)
+    hint = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
+    quoted = _QUOTED.search(title) or _QUOTED.search(explained)
+    cause = quoted[0] if quoted else title
+    return GraphBroke(graph, function, _line(found), cause, explained.rstrip("."), hint)
+
+
+def _line(found: Break) -> str:
+    """The innermost line of the user's that led to a break: ``breaks.py:9: if y.sum().item() > 0:``"""
+    if not found.stack:
+        return ""
+    last = found.stack[-1]
+    code = last.line or linecache.getline(last.filename, last.lineno or 0)
+    return str(Frame(last.filename, last.lineno or 0, last.name, code.strip()))
+
+
+# -- recompilations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a failed guard is about: a property (`what`) of a value, what it was and, where torch says so, is now."""
+
+    value: str = ""
+    what: str = ""
+    before: str = ""
+    now: str = ""
+
+
+_TENSOR = re.compile(
+    r"tensor '(?P<value>.+?)' (?P<what>[\w ]+?) mismatch(?: at index (?P<index>\d+))?\."
+    r" expected (?P<before>[^,]+)(?:, actual (?P<now>.+))?"
+)
+_SIZE = re.compile(r"(?P<value>.+)\.(?P<what>size|stride)\(\)\[(?P<index>\d+)\] == (?P<before>\S+)")
+_TYPE = re.compile(r"___check_type_id\((?P<value>[^,]+), .*type=<class '(?P<before>[^']+)'>")
+_EQUAL = re.compile(r"(?P<value>[\w.\[\]'\"]+) == (?P<before>\S+)")
+_STATE = re.compile(r"GLOBAL_STATE changed: (?P<what>\w+)")
+_OF_A_BREAK = re.compile(r"___stack\d+")  # Dynamo's name for a value between a break and the rest of its function
+
+
+def _recompiled(frame: CompiledFrame, earlier: list[GraphCompiled]) -> Recompiled:
+    """The guard of the latest earlier graph whose failure torch tells."""
+    failures = dict(frame.failures)
+    for graph in reversed(earlier):
+        if said := failures.get(graph.compile_id):
+            guard = _without_remark(said)
+            change = _change(guard)
+            return Recompiled("", graph.graph, _sentence(change, guard), guard, **asdict(change))
+    return Recompiled("", earlier[-1].graph, "a guard failed, and torch does not say which", "")
+
+
+def _without_remark(said: str) -> str:
+    """The guard alone: torch adds the source line as a comment, and a traceback below."""
+    lines = said.strip().splitlines() or [""]
+    return re.split(r"\s+#\s", lines[0])[0].strip()
+
+
+def _change(guard: str) -> Change:
+    if found := _TENSOR.match(guard) or _SIZE.match(guard):
+        named = found.groupdict()
+        what = f"{named['what']} {named['index']}" if named["index"] else named["what"]
+        return Change(_named(named["value"]), what, named["before"], named.get("now") or "")
+    if found := _TYPE.match(guard):
+        return Change(_named(found["value"]), "type", found["before"])
+    if found := _EQUAL.fullmatch(guard):
+        return Change(_named(found["value"]), "", found["before"])
+    if found := _STATE.match(guard):
+        return Change("", found["what"])
+    return Change()
+
+
+def _named(value: str) -> str:
+    return "a value from before the graph break" if _OF_A_BREAK.fullmatch(value) else value
+
+
+def _sentence(change: Change, guard: str) -> str:
+    """``size 0 of x changed from 4 to 7``"""
+    of = " of ".join(filter(None, (change.what, change.value)))
+    if change.now:
+        return f"{of} changed from {change.before} to {change.now}"
+    if change.value and change.before and "=" not in change.before:
+        return f"{of} is not {change.before} any more"
+    return f"{of} changed" if of else f"the guard `{guard}` failed"

@@ -1,0 +1,67 @@
+"""Warnings and errors speak of the user's program: its lines, its arguments, its words."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import graphex
+
+
+def failing(gm):
+    raise ValueError("no")
+
+
+def test_a_warning_points_at_the_line_that_called_the_compiled_model():
+    compiled = torch.compile(
+        lambda x: x.sin(), backend="graphex", options={"post_grad_custom_pre_pass": failing, "strict": False}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(torch.ones(3))
+    (warning,) = [each for each in caught if issubclass(each.category, graphex.GraphexWarning)]
+    assert warning.filename == __file__
+    assert (
+        warning.lineno == test_a_warning_points_at_the_line_that_called_the_compiled_model.__code__.co_firstlineno + 6
+    )
+
+
+def test_a_filter_on_the_users_module_catches_a_warning():
+    compiled = torch.compile(
+        lambda x: x.cos(), backend="graphex", options={"post_grad_custom_pre_pass": failing, "strict": False}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", graphex.GraphexWarning)
+        warnings.filterwarnings("ignore", category=graphex.GraphexWarning, module=__name__)
+        compiled(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((torch.ones(3),), {}, "was called with (*)"),
+        ((torch.ones(3), torch.ones(3)), {}, "was called with (*, *)"),
+        ((torch.ones(3), [torch.ones(3)] * 3), {}, "was called with (*, [*, *, *])"),
+    ],
+)
+def test_a_wrong_call_says_what_was_expected_without_torchs_tree_specs(args, kwargs, said):
+    class Sum(torch.nn.Module):
+        def forward(self, x, parts):
+            return x + parts[0] * parts[1]
+
+    example = (torch.ones(3), [torch.ones(3), torch.ones(3)])
+    module = torch.export.export(Sum(), example).module(check_guards=False)
+    run = graphex.compile_fx(module, list(example))
+    with pytest.raises(graphex.InputError) as error:
+        run(*args, **kwargs)
+    assert "TreeSpec" not in str(error.value)
+    assert "the graph was traced for (*, [*, *])" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_torchs_mode_without_cuda_graphs_is_a_mode():
+    compiled = torch.compile(lambda x: x.sin(), backend="graphex", mode="max-autotune-no-cudagraphs")
+    assert torch.equal(compiled(torch.ones(3)), torch.ones(3).sin())
+    assert not graphex.journal(compiled).captures
