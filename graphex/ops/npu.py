@@ -213,10 +213,14 @@ def npu_transpose_batchmatmul(
     return parts.transpose(0, 1).contiguous()
 
 
-def _fake_npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
-    size = self.shape[dim]
+def _half_of(x: Tensor, dim: int) -> int:
+    size = x.shape[dim]
     require(size % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {size}")
-    return torch.empty_like(self.narrow(dim, 0, size // 2))
+    return size // 2
+
+
+def _fake_npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+    return torch.empty_like(self.narrow(dim, 0, _half_of(self, dim)))
 
 
 def _save_npu_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -224,13 +228,11 @@ def _save_npu_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x)
 
 
-def _npu_swiglu_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    if grad is None:
-        return None, None
+def _npu_swiglu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     gate, up = _wide_halves(ctx.saved_tensors[0], ctx.dim)
     wide = grad.to(gate.dtype)
     grad_gate = torch.ops.aten.silu_backward(wide * up, gate)
-    return torch.cat((grad_gate, wide * functional.silu(gate)), ctx.dim).to(grad.dtype), None
+    return (torch.cat((grad_gate, wide * functional.silu(gate)), ctx.dim).to(grad.dtype),)
 
 
 def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -247,9 +249,7 @@ def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 )
 def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     """The halves a, b of `self` along `dim`: (silu(a) * b) in float32, rounded once to the type of `self`."""
-    require(
-        self.shape[dim] % 2 == 0, lambda: f"npu_swiglu halves dimension {dim}, whose size is odd: {self.shape[dim]}"
-    )
+    _half_of(self, dim)
     gate, up = _wide_halves(self, dim)
     return (functional.silu(gate) * up).to(self.dtype)
 
@@ -278,9 +278,7 @@ def _save_npu_rotary_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.x_dtype = x.dtype
 
 
-def _npu_rotary_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    if grad is None:
-        return None, None, None, None
+def _npu_rotary_mul_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, r1, r2 = ctx.saved_tensors
     grad_r1 = grad_r2 = None
     if x is not None:
@@ -288,7 +286,7 @@ def _npu_rotary_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         grad_r2 = (grad * _rotated(x, ctx.rotary_mode)).sum_to_size(r2.shape).to(r2.dtype)
     # The rotation is antisymmetric: its transpose is its negative.
     grad_x = grad * r1 - _rotated(grad * r2, ctx.rotary_mode)
-    return grad_x.to(ctx.x_dtype), grad_r1, grad_r2, None
+    return grad_x.to(ctx.x_dtype), grad_r1, grad_r2
 
 
 @op(
@@ -311,8 +309,8 @@ def _save_npu_dtype_cast(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.x_dtype = inputs[0].dtype
 
 
-def _npu_dtype_cast_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    return None if grad is None else grad.to(ctx.x_dtype), None
+def _npu_dtype_cast_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+    return (grad.to(ctx.x_dtype),)
 
 
 @op(

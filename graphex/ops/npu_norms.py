@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op, part
-from graphex.ops.norms import check_residual, norm_gradients, residual_gradient, wide_dtype
+from graphex.ops.definition import Gradient, check_alike, op, part
+from graphex.ops.norms import add_norm_backward, add_norm_cast_backward, norm_backward, wide_dtype
 from graphex.ops.npu import npu_dynamic_quant, npu_quantize
 from graphex.torch_private.schemas import require
 
@@ -31,20 +31,14 @@ def _dims(gamma: Tensor) -> tuple[int, ...]:
     return tuple(range(-gamma.dim(), 0))
 
 
-def _save_npu_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gamma, _ = inputs
-    _remember(ctx, gamma)
-    ctx.save_for_backward(x, gamma, output[1])
-
-
-def _remember(ctx: Any, gamma: Tensor) -> None:
+def _save(ctx: Any, x: Tensor, gamma: Tensor, rstd: Tensor) -> None:
     ctx.weight_offset, ctx.cast_before_weight, ctx.dims = 0.0, False, _dims(gamma)
+    ctx.y_dtype = x.dtype
+    ctx.save_for_backward(x, gamma, rstd)
 
 
-def _npu_rms_norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None) -> tuple[Any, ...]:
-    x, gamma, rstd = ctx.saved_tensors
-    grad_x, grad_gamma = norm_gradients(ctx, x, gamma, rstd, grad, grad_rstd)
-    return None if grad_x is None else grad_x.to(x.dtype), grad_gamma, None
+def _save_npu_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs[0], inputs[1], output[1])
 
 
 def _fake_norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -65,7 +59,7 @@ def _norm(x: Tensor, gamma: Tensor, epsilon: float, beta: Tensor | None = None) 
 
 @op(
     "npu::npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
-    gradient=Gradient(_save_npu_rms_norm, _npu_rms_norm_backward),
+    gradient=Gradient(_save_npu_rms_norm, norm_backward),
     kernel="norm.npu_rms_norm",
 )
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -78,22 +72,12 @@ def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Te
 
 
 def _save_npu_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _remember(ctx, inputs[2])
-    ctx.save_for_backward(output[2], inputs[2], output[1])
-
-
-def _npu_add_rms_norm_backward(
-    ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None, grad_sum: Tensor | None
-) -> tuple[Any, ...]:
-    total, gamma, rstd = ctx.saved_tensors
-    grad_x, grad_gamma = norm_gradients(ctx, total, gamma, rstd, grad, grad_rstd)
-    both = residual_gradient(grad_sum, grad_x, total.dtype)
-    return both, both, grad_gamma, None
+    _save(ctx, output[2], inputs[2], output[1])
 
 
 @op(
     "npu::npu_add_rms_norm(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor, Tensor)",
-    gradient=Gradient(_save_npu_add_rms_norm, _npu_add_rms_norm_backward),
+    gradient=Gradient(_save_npu_add_rms_norm, add_norm_backward),
     kernel="norm.npu_add_rms_norm",
 )
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +86,7 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     x       = x1 + x2                         rounded to its type
     y, rstd = npu_rms_norm(x, gamma, epsilon)
     """
-    check_residual(x1, x2)
+    check_alike("x1 and x2", x1, x2)
     total = x1 + x2
     return (*_norm(total, gamma, epsilon), total)
 
@@ -111,17 +95,10 @@ def _save_npu_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple
     _save_npu_add_rms_norm(ctx, inputs, output[1:])
 
 
-def _npu_add_rms_norm_cast_backward(ctx: Any, grad32: Tensor | None, grad: Tensor | None, *rest: Any) -> Any:
-    if grad32 is not None:
-        narrowed = grad32.to(ctx.saved_tensors[0].dtype)
-        grad = narrowed if grad is None else grad + narrowed
-    return _npu_add_rms_norm_backward(ctx, grad, *rest)
-
-
 @op(
     "npu::npu_add_rms_norm_cast(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    gradient=Gradient(_save_npu_add_rms_norm_cast, _npu_add_rms_norm_cast_backward),
+    gradient=Gradient(_save_npu_add_rms_norm_cast, add_norm_cast_backward),
     kernel="norm.npu_add_rms_norm_cast",
 )
 def npu_add_rms_norm_cast(
@@ -158,7 +135,7 @@ def npu_add_rms_norm_quant(
     y1      = npu_quantize(y, scales1, zero_points1, int8, axis, div_mode)
     y2      = the same with scales2, zero_points2; empty without scales2
     """
-    check_residual(x1, x2)
+    check_alike("x1 and x2", x1, x2)
     total = x1 + x2
     y, _ = _norm(total, gamma, epsilon, beta)
     y1 = npu_quantize(y, scales1, zero_points1, 1, axis, div_mode)
@@ -197,7 +174,7 @@ def npu_add_rms_norm_dynamic_quant(
     `output_mask` says which of the two are wanted; without it the first is, and the second if it has a smooth scale.
     What is not wanted is empty.
     """
-    check_residual(x1, x2)
+    check_alike("x1 and x2", x1, x2)
     total = x1 + x2
     y, _ = _norm(total, gamma, epsilon, beta)
     nothing = y.new_empty(0, dtype=torch.int8), y.new_empty(0, dtype=torch.float32)
