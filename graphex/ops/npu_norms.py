@@ -113,7 +113,7 @@ def npu_add_rms_norm_cast(
     "npu::npu_add_rms_norm_quant(Tensor x1, Tensor x2, Tensor gamma, Tensor scales1, Tensor? zero_points1,"
     " Tensor? beta=None, Tensor? scales2=None, Tensor? zero_points2=None, *, int axis=-1, float epsilon=1e-06,"
     " bool div_mode=True) -> (Tensor, Tensor, Tensor)",
-    kernel="norm_quant.npu_add_rms_norm_quant",
+    kernel="norm.npu_add_rms_norm_quant",
 )
 def npu_add_rms_norm_quant(
     x1: Tensor,
@@ -152,7 +152,7 @@ def wants(output_mask: list[bool] | tuple[bool, ...], smooth_scale2: Tensor | No
     "npu::npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, Tensor? smooth_scale1=None,"
     " Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=1e-06, bool[2] output_mask=[])"
     " -> (Tensor y1, Tensor y2, Tensor x_out, Tensor scale1, Tensor scale2)",
-    kernel="norm_quant.npu_add_rms_norm_dynamic_quant",
+    kernel="norm.npu_add_rms_norm_dynamic_quant",
 )
 def npu_add_rms_norm_dynamic_quant(
     x1: Tensor,
