@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import node_line
-from graphex.ops import has_kernel
+from graphex.passes.fuse import pays
 from graphex.passes.rotary_write_proof import COPIES, Rotary, RowWrite, row_write, why_not
 from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.metadata import inherit_all
@@ -78,14 +78,12 @@ class _Joiner:
     def join_all(self, nodes: list[Node]) -> None:
         keys = {rotary.turned_key for rotary in map(_rotary, nodes) if rotary is not None}
         for rotary in map(_rotary, nodes):
-            if rotary is not None and self._is_worth_it(rotary) and (key := self._key_write(rotary)) is not None:
+            if rotary is None or not pays(self.work, "rotary_write_", rotary.turned_key):
+                continue
+            if (key := self._key_write(rotary)) is not None:
                 beside = self._value_write(rotary, key, keys)
                 if beside is None or not self._try(ALL, rotary, [key, beside]):
                     self._try(ONE, rotary, [key])
-
-    def _is_worth_it(self, rotary: Rotary) -> bool:
-        device = rotary.turned_key.meta["val"].device
-        return self.work.config.lift_idioms == "always" or has_kernel("graphex::rotary_write_", device)
 
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
         """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
