@@ -56,7 +56,7 @@ from graphex.kernels.quant_options import (
 )
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
-from graphex.ops.npu_norms import wants
+from graphex.ops.npu import wants
 
 
 @triton.jit
