@@ -273,15 +273,14 @@ class Flight:
 
     node: Node
     launch: Launch
-    reads: Memory
-    writes: Memory
+    access: Access
     last: Node | None = None
     landed: bool = False
     _waited: set[object] = field(default_factory=set)
 
     @property
     def memory(self) -> Memory:
-        return self.reads | self.writes
+        return self.access.reads | self.access.writes
 
     def wait(self, wait: Node) -> None:
         self.last = wait
@@ -379,15 +378,14 @@ class InUse:
             access = Access(frozenset(inputs))
         if (launch := launch_of(node)) is not None:
             written = memory_of([*launch.writes, node] if launch.writes_results else launch.writes)
-            self._begin(Flight(node, launch, memory_of(launch.reads), written))
+            self._begin(Flight(node, launch, Access(memory_of(launch.reads), written)))
         elif keeper := who_may_keep(node):
             self._keep(node, keeper, memory_of(node.all_input_nodes))
         return access
 
     def end(self) -> Access:
         """What is still in flight when the graph ends."""
-        flying = [flight for flight in self._flights if not flight.landed]
-        return Access(_union(flight.memory for flight in flying), _union(flight.writes for flight in flying))
+        return _access_of([flight for flight in self._flights if not flight.landed])
 
     def merge(self, storage: Storage, into: Storage) -> None:
         """Two storages have become one."""
@@ -415,13 +413,13 @@ class InUse:
             id(flight): flight
             for storage in memory
             for flight in self._flying.get(storage, ())
-            if storage in flight.writes and op._schema.name in flight.launch.waits
+            if storage in flight.access.writes and op._schema.name in flight.launch.waits
         }
         if not found:  # in flight since before the graph, or not known
             return Access(memory | frozenset(inputs), memory)
         for flight in found.values():
             flight.wait(node)
-        return Access(_union(each.memory for each in found.values()), _union(each.writes for each in found.values()))
+        return _access_of(found.values())
 
     def _flights_of(self, node: Node) -> Iterable[Flight]:
         return (flight for storage in self._storages(node) for flight in self._flying.get(storage, ()))
@@ -435,5 +433,9 @@ class InUse:
         return Use(f"custom op '{keeper}' may have kept it", edit=edit)
 
 
-def _union(memories: Iterable[Memory]) -> Memory:
-    return _NOTHING.union(*memories)
+def _access_of(flights: Collection[Flight]) -> Access:
+    """What a wait for some ops in flight reads and writes."""
+    return Access(
+        _NOTHING.union(*(flight.memory for flight in flights)),
+        _NOTHING.union(*(flight.access.writes for flight in flights)),
+    )

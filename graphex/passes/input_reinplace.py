@@ -197,9 +197,7 @@ class RestoreInputWrites(GraphPass):
     name = "restore_input_writes"
     option = "input_inplace_pass"
     moves_writes = True
-
-    def rules(self) -> tuple[str, ...]:
-        return (INPUT, ARGUMENT, reinplace.VARIANT)
+    rule_names = (INPUT, ARGUMENT, reinplace.VARIANT)
 
     def apply(self, work: Work) -> None:
         if work.allows(INPUT):

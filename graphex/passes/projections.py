@@ -55,9 +55,7 @@ aten, ops = torch.ops.aten, torch.ops.graphex
 
 class FoldProjections(IdiomPass):
     name = "fold_projections"
-
-    def rules(self) -> tuple[str, ...]:
-        return (LINEARS, NORM, GATED, RESIDUAL)
+    rule_names = (LINEARS, NORM, GATED, RESIDUAL)
 
     def concerns(self, graph: Graph) -> bool:
         return any(linear_at(node) is not None for node in graph.nodes)

@@ -198,9 +198,7 @@ class ReuseDeadMemory(GraphPass):
     name = "reuse_dead_memory"
     option = "inplace_pass"
     moves_writes = True
-
-    def rules(self) -> tuple[str, ...]:
-        return (COMPUTE, VARIANT)
+    rule_names = (COMPUTE, VARIANT)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):

@@ -47,9 +47,7 @@ class WriteRotaryToCache(GraphPass):
     name = "write_rotary_to_cache"
     option = "pattern_fusion_pass"
     moves_writes = True
-
-    def rules(self) -> tuple[str, ...]:
-        return (ONE, ALL)
+    rule_names = (ONE, ALL)
 
     def apply(self, work: Work) -> None:
         found = [node for node in work.graph.nodes if _rotary(node) is not None]
