@@ -28,7 +28,7 @@ import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decoding import MODELS, Setting, Step, build, step_of
 from benchmarks.measure import machine
-from graphex.kernels import attention, linears, rotary_attention, tuning
+from graphex.kernels import attention, linears, tuning
 from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Store, conditions
 
@@ -77,7 +77,7 @@ class Search:
         """Stores a choice as if it had been measured to be the fastest."""
         self.store.add(*place, {"name": name, "us": {}})
         tuning.forget()
-        for module in (attention, linears, rotary_attention):
+        for module in (attention, linears):
             module._PREPARED.clear()
 
     def _seconds(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:

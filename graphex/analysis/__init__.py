@@ -8,8 +8,8 @@ a rewrite. In the order to read:
     contract          what a node that stands for many nodes does to memory (`regions` derives it from a graph)
     effects           what a node does besides computing its value; which nodes launch kernels and order streams
     inplace_variants  functional ops and their in-place variants, known or declared
-    asynchronous      ops that work on after they have returned, and ops that may keep their arguments
-    aliasing, in_use  which values share memory, who writes to it, and when it is in use although no node reads it
+    asynchronous      ops that work on after they have returned, ops that may keep their arguments, memory so in use
+    aliasing          which values share memory, who writes to it, and when
     memory            sizes, last uses, and whether memory may be written over
     program           when the user's program wrote to its inputs, and which nodes can raise
     dependencies      what has to run before what, stream epochs included

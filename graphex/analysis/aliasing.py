@@ -9,7 +9,7 @@ carry the storage of their base, by the alias annotations of the op's schema:
 
 A region has a contract that says the same of its outputs. An op that is not understood may alias each of its inputs,
 and two values whose fake tensors share memory share it (some ops return their input although their schema does not say
-so). A node that waits for an op in flight reads and writes the memory that this op does (`in_use`). Facts can only be
+so). A node that waits for an op in flight reads and writes the memory that this op does (`InUse`). Facts can only be
 joined (`join`) after a rewrite, never taken back, so they stay safe while a pass changes the graph.
 """
 
@@ -24,7 +24,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis.asynchronous import is_declared_to_keep_nothing, is_ordinary, returns_its_arguments
+from graphex.analysis.asynchronous import (
+    Access,
+    InUse,
+    is_declared_to_keep_nothing,
+    is_ordinary,
+    returns_its_arguments,
+)
+from graphex.analysis.asynchronous import Storage as Storage
 from graphex.analysis.contract import RegionContract, region_of, touched_by
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
@@ -34,8 +41,6 @@ from graphex.analysis.effects import (
     operator_of,
     written_arguments,
 )
-from graphex.analysis.in_use import Access, InUse
-from graphex.analysis.in_use import Storage as Storage
 from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
 from graphex.analysis.source import stream_of
 from graphex.torch_private.schemas import holds_tensors, is_composite

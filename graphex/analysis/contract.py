@@ -5,7 +5,7 @@
     y = region[1]                                              aliases=({0}, {}), allocates=({}, {0}))
 
 A node without a contract that is no operator is taken to write and alias every input. With one, `effects`, `aliasing`,
-`in_use` and `memory` ask the contract. `graphex.analysis.regions.contract_of` derives it from a graph.
+`asynchronous` and `memory` ask the contract. `graphex.analysis.regions.contract_of` derives it from a graph.
 """
 
 from __future__ import annotations

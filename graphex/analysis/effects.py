@@ -125,8 +125,8 @@ def is_size_arithmetic(node: Node) -> bool:
 def written_arguments(node: Node) -> list[Node]:
     """The inputs whose memory the node may write to.
 
-    By schema for operators, by the contract for regions, by the inner graph for higher-order ops, and all of them for
-    a call that is not understood.
+    By schema for operators, by the contract for regions, by the inner graphs for higher-order ops and modules, and all
+    of them for a call that is not understood.
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return []
@@ -135,16 +135,9 @@ def written_arguments(node: Node) -> list[Node]:
     op = operator_of(node)
     if op is not None:
         return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
-    if node.op == "call_function":
-        if is_size_arithmetic(node):
-            return []
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return _written_by_higher_order(node)
-    if node.op == "call_module":
-        inner = _submodule(node, str(node.target))
-        if isinstance(inner, GraphModule):
-            return _written_by_subgraph(inner, list(node.args))
-    return list(node.all_input_nodes)
+    if node.op == "call_function" and is_size_arithmetic(node):
+        return []
+    return _written_by_bodies(node)
 
 
 @cache
@@ -162,9 +155,10 @@ def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Ite
         yield from node_leaves(value)
 
 
-def _written_by_higher_order(node: Node) -> list[Node]:
-    """Higher-order ops are functional unless one of their graphs writes to an operand."""
-    name = str(getattr(node.target, "__name__", node.target))
+def _written_by_bodies(node: Node) -> list[Node]:
+    """A higher-order op or a module is functional if none of its graphs writes. All else may write to each input."""
+    is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+    name = str(getattr(node.target, "__name__", node.target)) if is_higher_order else ""
     if name in _FUNCTIONAL_WRAPPERS:
         return []
     if name == "with_effects":  # (token, operator, *arguments)
@@ -180,12 +174,6 @@ def _written_by_higher_order(node: Node) -> list[Node]:
 
 def _writes_anything(module: GraphModule) -> bool:
     return any(written_arguments(node) for node in module.graph.nodes)
-
-
-def _written_by_subgraph(module: GraphModule, operands: list[Any]) -> list[Node]:
-    if not _writes_anything(module):
-        return []
-    return [operand for operand in operands if isinstance(operand, Node)]
 
 
 def _submodule(node: Node, target: str) -> object | None:
@@ -339,11 +327,8 @@ def control_body(node: Node) -> GraphModule | None:
     """The graph that a `control_deps` node calls."""
     if str(getattr(node.target, "__name__", "")) != "control_deps":
         return None
-    for value in node.all_input_nodes:
-        body = getattr(node.graph.owning_module, str(value.target), None) if value.op == "get_attr" else None
-        if isinstance(body, GraphModule):
-            return body
-    return None
+    values = (_submodule(node, str(value.target)) for value in node.all_input_nodes if value.op == "get_attr")
+    return next((body for body in values if isinstance(body, GraphModule)), None)
 
 
 def placed_events(nodes: Iterator[Node] | list[Node]) -> Iterator[tuple[Node, Sync]]:

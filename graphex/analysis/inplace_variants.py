@@ -20,8 +20,8 @@ from torch.fx import Node
 from graphex.errors import InputError
 from graphex.torch_private.schemas import overload_of
 
-# `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_twins.py), except on complex
-# numbers.
+# `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_inplace_variants.py), except on
+# complex numbers.
 SAME_BITS = frozenset(
     """
     abs.default acos.default acosh.default add.Tensor addcdiv.default addcmul.default asin.default asinh.default
@@ -249,7 +249,7 @@ def _check_results(who: str, one: Op, other: Op, written: tuple[int, ...]) -> in
     outs = len(one._schema.returns) - len(written)
     if outs < 0:
         raise InputError(
-            f"{who}: '{one}' returns {len(one._schema.returns)} tensors, and its twin writes {len(written)} arguments. "
+            f"{who}: '{one}' returns {len(one._schema.returns)} tensors, and '{other}' writes {len(written)}. "
             "It must return a new version of each, after its other results."
         )
     own, handed_back = results[:outs], results[outs:]

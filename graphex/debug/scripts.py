@@ -11,6 +11,7 @@ import io
 import secrets
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,7 @@ def not_written(value: object) -> str:
 
 
 def _subgraph(name: str, gm: GraphModule) -> str:
-    inner = generate(gm)
-    body = "\n".join(f"    {line}" for line in f"{bindings_text(inner)}\n{inner.source}".splitlines())
-    return f"def {name}():\n{body}\n    return lambda *args: forward(list(args))\n\n\n{name} = {name}()"
+    return f"def {name}():\n{_body(gm)}\n    return lambda *args: forward(list(args))\n\n\n{name} = {name}()"
 
 
 def _tensor(value: torch.Tensor) -> str:
@@ -196,15 +195,16 @@ def write_repro(
         name=literal(name),
         problem=literal(problem),
         not_written=NOT_WRITTEN,
-        before=_function(before),
-        after=_function(after),
+        before=_body(before),
+        after=_body(after),
         inputs=_inputs(args),
     )
     write_text(path, text)
     return path
 
 
-def _function(gm: GraphModule) -> str:
+def _body(gm: GraphModule) -> str:
+    """The program of a graph inside of a function: what it binds, and `forward`."""
     code = generate(gm)
     return "\n".join(f"    {line}" for line in f"{bindings_text(code)}\n\n{code.source}".splitlines())
 
@@ -217,19 +217,19 @@ def _inputs(args: list[Any]) -> str:
         torch.save(tensors, stream)
         data = literal(base64.b64encode(zlib.compress(stream.getvalue())).decode())
         load = f"saved = iter(torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data})))))"
-        return f"def example_inputs():\n    {load}\n    return [{', '.join(map(_saved, args))}]"
-    shapes = ", ".join(_random(value) for value in args)
+        return f"def example_inputs():\n    {load}\n    return [{', '.join(_given(value, _saved) for value in args)}]"
+    shapes = ", ".join(_given(value, _random) for value in args)
     remark = "# random: the real inputs are too large to keep here"
     return f"def example_inputs():  {remark}\n    torch.manual_seed(0)\n    return [{shapes}]"
 
 
-def _saved(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return value_text(value, not_written)
+def _given(value: Any, tensor: Callable[[torch.Tensor], str]) -> str:
+    return tensor(value) if isinstance(value, torch.Tensor) else value_text(value, not_written)
+
+
+def _saved(value: torch.Tensor) -> str:
     return f"next(saved).to({literal(str(value.device))})"
 
 
-def _random(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return value_text(value, not_written)
+def _random(value: torch.Tensor) -> str:
     return strided_text(value, tuple(value.shape), tuple(value.stride()), "randn")

@@ -1,7 +1,7 @@
 """The interface a device gives to the runtime. A device without graphs needs nothing but a name.
 
 StreamPlan     the streams of a finished graph, as the passes leave them on its output node
-StreamSet          the streams and events that the code of such a graph calls; OneStream does nothing
+StreamSet      the streams and events that the code of such a graph calls; OneStream does nothing
 Device         everything else: captures, streams, cores, times, memory
 KINDS          the table of device types; `device_of` chooses the device of a graph by it
 """
@@ -21,13 +21,13 @@ from torch.fx import Graph
 
 from graphex.errors import CaptureError
 
-OUTSIDE = "graphex_events_outside"
+EXTERNAL_EVENTS = "graphex_external_events"
 PLAN = "graphex_streams"
 
 
 @dataclass(frozen=True)
-class Outside:
-    """Events of the user's, by torch's numbers: recorded in the graph; waited for in it and recorded before it."""
+class ExternalEvents:
+    """Events that the user made, by torch's numbers. The awaited ones were recorded before the graph."""
 
     recorded: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class StreamPlan:
     """
 
     priorities: dict[str, int]
-    outside: Outside = Outside()
+    events: ExternalEvents = ExternalEvents()
     external: tuple[int, ...] = ()
 
 

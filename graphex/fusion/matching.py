@@ -23,9 +23,8 @@ from graphex.analysis.source import text_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
 from graphex.fusion.mismatch import Mismatch
-from graphex.fusion.pattern_builder import pattern_of
 from graphex.fusion.patterns import OpPattern, Pattern
-from graphex.fusion.rule import Rule
+from graphex.fusion.rule import Rule, pattern_of
 from graphex.fusion.tracing import Replacement, fresh, key_of, without_guards
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.patterns import Match

@@ -2,7 +2,7 @@
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 
-The parts are `OpPattern`s, calls of one op each, with normalised arguments; `pattern_builder` makes them.
+The parts are `OpPattern`s, calls of one op each, with normalised arguments; `rule` makes them.
 """
 
 from __future__ import annotations

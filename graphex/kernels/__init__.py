@@ -5,7 +5,7 @@ kernel was not written for such arguments; then the op's reference runs. Launche
 captured in a CUDA graph.
 
 Read `layout.py` (which strided tensors are rows to a kernel), `arithmetic.py` and `launch.py` first, then a family:
-`gated`, `norm` with `norm_quant`, `quant` with `quant_options`, `embedding`, `rotary`. `linears` and `attention` have
-several configurations for a job: `tuning.py` times them in the first call of a kind, never while a graph is captured,
-and `tuning_store.py` keeps the choice. `precompile.py` compiles the kernels of a whole graph before its first call.
+`gated`, `quant` with `quant_options`, `norm`, `embedding`, `rotary`. `linears` and `attention` have several
+configurations for a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and
+`tuning_store.py` keeps the choice. `precompile.py` compiles the kernels of a whole graph before its first call.
 """

@@ -1,12 +1,14 @@
 """Launches of attention: for each kind of job, the configuration that was measured to be fastest.
 
 A `Config` is a tile of the kernel, or torch's own kernels (`Library`). It prepares itself for the layout of one job
-and then runs all jobs that are laid out alike. `chosen_config` chooses; `attention` is the launcher.
+and then runs all jobs that are laid out alike. `chosen_config` chooses; `attention` is the launcher. A `Step` of a
+decoder, for which `rotary_attention_` is the launcher, is such a job with a token that is new.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -14,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphex.kernels import rotary
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
-from graphex.kernels.launch import LIBRARY, Scratch, Start, is_aligned, launch, run_job
-from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, next_power_of_2, signature
+from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job, seen
+from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, memory_order, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
@@ -224,7 +227,7 @@ def _multiprocessors(device: int) -> int:
 KIND = "attention"
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
-_PREPARED: dict[Any, Prepared | Declined] = {}
+_PREPARED: dict[Any, Callable[..., Any] | Declined] = {}  # for jobs and for steps
 
 
 def refusal_of(job: Job) -> str | None:
@@ -334,3 +337,99 @@ def attention(call: Arguments) -> Any:
     job = Job(*call)
     key = signature(*job[:4]), job.is_causal, job.softcap > 0
     return run_job(job, job.query, key, _PREPARED, _prepare)
+
+
+# -- attention that rotates its query and adds a token to the caches first ---------------------------------------------
+# The configuration is that of attention alone: a token more or less makes no difference to it, and the caches of a user
+# are no place to measure writes. A step that the kernel does not take runs as two ops.
+
+
+class Step(NamedTuple):
+    """The arguments of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    dim: int
+    interleaved: bool
+    mask: Tensor | None
+    scale: float
+    softcap: float
+
+    @property
+    def mode(self) -> str:
+        return rotary.MODES[self.interleaved]
+
+    def rotation(self) -> rotary.Job:
+        return rotary.Job(*self[:8], self.dim % self.k.dim())
+
+    def attention(self) -> Job:
+        """As if the query were rotated already."""
+        return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap)
+
+    def new(self) -> New:
+        """For a step that is not refused."""
+        cos, sin = rotary.broadcast(self.cos, self.q), rotary.broadcast(self.sin, self.q)
+        assert cos is not None
+        assert sin is not None
+        return New(self.k, self.v, cos, sin, self.positions, self.mode)
+
+
+def _refusal_of_step(step: Step) -> str | None:
+    """Why one kernel cannot take a step."""
+    q, k, v, cos, _, keys, values, positions = step[:8]
+    if not q.dim() == k.dim() == v.dim() == 4 or step.dim % 4 != 2:
+        return "query, key and value do not have four dimensions, of which the caches are written along the third"
+    if q.shape[2] != 1 or positions.numel() != 1:
+        return "there is more than one token"
+    if len({each.dtype for each in (q, k, v, cos, keys, values)}) > 1:
+        return "query, key, value, angles and caches are not of one type"
+    plan = rotary.plan_for(step.rotation(), step.mode)
+    if isinstance(plan, Declined):
+        return plan.reason
+    angles = rotary.broadcast(step.cos, q)
+    if angles is None or steps(angles)[1]:
+        return "heads have angles of their own"
+    if unclear := next((order for order in map(memory_order, (keys, values)) if isinstance(order, str)), None):
+        return f"a cache: {unclear}"
+    return refusal_of(step.attention())
+
+
+def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
+    """How to take such a step, and whether that is the last word."""
+    if refusal := _refusal_of_step(step):
+        return Declined(refusal), True
+    config, is_final = chosen_config(step.attention())
+    if not isinstance(config, Tile):
+        return _apart, is_final
+    run = config.prepare(step.attention(), step.new())
+    return lambda step: run(step.attention(), launch, step.new()), is_final
+
+
+def _apart(step: Step) -> Any:
+    """One op after the other, each with its own kernel."""
+    turned = called("graphex::rotary_qkv_write_", *step[:10])
+    return called("graphex::attention", turned, step.keys, step.values, step.mask, step.scale, False, step.softcap)
+
+
+def _shares_memory(step: Step) -> bool:
+    """Whether what is read may be what is written, beyond the rows that attention leaves out."""
+    written = [cache.untyped_storage().data_ptr() for cache in (step.keys, step.values)]
+    in_mask = step.mask is not None and step.mask.untyped_storage().data_ptr() in written
+    return in_mask or written[0] == written[1] or rotary.shares_memory(step.rotation())
+
+
+def rotary_attention_(call: Arguments) -> Any:
+    step = Step(*call)
+    if seen() is None and _shares_memory(step):
+        return Declined("a cache shares its memory with what is read")
+    key = signature(*step[:8], step.mask), step.dim, step.interleaved, step.softcap > 0
+    found = run_job(step, step.q, key, _PREPARED, _prepare_step)
+    if isinstance(found, Declined) and seen() is not None:
+        _apart(step)  # what will run instead is compiled too
+    return found

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from graphex.kernels.arithmetic import PTX
-from graphex.kernels.launch import launch
-from graphex.kernels.layout import Tile, block_of, blocks_of, on_device_of, remember, signature
+from graphex.kernels.launch import Plan
+from graphex.kernels.layout import Tile, block_of, blocks_of, remember, signature
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
 
@@ -61,19 +61,14 @@ BYTES_OF_A_THREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A launch, but for its tensors."""
-
-    shape: tuple[int, ...]
-    grid: tuple[int, ...]
-    integers: tuple[int, ...]
-    constants: dict[str, int]
+class ShapedPlan(Plan):
+    shape: tuple[int, ...]  # of the result
 
 
-_PLANS: dict[Any, Plan | Declined] = {}
+_PLANS: dict[Any, ShapedPlan | Declined] = {}
 
 
-def _plan(weight: Tensor, indices: Tensor) -> Plan | Declined:
+def _plan(weight: Tensor, indices: Tensor) -> ShapedPlan | Declined:
     if reason := _why_not(weight, indices):
         return Declined(reason)
     rows, columns = weight.shape
@@ -81,7 +76,7 @@ def _plan(weight: Tensor, indices: Tensor) -> Plan | Declined:
     grid = blocks_of(columns, tile.columns), indices.numel()
     integers = rows, columns, weight.stride(0), _flat(indices).stride(0)
     constants = {"BLOCK": tile.columns, "num_warps": tile.warps}
-    return Plan((*indices.shape, columns), grid, integers, constants)
+    return ShapedPlan(grid, integers, constants, (*indices.shape, columns))
 
 
 def _tile(columns: int, itemsize: int) -> Tile:
@@ -119,7 +114,5 @@ def embedding(call: Arguments) -> Any:
     if isinstance(plan, Declined):
         return plan
     out = weight.new_empty(plan.shape)
-    if all(plan.grid):
-        with on_device_of(weight):
-            launch(embedding_kernel, plan.grid, (weight, _flat(indices), out, *plan.integers), plan.constants)
+    plan.launch(embedding_kernel, (weight, _flat(indices), out), weight)
     return out

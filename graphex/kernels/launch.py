@@ -67,6 +67,20 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
         compile_only(kernel, grid, arguments, constants)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch, but for its tensors and the numbers that come with a call."""
+
+    grid: tuple[int, ...]
+    integers: tuple[int | None, ...]
+    constants: dict[str, Any]
+
+    def launch(self, kernel: Any, tensors: tuple[Any, ...], on: Tensor, numbers: tuple[float, ...] = ()) -> None:
+        if all(self.grid):
+            with on_device_of(on):
+                launch(kernel, self.grid, (*tensors, *self.integers, *numbers), self.constants)
+
+
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     kernel.warmup(*map(_typed, arguments), grid=grid, **_options(kernel, constants))
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from graphex.ops.definition import Declined
 
 MOST_PLANS = 4096
 MOST_ROWS = 2**31 - 2**16
@@ -32,6 +34,11 @@ class Rows:
     inner: int | None
     outer_stride: int
     inner_stride: int
+
+    @property
+    def steps(self) -> tuple[int | None, int, int]:
+        """Where a row starts, as kernels take it."""
+        return self.inner, self.outer_stride, self.inner_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,33 @@ def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
     if len(collapsed) < 2:
         return Rows(count, columns, None, 0, inner_stride)
     return Rows(count, columns, inner, collapsed[0][1], inner_stride)
+
+
+class Inputs(NamedTuple):
+    """One or two inputs of one shape, as rows, in the first one's order of dimensions in memory."""
+
+    order: tuple[int, ...] | None
+    rows: Rows
+    other_rows: Rows
+
+
+def inputs_of(x: Tensor, other: Tensor | None, names: str) -> Inputs | Declined:
+    """The rows of x and of another tensor; `names` are those of both."""
+    if x.dtype not in FLOATS:
+        return Declined(f"x is {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        return Declined("x has no columns")
+    if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.device != x.device):
+        return Declined(f"{names} differ in shape, type or device")
+    order = order_of(x)
+    if isinstance(order, str):
+        return Declined(order)
+    rows, other_rows = rows_of(x, order), rows_of(x if other is None else other, order)
+    if isinstance(rows, str):
+        return Declined(rows)
+    if isinstance(other_rows, str):
+        return Declined(other_rows)
+    return Inputs(order, rows, other_rows)
 
 
 def order_of(x: Tensor) -> tuple[int, ...] | str | None:

@@ -167,7 +167,7 @@ def _steps(x: Tensor | None) -> tuple[int | None, int, int]:
         return None, 0, 0
     rows = rows_of(x)
     assert isinstance(rows, Rows), rows
-    return rows.inner, rows.outer_stride, rows.inner_stride
+    return rows.steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The RMSNorm kernel, its launches, and the ops that are no more than it.
+"""The RMSNorm kernel and its launches: norms alone, then norms that end in a quantisation.
 
 The kernel normalises with and without the residual add before it, with a cast or a quantisation after it. One program
 normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in each pass
@@ -30,24 +30,33 @@ from graphex.kernels.arithmetic import (
     smoothed,
     static_quantised,
 )
-from graphex.kernels.launch import launch as start
+from graphex.kernels.launch import Plan
 from graphex.kernels.layout import (
     FEW_ROWS,
-    FLOATS,
     allocate,
     allocate_ones,
     blocks_of,
-    on_device_of,
-    order_of,
+    inputs_of,
     remember,
     row_tile,
-    rows_of,
     rows_of_ones,
     signature,
 )
-from graphex.kernels.quant_options import NO_QUANTISATION, Dynamic, Static, is_column_vector, quant_refusal
+from graphex.kernels.quant import npu_dynamic, npu_static
+from graphex.kernels.quant_options import (
+    NO_QUANTISATION,
+    Dynamic,
+    Static,
+    dynamic_of,
+    dynamic_options,
+    is_column_vector,
+    quant_refusal,
+    static_of,
+    static_options,
+)
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
+from graphex.ops.npu import wants
 
 
 @triton.jit
@@ -271,47 +280,35 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NormPlan(Plan):
     order: tuple[int, ...] | None
     y_dtype: torch.dtype
-    grid: tuple[int]
-    integers: tuple[int | None, ...]
     numbers: tuple[float, ...]
-    constants: dict[str, Any]
 
 
-_PLANS: dict[Any, Plan | Declined] = {}
+_PLANS: dict[Any, NormPlan | Declined] = {}
 
 
 def _refusal(norm: Norm, quantise: Quantise) -> Declined | None:
-    x1, x2 = norm.x1, norm.x2
-    if x1.dtype not in FLOATS:
-        return Declined(f"x is {x1.dtype}")
-    if x1.dim() == 0 or x1.shape[-1] == 0:
-        return Declined("x has no columns")
-    if x2 is not None and (x2.shape != x1.shape or x2.dtype != x1.dtype or x2.device != x1.device):
-        return Declined("x1 and x2 differ in shape, type or device")
+    x1 = norm.x1
     if not is_column_vector(norm.weight, x1) or not is_column_vector(norm.beta, x1):
         return Declined("a weight is not a contiguous vector over the last dimension of x, in a 16-bit type or float32")
     options = quantise.dynamic or quantise.static
     return quant_refusal(x1, options, quantise.smooth, quantise.scale, quantise.zero_point)
 
 
-def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
+def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Declined:
     """How to launch the kernel on such tensors, or why it cannot be."""
+    x1 = norm.x1
+    inputs = inputs_of(x1, norm.x2, "x1 and x2")
+    if isinstance(inputs, Declined):
+        return inputs
     if refusal := _refusal(norm, quantise):
         return refusal
-    x1 = norm.x1
-    order = order_of(x1)
-    if isinstance(order, str):
-        return Declined(order)
-    parts = rows_of(x1, order), rows_of(x1 if norm.x2 is None else norm.x2, order), rows_of_ones(x1, order)
-    steps: list[int | None] = []
-    for rows in parts:
-        if isinstance(rows, str):
-            return Declined(rows)
-        steps += rows.inner, rows.outer_stride, rows.inner_stride
-    count, columns = x1.numel() // x1.shape[-1], x1.shape[-1]
+    ones = rows_of_ones(x1, inputs.order)
+    if isinstance(ones, str):
+        return Declined(ones)
+    count, columns = inputs.rows.count, inputs.rows.columns
     # A known scale costs each column registers of its own: more threads have fewer columns each.
     few, many = 16 if quantise is NOT else 8, 32 if quantise.static is None else 8
     tile = row_tile(count, columns, WIDEST, few, many)
@@ -333,7 +330,8 @@ def _plan(norm: Norm, quantise: Quantise) -> Plan | Declined:
         "num_warps": tile.warps,
         **AS_WRITTEN,
     }
-    return Plan(order, y_dtype, (blocks_of(count, tile.rows),), (count, columns, *steps), numbers, constants)
+    integers = count, columns, *inputs.rows.steps, *inputs.other_rows.steps, *ones.steps
+    return NormPlan((blocks_of(count, tile.rows),), integers, constants, inputs.order, y_dtype, numbers)
 
 
 def launch(
@@ -359,12 +357,9 @@ def launch(
         results.scale = scale = allocate_ones(x1, dynamic.scale_dtype)
     elif static is not None:
         results.q = allocate(x1, order, static.dtype)
-    if plan.grid[0]:
-        with on_device_of(x1):
-            last = smooth if static is None else zero_point
-            made = results.total, results.y, results.y32, results.rstd, results.q
-            numbers = *plan.integers, eps, offset, *plan.numbers
-            start(norm_kernel, plan.grid, (x1, x2, weight, beta, *made, scale, last, *numbers), plan.constants)
+    made = results.total, results.y, results.y32, results.rstd, results.q
+    tensors = x1, x2, weight, beta, *made, scale, smooth if static is None else zero_point
+    plan.launch(norm_kernel, tensors, x1, (eps, offset, *plan.numbers))
     return results
 
 
@@ -426,3 +421,74 @@ def _npu_norm(x1: Tensor, x2: Tensor | None, call: Arguments, *names: str) -> An
         return done
     narrow = (*x1.shape[: x1.dim() - gamma.dim()], *(1 for _ in gamma.shape))
     return tuple(t.view(narrow if name == "rstd" else x1.shape) for name, t in zip(names, done, strict=True))
+
+
+def _dynamic(norm: Norm, smooth: Tensor | None, options: Dynamic | Declined, *names: str) -> Any:
+    """The quantised norm, its scale, and the results of these names."""
+    if isinstance(options, Declined):
+        return options
+    done = run(norm, "q", "scale", *names, quantise=Quantise(dynamic=options, smooth=smooth))
+    if isinstance(done, Declined) or options.keepdim:
+        return done
+    q, scale, *rest = done
+    return q, scale.squeeze(-1), *rest
+
+
+def _static(norm: Norm, scale: Tensor, zero_point: Tensor | None, options: Static | Declined, *names: str) -> Any:
+    """The quantised norm, and the results of these names."""
+    if isinstance(options, Declined):
+        return options
+    return run(norm, "q", *names, quantise=Quantise(static=options, scale=scale, zero_point=zero_point))
+
+
+def rms_norm_dynamic_quant(call: Arguments) -> Any:
+    return _dynamic(norm_of(call), call.smooth, dynamic_of(call))
+
+
+def add_rms_norm_dynamic_quant(call: Arguments) -> Any:
+    return _dynamic(norm_of(call), call.smooth, dynamic_of(call), "total")
+
+
+def rms_norm_static_quant(call: Arguments) -> Any:
+    done = _static(norm_of(call), call.scale, call.zero_point, static_of(call, call.x))
+    return done if isinstance(done, Declined) else done[0]
+
+
+def add_rms_norm_static_quant(call: Arguments) -> Any:
+    return _static(norm_of(call), call.scale, call.zero_point, static_of(call, call.x1), "total")
+
+
+def npu_add_rms_norm_quant(call: Arguments) -> Any:
+    x1, scales = call.x1, call.scales1
+    if call.axis not in (-1, x1.dim() - 1):
+        return Declined("scales along a dimension other than the last")
+    mode = "divide" if call.div_mode else "multiply"
+    columns = x1.shape[-1] if x1.dim() else 0
+    options = static_options(scales, call.zero_points1, columns, mode=mode, zero_point_before_round=True)
+    norm = Norm(x1, call.x2, call.gamma, call.epsilon, beta=call.beta)
+    two = call.scales2 is not None
+    done = _static(norm, scales, call.zero_points1, options, "total", *(["y"] if two else []))
+    if isinstance(done, Declined):
+        return done
+    if not two:
+        return done[0], x1.new_empty(0, dtype=torch.int8), done[1]
+    q, total, y = done
+    second = npu_static(y, call.scales2, call.zero_points2, 1, call.axis, call.div_mode)
+    return second if isinstance(second, Declined) else (q, second, total)
+
+
+def npu_add_rms_norm_dynamic_quant(call: Arguments) -> Any:
+    first, second = wants(call.output_mask, call.smooth_scale2)
+    if not first:
+        return Declined("the first quantised result is not wanted")
+    options = dynamic_options(keepdim=False, zero_is_zero=True)
+    norm = Norm(call.x1, call.x2, call.gamma, call.epsilon, beta=call.beta)
+    done = _dynamic(norm, call.smooth_scale1, options, "total", *(["y"] if second else []))
+    if isinstance(done, Declined):
+        return done
+    if not second:
+        q, scale, total = done
+        return q, total.new_empty(0, dtype=torch.int8), total, scale, total.new_empty(0, dtype=torch.float32)
+    q, scale, total, y = done
+    again = npu_dynamic(y, call.smooth_scale2)
+    return again if isinstance(again, Declined) else (q, again[0], total, scale, again[1])

@@ -24,15 +24,14 @@ from graphex.kernels.arithmetic import (
     smoothed,
     static_quantised,
 )
-from graphex.kernels.gated import Plan, inputs_of, steps
-from graphex.kernels.launch import launch
+from graphex.kernels.gated import OrderedPlan
 from graphex.kernels.layout import (
     allocate,
     allocate_ones,
     blocks_of,
     flat_tile,
     grid_of,
-    on_device_of,
+    inputs_of,
     remember,
     row_tile,
     rows_of_ones,
@@ -199,11 +198,11 @@ def static_quant_kernel(
 
 WIDEST = 8192
 
-_PLANS: dict[Any, Plan | Declined] = {}
+_PLANS: dict[Any, OrderedPlan | Declined] = {}
 
 
-def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> Plan | Declined:
-    inputs = inputs_of(x, up)
+def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> OrderedPlan | Declined:
+    inputs = inputs_of(x, up, "gate and up")
     if isinstance(inputs, Declined):
         return inputs
     if refusal := quant_refusal(x, options, smooth=smooth):
@@ -220,8 +219,8 @@ def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: 
         "num_warps": tile.warps,
         **AS_WRITTEN,
     }
-    integers = rows.count, rows.columns, *steps(rows), *steps(inputs.up_rows), *steps(ones)
-    return Plan(inputs.order, (blocks_of(rows.count, tile.rows),), integers, constants)
+    integers = rows.count, rows.columns, *rows.steps, *inputs.other_rows.steps, *ones.steps
+    return OrderedPlan((blocks_of(rows.count, tile.rows),), integers, constants, inputs.order)
 
 
 def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic | Declined) -> Any:
@@ -232,10 +231,7 @@ def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynam
     if isinstance(plan, Declined):
         return plan
     q, scale = allocate(x, plan.order, options.dtype), allocate_ones(x, options.scale_dtype)
-    if all(plan.grid):
-        with on_device_of(x):
-            arguments = (x, up, smooth, q, scale, *plan.integers, *options.numbers)
-            launch(dynamic_quant_kernel, plan.grid, arguments, plan.constants)
+    plan.launch(dynamic_quant_kernel, (x, up, smooth, q, scale), x, options.numbers)
     return q, scale if options.keepdim else scale.squeeze(-1)
 
 
@@ -268,8 +264,8 @@ def npu_dynamic(
 
 def _plan_static(
     x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static
-) -> Plan | Declined:
-    inputs = inputs_of(x, up)
+) -> OrderedPlan | Declined:
+    inputs = inputs_of(x, up, "gate and up")
     if isinstance(inputs, Declined):
         return inputs
     if refusal := quant_refusal(x, options, scale=scale, zero_point=zero_point):
@@ -283,9 +279,9 @@ def _plan_static(
         "num_warps": tile.warps,
         **AS_WRITTEN,
     }
-    integers = rows.count, rows.columns, *steps(rows), *steps(inputs.up_rows)
+    integers = rows.count, rows.columns, *rows.steps, *inputs.other_rows.steps
     grid = grid_of(blocks_of(rows.columns, tile.columns), blocks_of(rows.count, tile.rows * tile.steps))
-    return Plan(inputs.order, grid, integers, constants)
+    return OrderedPlan(grid, integers, constants, inputs.order)
 
 
 def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static | Declined) -> Any:
@@ -296,10 +292,7 @@ def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | No
     if isinstance(plan, Declined):
         return plan
     q = allocate(x, plan.order, options.dtype)
-    if all(plan.grid):
-        with on_device_of(x):
-            arguments = (x, up, scale, zero_point, q, *plan.integers, *options.numbers)
-            launch(static_quant_kernel, plan.grid, arguments, plan.constants)
+    plan.launch(static_quant_kernel, (x, up, scale, zero_point, q), x, options.numbers)
     return q
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
-from graphex.kernels.launch import launch, seen
+from graphex.kernels.launch import Plan, seen
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
@@ -17,7 +17,6 @@ from graphex.kernels.layout import (
     allocate,
     blocks_of,
     next_power_of_2,
-    on_device_of,
     order_of,
     remember,
     signature,
@@ -103,18 +102,15 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A launch, but for its tensors. Results are laid out in an order of dimensions, or contiguous (None)."""
+class RotaryPlan(Plan):
+    """Results are laid out in an order of dimensions, or contiguous (None)."""
 
     dtype: torch.dtype
     q_order: tuple[int, ...] | None
     k_order: tuple[int, ...] | None
-    grid: tuple[int, int]
-    integers: tuple[int, ...]
-    constants: dict[str, Any]
 
 
-_PLANS: dict[Any, Plan | Declined] = {}
+_PLANS: dict[Any, RotaryPlan | Declined] = {}
 
 
 def _order(x: Tensor | None, mode: str) -> tuple[int, ...] | str | None:
@@ -152,7 +148,7 @@ def _write_refusal(job: Job, dtype: torch.dtype) -> Declined | None:
     return _cache_refusal(v, v.dtype, values, job.positions, job.dim)
 
 
-def plan_for(job: Job, mode: str) -> Plan | Declined:
+def plan_for(job: Job, mode: str) -> RotaryPlan | Declined:
     """How to launch the kernel on such tensors, or why it cannot be."""
     rotated = [x for x in (job.q, job.k) if x is not None]
     lead = rotated[0]
@@ -207,7 +203,7 @@ def _tiled(
     q_order: tuple[int, ...] | None,
     k_order: tuple[int, ...] | None,
     mode: str,
-) -> Plan:
+) -> RotaryPlan:
     q, k, v = job.q, job.k, job.v
     lead = k if q is None else q
     assert lead is not None
@@ -250,7 +246,7 @@ def _tiled(
         **AS_WRITTEN,
     }
     grid = outer * token_blocks, sum(blocks_of(count, tile.groups * tile.heads) for count in counts)
-    return Plan(dtype, q_order, k_order, grid, integers, constants)
+    return RotaryPlan(grid, integers, constants, dtype, q_order, k_order)
 
 
 def _allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
@@ -277,10 +273,7 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
         return Declined("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)
-    if plan.grid[0] and plan.grid[1]:
-        with on_device_of(cos):
-            arguments = (q, k, v, cos, sin, q_out, k_out, values, positions, *plan.integers)
-            launch(rotary_kernel, plan.grid, arguments, plan.constants)
+    plan.launch(rotary_kernel, (q, k, v, cos, sin, q_out, k_out, values, positions), cos)
     return q_out, k_out
 
 

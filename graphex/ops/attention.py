@@ -118,7 +118,7 @@ _attention, _rotary_qkv_write_ = with_kernel("graphex::attention"), with_kernel(
     " Tensor(b!) value_cache, Tensor positions, int dim, bool interleaved, Tensor? mask, float scale,"
     " float softcap=0.0) -> Tensor",
     title="rotary embedding + attention",
-    kernel="rotary_attention.rotary_attention_",
+    kernel="attention.rotary_attention_",
 )
 def rotary_attention_(
     q: Tensor,

@@ -37,6 +37,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from graphex.device import runs_kernels
+from graphex.torch_private.schemas import require
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -44,7 +45,10 @@ F = TypeVar("F", bound=Function)
 
 @dataclass(frozen=True)
 class Gradient:
-    """`save(ctx, inputs, output)` keeps what `backward(ctx, *gradients)` needs."""
+    """`save(ctx, inputs, output)` keeps what `backward(ctx, *gradients)` needs.
+
+    `backward` is called if a result has a gradient, and returns those of the first arguments; the others have none.
+    """
 
     save: Callable[[Any, tuple[Any, ...], Any], None]
     backward: Function
@@ -141,6 +145,17 @@ def op(
     return define
 
 
+def check_alike(names: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Refuse two tensors, such as "x1 and x2", of different shapes or types."""
+    require(
+        one.shape == other.shape and one.dtype == other.dtype,
+        lambda: (
+            f"{names} must have one shape and type; they are {one.dtype} {list(one.shape)} and "
+            f"{other.dtype} {list(other.shape)}"
+        ),
+    )
+
+
 def part(fake: Function) -> Callable[[F], F]:
     """A function that references call: where a reference is run as a fake, `fake` answers for it."""
 
@@ -214,9 +229,8 @@ def _register(spec: OpSpec, namespace: str) -> None:
     library.impl(short, spec.reference, "CompositeExplicitAutograd")
     torch.library.register_fake(spec.name, spec.fake or _as_fake(spec.reference), lib=library)
     if spec.gradient is not None:
-        torch.library.register_autograd(
-            spec.name, spec.gradient.backward, setup_context=_named(spec.gradient.save), lib=library
-        )
+        backward, save = _completed(spec.name, spec.gradient.backward), _named(spec.gradient.save)
+        torch.library.register_autograd(spec.name, backward, setup_context=save, lib=library)
     if spec.kernel is not None and has_triton():
         library.impl(short, _with_kernel(spec), "CUDA")
 
@@ -231,6 +245,22 @@ def _named(save: Callable[[Any, tuple[Any, ...], Any], None]) -> Function:
     return setup_context
 
 
+def _completed(name: str, backward: Function) -> Function:
+    """torch wants a gradient, or None, for each argument."""
+    count = len(_arguments(name))
+
+    def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = () if all(grad is None for grad in grads) else backward(ctx, *grads)
+        return (*found, *[None] * (count - len(found)))
+
+    return gradients
+
+
+def _arguments(name: str) -> Any:
+    namespace, _, short = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), short).default._schema.arguments
+
+
 def launcher_of(spec: OpSpec) -> Function:
     """The function that launches an op's kernel, with the arguments of the op."""
     launch, bind = _launcher(spec)
@@ -242,8 +272,7 @@ def _launcher(spec: OpSpec) -> tuple[Callable[[Arguments], Any], Callable[..., A
     """The launcher of an op, and the named tuple that it takes."""
     assert spec.kernel is not None
     module, _, name = spec.kernel.partition(".")
-    namespace, _, short = spec.name.partition("::")
-    arguments = getattr(getattr(torch.ops, namespace), short).default._schema.arguments
+    arguments = _arguments(spec.name)
     defaults = [each.default_value for each in arguments if each.has_default_value()]
     bind = _named_tuple(name, [each.name for each in arguments], defaults=defaults)
     return getattr(importlib.import_module(f"graphex.kernels.{module}"), name), bind

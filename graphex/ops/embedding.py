@@ -43,11 +43,9 @@ def _save_embedding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rows = weight.shape[0]
 
 
-def _embedding_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    if grad is None:
-        return None, None
+def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     (indices,) = ctx.saved_tensors
-    return aten.embedding_dense_backward(grad, indices, ctx.rows, -1, False), None
+    return (aten.embedding_dense_backward(grad, indices, ctx.rows, -1, False),)
 
 
 @op(

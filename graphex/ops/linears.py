@@ -19,23 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import Gradient, RowRule, op, with_kernel
+from graphex.ops.definition import Gradient, RowRule, check_alike, op, with_kernel
 from graphex.ops.norms import check_norm
 from graphex.torch_private.schemas import require
 
 
-def check_gated(gate: Tensor, up: Tensor) -> None:
-    require(
-        gate.shape == up.shape and gate.dtype == up.dtype,
-        lambda: (
-            f"gate and up must have one shape and type; they are {gate.dtype} {list(gate.shape)} and "
-            f"{up.dtype} {list(up.shape)}"
-        ),
-    )
-
-
 def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    check_gated(gate, up)
+    check_alike("gate and up", gate, up)
     return gate * up
 
 
@@ -43,9 +33,7 @@ def _save_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _silu_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if grad is None:
-        return None, None
+def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = ctx.saved_tensors
     return torch.ops.aten.silu_backward(grad * up, gate), grad * functional.silu(gate)
 
@@ -60,7 +48,7 @@ def _silu_mul_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Te
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""
-    check_gated(gate, up)
+    check_alike("gate and up", gate, up)
     return functional.silu(gate) * up
 
 

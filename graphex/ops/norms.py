@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, RowRule, op
+from graphex.ops.definition import Gradient, RowRule, check_alike, op
 from graphex.torch_private.schemas import require
 
 NORM = "float eps, float weight_offset=0.0, bool cast_before_weight=True"
@@ -43,16 +43,6 @@ def check_norm(x: Tensor, weight: Tensor | None) -> None:
         )
 
 
-def check_residual(x1: Tensor, x2: Tensor) -> None:
-    require(
-        x1.shape == x2.shape and x1.dtype == x2.dtype,
-        lambda: (
-            f"x1 and x2 must have one shape and type; they are {x1.dtype} {list(x1.shape)} and "
-            f"{x2.dtype} {list(x2.shape)}"
-        ),
-    )
-
-
 def _fake_rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_before_weight: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -61,10 +51,9 @@ def _fake_rms_norm(
     return torch.empty_like(x, dtype=norm_dtype(x, weight, cast_before_weight)), rstd
 
 
-def norm_gradients(
-    ctx: Any, x: Tensor, weight: Tensor | None, rstd: Tensor, grad: Tensor | None, grad_rstd: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x (in the wide type) and of the weight, from x and rstd alone."""
+def norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the weight, from x and rstd alone."""
+    x, weight, rstd = ctx.saved_tensors
     wide = rstd.dtype
     x32 = x.to(wide)
     n = x32 * rstd
@@ -79,12 +68,11 @@ def norm_gradients(
             else:
                 grad_weight = (grad_n * n).sum(leading).to(weight.dtype)
                 grad_n = grad_n * (weight.to(wide) + ctx.weight_offset)
-        dims = ctx.dims
-        grad_x = rstd * (grad_n - n * (grad_n * n).mean(dims, keepdim=True))
+        grad_x = rstd * (grad_n - n * (grad_n * n).mean(ctx.dims, keepdim=True))
     if grad_rstd is not None:
         mean_gradient = x32 * rstd.pow(3) * grad_rstd / (x.numel() // max(rstd.numel(), 1))
         grad_x = -mean_gradient if grad_x is None else grad_x - mean_gradient
-    return grad_x, grad_weight
+    return None if grad_x is None else grad_x.to(x.dtype), grad_weight
 
 
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -93,39 +81,31 @@ def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _rms_norm_backward(ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None) -> tuple[Any, ...]:
-    x, weight, rstd = ctx.saved_tensors
-    grad_x, grad_weight = norm_gradients(ctx, x, weight, rstd, grad, grad_rstd)
-    return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None, None
-
-
 def _save_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, _, ctx.weight_offset, ctx.cast_before_weight = inputs
     ctx.dims = (-1,)
     ctx.save_for_backward(output[2], weight, output[1])
 
 
-def residual_gradient(grad_sum: Tensor | None, grad_x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The gradient that both addends get: what came through the sum and what came through the norm."""
-    if grad_x is None:
-        return grad_sum
-    return grad_x.to(dtype) if grad_sum is None else grad_sum + grad_x.to(dtype)
-
-
-def _add_rms_norm_backward(
+def add_norm_backward(
     ctx: Any, grad: Tensor | None, grad_rstd: Tensor | None, grad_sum: Tensor | None
 ) -> tuple[Any, ...]:
-    total, weight, rstd = ctx.saved_tensors
-    grad_x, grad_weight = norm_gradients(ctx, total, weight, rstd, grad, grad_rstd)
-    both = residual_gradient(grad_sum, grad_x, total.dtype)
-    return both, both, grad_weight, None, None, None
+    """The gradients of x1, x2 and the weight. Both addends get what came through the sum and through the norm."""
+    through_norm, grad_weight = norm_backward(ctx, grad, grad_rstd)
+    both = sum_of(grad_sum, through_norm)
+    return both, both, grad_weight
+
+
+def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which either may be absent."""
+    return other if one is None else one if other is None else one + other
 
 
 @op(
     f"graphex::rms_norm(Tensor x, Tensor? weight, {NORM}) -> (Tensor y, Tensor rstd)",
     title="RMSNorm",
     fake=_fake_rms_norm,
-    gradient=Gradient(_save_rms_norm, _rms_norm_backward),
+    gradient=Gradient(_save_rms_norm, norm_backward),
     kernel="norm.rms_norm",
     rows=RowRule("last_dim", ("x",)),
 )
@@ -164,7 +144,7 @@ def weighted(
 @op(
     f"graphex::add_rms_norm(Tensor x1, Tensor x2, Tensor? weight, {NORM}) -> (Tensor y, Tensor rstd, Tensor sum)",
     title="residual add + RMSNorm",
-    gradient=Gradient(_save_add_rms_norm, _add_rms_norm_backward),
+    gradient=Gradient(_save_add_rms_norm, add_norm_backward),
     kernel="norm.add_rms_norm",
     rows=RowRule("last_dim", ("x1", "x2")),
 )
@@ -181,18 +161,13 @@ def add_rms_norm(
     sum     = x1 + x2                    rounded to its type before the norm
     y, rstd = rms_norm(sum, weight, eps, weight_offset, cast_before_weight)
     """
-    check_residual(x1, x2)
+    check_alike("x1 and x2", x1, x2)
     total = x1 + x2
     return (*rms_norm(total, weight, eps, weight_offset, cast_before_weight), total)
 
 
-def _add_rms_norm_cast_backward(
-    ctx: Any, grad32: Tensor | None, grad: Tensor | None, grad_rstd: Tensor | None, grad_sum: Tensor | None
-) -> tuple[Any, ...]:
-    if grad32 is not None:
-        narrowed = grad32.to(ctx.y_dtype)
-        grad = narrowed if grad is None else grad + narrowed
-    return _add_rms_norm_backward(ctx, grad, grad_rstd, grad_sum)
+def add_norm_cast_backward(ctx: Any, grad32: Tensor | None, grad: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    return add_norm_backward(ctx, sum_of(grad, None if grad32 is None else grad32.to(ctx.y_dtype)), *rest)
 
 
 def _save_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -203,7 +178,7 @@ def _save_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
 @op(
     f"graphex::add_rms_norm_cast(Tensor x1, Tensor x2, Tensor? weight, {NORM})"
     " -> (Tensor y32, Tensor y, Tensor rstd, Tensor sum)",
-    gradient=Gradient(_save_add_rms_norm_cast, _add_rms_norm_cast_backward),
+    gradient=Gradient(_save_add_rms_norm_cast, add_norm_cast_backward),
     kernel="norm.add_rms_norm_cast",
 )
 def add_rms_norm_cast(

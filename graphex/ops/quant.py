@@ -188,7 +188,7 @@ def static_quant(
 @op(
     f"graphex::rms_norm_dynamic_quant(Tensor x, Tensor? weight, Tensor? smooth, {NORM}, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale)",
-    kernel="norm_quant.rms_norm_dynamic_quant",
+    kernel="norm.rms_norm_dynamic_quant",
 )
 def rms_norm_dynamic_quant(
     x: Tensor,
@@ -210,7 +210,7 @@ def rms_norm_dynamic_quant(
 @op(
     f"graphex::add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor? weight, Tensor? smooth, {NORM}, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale, Tensor sum)",
-    kernel="norm_quant.add_rms_norm_dynamic_quant",
+    kernel="norm.add_rms_norm_dynamic_quant",
 )
 def add_rms_norm_dynamic_quant(
     x1: Tensor,
@@ -234,7 +234,7 @@ def add_rms_norm_dynamic_quant(
 @op(
     f"graphex::rms_norm_static_quant(Tensor x, Tensor? weight, Tensor scale, Tensor? zero_point, {NORM}, *, {STATIC})"
     " -> Tensor",
-    kernel="norm_quant.rms_norm_static_quant",
+    kernel="norm.rms_norm_static_quant",
 )
 def rms_norm_static_quant(
     x: Tensor,
@@ -258,7 +258,7 @@ def rms_norm_static_quant(
 @op(
     "graphex::add_rms_norm_static_quant(Tensor x1, Tensor x2, Tensor? weight, Tensor scale, Tensor? zero_point,"
     f" {NORM}, *, {STATIC}) -> (Tensor q, Tensor sum)",
-    kernel="norm_quant.add_rms_norm_static_quant",
+    kernel="norm.add_rms_norm_static_quant",
 )
 def add_rms_norm_static_quant(
     x1: Tensor,

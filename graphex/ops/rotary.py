@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import Gradient, op, part
+from graphex.ops.definition import Gradient, check_alike, op, part
+from graphex.ops.norms import sum_of
 from graphex.torch_private.schemas import require
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    require(
-        cos.dtype == sin.dtype and cos.shape == sin.shape,
-        lambda: (
-            f"cos and sin must have one shape and type; they are {cos.dtype} {list(cos.shape)} and "
-            f"{sin.dtype} {list(sin.shape)}"
-        ),
-    )
+    check_alike("cos and sin", cos, sin)
     require(
         x.dim() >= cos.dim() > 0,
         lambda: f"cos with {cos.dim()} dimensions cannot broadcast to x with {x.dim()}",
@@ -55,10 +50,12 @@ def _fake_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False)
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype))
 
 
-def _save_rotary(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.interleaved = inputs
-    ctx.x_dtype = x.dtype
-    ctx.save_for_backward(x if cos.requires_grad or sin.requires_grad else None, cos, sin)
+def _save_rotary(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """For one tensor or several that are rotated by the same angles."""
+    *rotated, cos, sin, ctx.interleaved = inputs
+    ctx.dtypes = [x.dtype for x in rotated]
+    angles = cos.requires_grad or sin.requires_grad
+    ctx.save_for_backward(*(x if angles else None for x in rotated), cos, sin)
 
 
 def rotary_gradient(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -85,14 +82,17 @@ def _angle_gradients(ctx: Any, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor
     return pad(by_cos, padding), pad(by_sin, padding)
 
 
-def _rotary_backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    if grad is None:
-        return None, None, None, None
-    x, cos, sin = ctx.saved_tensors
+def _rotary_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """The gradients of the rotated tensors, then those of cos and sin."""
+    *inputs, cos, sin = ctx.saved_tensors
+    results: list[Tensor | None] = []
     grad_cos = grad_sin = None
-    if x is not None:
-        grad_cos, grad_sin = (g.to(cos.dtype) for g in _angle_gradients(ctx, grad, x, cos, sin))
-    return rotary_gradient(grad, cos, sin, ctx.interleaved).to(ctx.x_dtype), grad_cos, grad_sin, None
+    for grad, x, dtype in zip(grads, inputs, ctx.dtypes, strict=True):
+        results.append(None if grad is None else rotary_gradient(grad, cos, sin, ctx.interleaved).to(dtype))
+        if grad is not None and x is not None:
+            by_cos, by_sin = (g.to(cos.dtype) for g in _angle_gradients(ctx, grad, x, cos, sin))
+            grad_cos, grad_sin = sum_of(grad_cos, by_cos), sum_of(grad_sin, by_sin)
+    return (*results, grad_cos, grad_sin)
 
 
 @op(
@@ -118,30 +118,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).contiguous()
 
 
-def _save_rotary_qk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, cos, sin, ctx.interleaved = inputs
-    ctx.dtypes = q.dtype, k.dtype
-    angles = cos.requires_grad or sin.requires_grad
-    ctx.save_for_backward(q if angles else None, k if angles else None, cos, sin)
-
-
-def _rotary_qk_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    *inputs, cos, sin = ctx.saved_tensors
-    results: list[Tensor | None] = []
-    grad_cos = grad_sin = None
-    for grad, x, dtype in zip(grads, inputs, ctx.dtypes, strict=True):
-        results.append(None if grad is None else rotary_gradient(grad, cos, sin, ctx.interleaved).to(dtype))
-        if grad is not None and x is not None:
-            by_cos, by_sin = (g.to(cos.dtype) for g in _angle_gradients(ctx, grad, x, cos, sin))
-            grad_cos = by_cos if grad_cos is None else grad_cos + by_cos
-            grad_sin = by_sin if grad_sin is None else grad_sin + by_sin
-    return (*results, grad_cos, grad_sin, None)
-
-
 @op(
     "graphex::rotary_qk(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q, Tensor k)",
     title="query and key rotary embedding",
-    gradient=Gradient(_save_rotary_qk, _rotary_qk_backward),
+    gradient=Gradient(_save_rotary, _rotary_backward),
     kernel="rotary.rotary_qk",
 )
 def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -182,13 +162,7 @@ def _write(cache: Tensor, dim: int, positions: Tensor, rows: Tensor) -> None:
     kernel="rotary.rotary_write_",
 )
 def rotary_write_(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    dim: int = -2,
-    interleaved: bool = False,
+    x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, positions: Tensor, dim: int = -2, interleaved: bool = False
 ) -> None:
     """The rotary embedding of a key, written into its cache.
 

@@ -6,8 +6,7 @@
     projections, projection_plans            linear layers of few rows, with the norms and gates around them
     cat                                      the parts of a concatenation are computed where they belong
     updates, input_reinplace, reinplace      inputs, then dead intermediate values, are written in place again
-    rotary_write, rotary_write_proof,
-    rotary_attention                         late rules that need a proven write in place: rotary embedding and cache
+    rotary_write, rotary_attention           late rules that need a proven write in place: rotary embedding and cache
     streams                                  events between streams, deadlocks, branches for a second stream
 
 `graphex.rewrite` says what a pass is; `partition` is the deprecated name of a module there.

@@ -57,9 +57,7 @@ EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
 class RemoveRedundantCopies(GraphPass):
     name = "remove_redundant_copies"
     moves_writes = True  # it takes some away
-
-    def rules(self) -> tuple[str, ...]:
-        return ("cast_back", "cast_through", "self_copy")
+    rule_names = ("cast_back", "cast_through", "self_copy")
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):

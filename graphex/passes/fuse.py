@@ -35,10 +35,7 @@ class FusePatterns(GraphPass):
         return names_of(FUSIONS)
 
     def apply(self, work: Work) -> None:
-        without = work.config.disable_rules
-        rules: list[Any] = [rule for rule in users_rules(work.config) if not rule.joint and rule.name not in without]
-        rules += load_for(work.graph, FUSIONS, without)
-        _apply(work, rules)
+        _apply(work, [*rules_in_use(work), *load_for(work.graph, FUSIONS, work.config.disable_rules)])
 
 
 class FuseJointPatterns(GraphPass):
@@ -52,18 +49,39 @@ class FuseJointPatterns(GraphPass):
         return super().enabled(config) and any(rule.joint for rule in users_rules(config))
 
     def apply(self, work: Work) -> None:
-        without = work.config.disable_rules
-        _apply(work, [rule for rule in users_rules(work.config) if rule.joint and rule.name not in without])
+        _apply(work, rules_in_use(work, joint=True))
 
 
-class LiftIdioms(GraphPass):
-    """Plain PyTorch idioms become named ops, where their device has a kernel for these."""
+def rules_in_use(work: Work, joint: bool = False) -> list[Any]:
+    """A user's rules about graphs of one kind, without those that are switched off."""
+    return [rule for rule in users_rules(work.config) if rule.joint == joint and work.allows(rule.name)]
 
-    name = "lift_idioms"
+
+class IdiomPass(GraphPass):
+    """A pass to ops of graphex, which have kernels on some devices: `lift_idioms` switches it."""
+
     option = "pattern_fusion_pass"
 
     def enabled(self, config: CompilerConfig) -> bool:
         return super().enabled(config) and config.lift_idioms != "never"
+
+
+def pays(work: Work, op: str, node: Node) -> bool:
+    """Whether an op of graphex in the place of `node` is faster than PyTorch's, or wanted all the same."""
+    return work.config.lift_idioms == "always" or has_kernel(f"graphex::{op}", device_of(node))
+
+
+def device_of(node: Node) -> torch.device:
+    """The device of a node's result, or of the first of several."""
+    value = node.meta["val"]
+    device: torch.device = (value[0] if isinstance(value, (list, tuple)) else value).device
+    return device
+
+
+class LiftIdioms(IdiomPass):
+    """Plain PyTorch idioms become named ops, where their device has a kernel for these."""
+
+    name = "lift_idioms"
 
     def rules(self) -> tuple[str, ...]:
         return names_of(LIFTS)
@@ -108,15 +126,14 @@ class Decided:
         return {_KEY: self}
 
 
-class LiftAttention(GraphPass):
+class LiftAttention(IdiomPass):
     """Say which calls of attention were lifted, and why others were not."""
 
     name = "lift_attention"
-    option = "pattern_fusion_pass"
     rule = "lift_attention"
 
     def enabled(self, config: CompilerConfig) -> bool:
-        return super().enabled(config) and config.lift_idioms != "never" and self.rule not in config.disable_rules
+        return super().enabled(config) and self.rule not in config.disable_rules
 
     def concerns(self, graph: Graph) -> bool:
         return any(_note(node) is not None for node in graph.nodes)

@@ -129,7 +129,7 @@ def _all_alike(left: Any, right: Any) -> bool:
 # remain replace the wrappers.
 
 
-RULE = "write_argument_in_place"
+INPUT, ARGUMENT = "write_input_in_place", "write_argument_in_place"
 
 
 def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
@@ -139,16 +139,16 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
     if not wrapped or mode is None:
         return
     for node in wrapped:
-        if node.target is WRAPPER and work.config.inplace_pass and work.allows(RULE):
+        if node.target is WRAPPER and work.config.inplace_pass and work.allows(ARGUMENT):
             for base in written_bases(node):
                 if not isinstance(base, Node) or not _is_unread(work, node, base):
                     continue
                 if use := work.aliases.in_use.why(base, node):
                     refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
-                    work.refuse(node, refusal, rule=RULE, bytes_moved=2 * bytes_of(base))
+                    work.refuse(node, refusal, rule=ARGUMENT, bytes_moved=2 * bytes_of(base))
                 else:
                     write_directly(node, base)
-                    work.rewired(node, rule=RULE, because=f"'{base.name}' is not read after this")
+                    work.rewired(node, rule=ARGUMENT, because=f"'{base.name}' is not read after this")
     known = set(work.graph.nodes)
     with PassWatch(work.gm) as watch:
         unwrap(work.graph, mode)
@@ -196,17 +196,13 @@ _ATTEMPTS = 8  # at taking a chain apart, each time with one more scatter left w
 class RestoreInputWrites(GraphPass):
     name = "restore_input_writes"
     option = "input_inplace_pass"
-    rule = "write_input_in_place"
     moves_writes = True
-
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule, RULE, reinplace.RULE)
+    rule_names = (INPUT, ARGUMENT, reinplace.VARIANT)
 
     def apply(self, work: Work) -> None:
-        for node in list(work.graph.nodes):
-            if work.allows(self.rule):
+        if work.allows(INPUT):
+            for node in list(work.graph.nodes):
                 self._restore(work, node)
-        if work.allows(self.rule):
             move_copies_up(work)
         reinplace.call_marked_variants(work)
         unwrap_mutable_ops(work, self.name)
@@ -218,12 +214,12 @@ class RestoreInputWrites(GraphPass):
             return
         chain, refusal, layouts = found
         if refusal is not None:
-            work.refuse(refusal.node or epilogue, refusal, rule=self.rule, bytes_moved=_bytes_moved(chain))
+            work.refuse(refusal.node or epilogue, refusal, rule=INPUT, bytes_moved=_bytes_moved(chain))
             return
         names = ", ".join(f"'{step.name}'" for step in chain.steps)
         because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
         proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
-        work.rewired(chain.steps[-1], rule=self.rule, because=because, certificate=proof)
+        work.rewired(chain.steps[-1], rule=INPUT, because=because, certificate=proof)
         _write_in_place(work, chain, layouts)
 
     def _name_what_is_unknown(self, work: Work, node: Node) -> None:
@@ -235,7 +231,7 @@ class RestoreInputWrites(GraphPass):
             return
         if value.args and value.args[0] is target and has_unproven_variant(value.target):
             reason = f"'{value.target}' is not known to give the same bits in place"
-            work.refuse(value, reason, rule=self.rule, bytes_moved=4 * bytes_of(target))
+            work.refuse(value, reason, rule=INPUT, bytes_moved=4 * bytes_of(target))
 
 
 def _bytes_moved(chain: Chain) -> int:
@@ -249,7 +245,7 @@ def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layout
     Where the inside of a scatter is in the way, the scatter is tried as a whole: its content is computed elsewhere and
     copied into the window.
     """
-    declared = work.allows(reinplace.RULE)
+    declared = work.allows(reinplace.VARIANT)
     first: tuple[Chain, Refusal | None, Layouts] | None = None
     whole: set[Node] = set()
     for _ in range(_ATTEMPTS):

@@ -32,7 +32,7 @@ from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import known_contiguous
 from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
-from graphex.ops import has_kernel
+from graphex.passes.fuse import device_of, pays
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.motion import Motion, Read, can_stand_before, elsewhere, used_by, where
 
@@ -380,10 +380,9 @@ class Planner:
         return Refusal(f"your rule '{self.claimed[node]}' takes it", node) if node in self.claimed else None
 
     def _no_kernel(self, rule: str, node: Node) -> Refusal | None:
-        device, op = _device(node), f"graphex::{rule}"
-        if self.work.config.lift_idioms == "always" or has_kernel(op, device):
+        if pays(self.work, rule, node):
             return None
-        return Refusal(f"'{op}' has no kernel on {device.type}", node)
+        return Refusal(f"'graphex::{rule}' has no kernel on {device_of(node).type}", node)
 
     def _refused(self, rule: str, *answers: Refusal | None) -> bool:
         """Whether one of the answers is a refusal; the first is written down."""
@@ -404,9 +403,3 @@ def _added_to(linear: Linear) -> Residual | None:
             if len(others) == 1 and isinstance(others[0], Node) and isinstance(others[0].meta.get("val"), Tensor):
                 return Residual(add, others[0], result)
     return None
-
-
-def _device(node: Node) -> torch.device:
-    value = node.meta["val"]
-    device: torch.device = (value[0] if isinstance(value, (list, tuple)) else value).device
-    return device

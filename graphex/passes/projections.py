@@ -31,10 +31,8 @@ from torch.fx import Graph, Node, map_arg
 from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.analysis.effects import node_leaves
 from graphex.analysis.graphs import arguments
-from graphex.config import CompilerConfig
-from graphex.fusion.registry import users_rules
 from graphex.fusion.tracing import fresh, key_of
-from graphex.ops import has_kernel
+from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
 from graphex.passes.projection_plans import (
     GATED,
     LINEARS,
@@ -47,7 +45,7 @@ from graphex.passes.projection_plans import (
     linear_at,
 )
 from graphex.records import RuleTried
-from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.rewrite.motion import bring_before, elsewhere, used_by
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
@@ -55,15 +53,9 @@ from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 aten, ops = torch.ops.aten, torch.ops.graphex
 
 
-class FoldProjections(GraphPass):
+class FoldProjections(IdiomPass):
     name = "fold_projections"
-    option = "pattern_fusion_pass"
-
-    def enabled(self, config: CompilerConfig) -> bool:
-        return super().enabled(config) and config.lift_idioms != "never"
-
-    def rules(self) -> tuple[str, ...]:
-        return (LINEARS, NORM, GATED, RESIDUAL)
+    rule_names = (LINEARS, NORM, GATED, RESIDUAL)
 
     def concerns(self, graph: Graph) -> bool:
         return any(linear_at(node) is not None for node in graph.nodes)
@@ -92,15 +84,13 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     """Why no layer of the graph is taken; empty if there is no such reason."""
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
-    devices = {linear.node.meta["val"].device for linear in linears}
-    if work.config.lift_idioms == "always" or any(has_kernel(f"graphex::{LINEARS}", device) for device in devices):
+    if any(pays(work, LINEARS, linear.node) for linear in linears):
         return ""
     return "no kernels for few rows on this device"
 
 
 def _claimed(work: Work) -> dict[Node, str]:
-    without = work.config.disable_rules
-    rules: list[Any] = [rule for rule in users_rules(work.config) if not rule.joint and rule.name not in without]
+    rules = rules_in_use(work)
     if not rules:
         return {}
     from graphex.fusion.matching import claimed_by  # loads the matcher
@@ -271,15 +261,9 @@ _WITH_GATE: dict[Any, Any] = {
 _ACTIVATIONS = (ops.silu_mul.default, ops.silu_mul_linears.default)
 
 
-class FoldGates(GraphPass):
+class FoldGates(IdiomPass):
     name = "fold_gates"
-    option = "pattern_fusion_pass"
-
-    def enabled(self, config: CompilerConfig) -> bool:
-        return super().enabled(config) and config.lift_idioms != "never"
-
-    def rules(self) -> tuple[str, ...]:
-        return (GATE,)
+    rule = GATE
 
     def concerns(self, graph: Graph) -> bool:
         return any(node.target in _WITH_GATE for node in graph.nodes)
@@ -301,7 +285,7 @@ class FoldGates(GraphPass):
             else:
                 work.refuse(node, refusal, rule=GATE)
         if candidates:
-            work.note(lambda graph, name: RuleTried(graph, name, GATE, matches, candidates))
+            _count(work, GATE, matches, candidates)
 
 
 def _layers_before(node: Node) -> Node | None:
@@ -329,9 +313,8 @@ def _why_no_gate(work: Work, node: Node, layers: Node) -> Refusal | None:
         return Refusal(f"'{node.name}' reads the gate or what it lets through once more", node)
     if (apart := elsewhere(layers, node)) is not None:
         return apart
-    device = layers.meta["val"][0].device
-    if work.config.lift_idioms != "always" and not has_kernel(f"graphex::{GATE}", device):
-        return Refusal(f"'graphex::{GATE}' has no kernel on {device.type}", node)
+    if not pays(work, GATE, layers):
+        return Refusal(f"'graphex::{GATE}' has no kernel on {device_of(layers).type}", node)
     return None
 
 

@@ -30,7 +30,7 @@ from graphex.analysis.memory import bytes_of, why_not_reusable
 from graphex.analysis.shapes import known_contiguous
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
 
-RULE = "call_inplace_twin"
+COMPUTE, VARIANT = "compute_in_place", "call_inplace_twin"
 
 _DIRECT = "graphex_written_directly"
 
@@ -90,7 +90,7 @@ def call_marked_variants(work: Work) -> None:
             continue
         variant = declared_variant(call.target)
         assert variant is not None
-        work.rewired(call, rule=RULE, because="an input that it updates is written where it is")
+        work.rewired(call, rule=VARIANT, because="an input that it updates is written where it is")
         for place in range(len(variant.written)):
             if place not in direct and work.config.inplace_pass and _why_not_dead(work, call, variant, place) is None:
                 _certify(work, call, variant, place)
@@ -109,7 +109,7 @@ def reuse_dead_arguments(work: Work, call: Node) -> None:
         refusal = next((each for each in refusals if each is not None), None)
     if refusal is not None:
         moved = sum(bytes_of(value) for value in variant.written_values(call) if isinstance(value, Node))
-        work.refuse(call, refusal, rule=RULE, bytes_moved=2 * moved)
+        work.refuse(call, refusal, rule=VARIANT, bytes_moved=2 * moved)
         return
     for place in places:
         _certify(work, call, variant, place)
@@ -125,7 +125,7 @@ def _why_not_dead(work: Work, call: Node, variant: DeclaredVariant, place: int) 
 def _certify(work: Work, call: Node, variant: DeclaredVariant, place: int) -> None:
     dead = variant.written_values(call)[place]
     proof = work.certificate(dead, call, bytes_of(dead))
-    work.rewired(call, rule=RULE, because=f"'{dead.name}' is not read after this", certificate=proof)
+    work.rewired(call, rule=VARIANT, because=f"'{dead.name}' is not read after this", certificate=proof)
 
 
 def _call_variant(work: Work, call: Node, variant: DeclaredVariant, direct: set[int]) -> None:
@@ -197,19 +197,16 @@ def _index(getitem: Node, variant: DeclaredVariant) -> int:
 class ReuseDeadMemory(GraphPass):
     name = "reuse_dead_memory"
     option = "inplace_pass"
-    rule = "compute_in_place"
     moves_writes = True
-
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule, RULE)
+    rule_names = (COMPUTE, VARIANT)
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
             if node.op != "call_function" or is_random(node):
                 continue
-            if declared_variant(node.target) is not None and work.allows(RULE):
+            if declared_variant(node.target) is not None and work.allows(VARIANT):
                 reuse_dead_arguments(work, node)
-            elif work.allows(self.rule):
+            elif work.allows(COMPUTE):
                 self._reuse_first_argument(work, node)
 
     def _reuse_first_argument(self, work: Work, node: Node) -> None:
@@ -219,10 +216,10 @@ class ReuseDeadMemory(GraphPass):
         dead = node.args[0]
         refusal = why_not_reusable(work.aliases, work.order, node, dead, node.meta.get("val"), node)
         if refusal is not None and not refusal.expected:
-            work.refuse(node, refusal, rule=self.rule, bytes_moved=bytes_of(node))
+            work.refuse(node, refusal, rule=COMPUTE, bytes_moved=bytes_of(node))
         if refusal is None:
             proof = work.certificate(dead, node, bytes_of(node))
             work.aliases.join(node, dead)
             node.target = variant
             node.meta["val"] = dead.meta["val"]
-            work.rewired(node, rule=self.rule, because=f"'{dead.name}' is not read after this", certificate=proof)
+            work.rewired(node, rule=COMPUTE, because=f"'{dead.name}' is not read after this", certificate=proof)

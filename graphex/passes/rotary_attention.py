@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import canonical_dim
-from graphex.ops import has_kernel
+from graphex.passes.fuse import pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
@@ -41,7 +41,8 @@ class JoinRotaryAndAttention(GraphPass):
     def apply(self, work: Work) -> None:
         if not work.allows(self.rule):
             return
-        found = [site for node in work.graph.nodes if (site := _site(node)) is not None and _is_worth_it(work, node)]
+        sites = filter(None, map(_site, work.graph.nodes))
+        found = [site for site in sites if pays(work, "rotary_attention_", site.attention)]
         motion = Motion(work)
         made = 0
         for site in found:
@@ -114,11 +115,6 @@ def _site(node: Node) -> Site | None:
 
 def _arguments(node: Node) -> tuple[Any, ...]:
     return tuple(arguments(node).values())
-
-
-def _is_worth_it(work: Work, node: Node) -> bool:
-    device = node.meta["val"].device
-    return work.config.lift_idioms == "always" or has_kernel("graphex::rotary_attention_", device)
 
 
 class _Proof:

@@ -37,7 +37,7 @@ from graphex.analysis.memory import bytes_of
 from graphex.analysis.races import Done, Walk, deadlock_risks, needing, racing, unordered
 from graphex.analysis.source import node_line, stream_name
 from graphex.device import device_of
-from graphex.device.base import OUTSIDE, PLAN, Outside, StreamPlan
+from graphex.device.base import EXTERNAL_EVENTS, PLAN, ExternalEvents, StreamPlan
 from graphex.errors import StreamError, warn_user
 from graphex.ops.scope import PRIORITY
 from graphex.passes.place import relink
@@ -161,8 +161,8 @@ class _Schedule(AddingEvents):
             if PRIORITY in custom and label in priorities:
                 priorities[label] = custom[PRIORITY]
         output = self.graph.output_node()
-        outside = output.meta.get(OUTSIDE, Outside())
-        output.meta[PLAN] = StreamPlan(priorities, outside, external_numbers(priorities))
+        events = output.meta.get(EXTERNAL_EVENTS, ExternalEvents())
+        output.meta[PLAN] = StreamPlan(priorities, events, external_numbers(priorities))
         names = {stream: tuple(nodes) for stream, nodes in placed.items()}
         added = len(self.names) - self.users
         self.work.note(lambda graph, _: StreamsScheduled(graph, names, self.users, added))

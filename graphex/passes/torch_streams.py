@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import placement
 from graphex.analysis.effects import CURRENT, control_body, operator_of, synchronisation
-from graphex.device.base import OUTSIDE, Outside
+from graphex.device.base import EXTERNAL_EVENTS, ExternalEvents
 from graphex.rewrite.base import Work
 
 STREAM = "torch stream "
@@ -132,4 +132,4 @@ def lower_torch_events(work: Work, writer: Writer) -> None:
         work.graph.erase_node(node)
         work.changes += 1
     if recorded or awaited:
-        work.graph.output_node().meta[OUTSIDE] = Outside(tuple(recorded), tuple(sorted(awaited)))
+        work.graph.output_node().meta[EXTERNAL_EVENTS] = ExternalEvents(tuple(recorded), tuple(sorted(awaited)))

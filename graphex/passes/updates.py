@@ -127,14 +127,13 @@ class Chain:
 def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain | None:
     """The updates that lead from an input to the value that is copied over it; None if this is no such copy.
 
-    Scatters in `whole` are taken as one write, whatever their content was made of. `declared` twins count as updates
-    if asked for.
+    Scatters in `whole` are taken as one write, whatever their content was made of. With `declared`, ops that have a
+    declared in-place variant count as updates too.
     """
-    if node.op != "call_function" or node.target is not aten.copy_.default or len(node.args) < 2:
+    if not is_copy_over_input(node):
         return None
-    target, value = node.args[0], node.args[1]
-    if not isinstance(target, Node) or target.op not in ("placeholder", "get_attr"):
-        return None
+    target, value = node.args[:2]
+    assert isinstance(target, Node)
     found = _trace(value, lambda each: each is target, whole, declared)
     return Chain(target, tuple(found[0]), node) if found is not None and found[0] else None
 

@@ -140,6 +140,7 @@ class GraphPass(ABC):
     name: str
     option: ClassVar[str | None] = None
     rule: ClassVar[str] = ""  # for a pass that has one
+    rule_names: ClassVar[tuple[str, ...]] = ()  # for a pass that has several
     stage: str = ""
     preserves_results: bool = True
     moves_writes: ClassVar[bool] = False  # writes to memory are this pass's subject: they may end up elsewhere
@@ -156,7 +157,7 @@ class GraphPass(ABC):
 
     def rules(self) -> tuple[str, ...]:
         """The names of the rules this pass applies, for `disable_rules`."""
-        return (self.rule,) if self.rule else ()
+        return (self.rule,) if self.rule else self.rule_names
 
     @abstractmethod
     def apply(self, work: Work) -> None: ...

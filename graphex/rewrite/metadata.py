@@ -12,6 +12,7 @@ every value, those of the placeholders too). After it has run:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -223,9 +224,7 @@ def evaluate(gm: GraphModule, node: Node, mode: FakeTensorMode, instead: Mapping
 
 
 def _fake_attribute(gm: GraphModule, target: str, mode: FakeTensorMode) -> Any:
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
+    value = attrgetter(target)(gm)
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 

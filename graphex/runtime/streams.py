@@ -32,7 +32,7 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.dependencies import keep_epochs
 from graphex.analysis.effects import does_nothing, is_work, operator_of, placed_events
 from graphex.device import Device
-from graphex.device.base import Outside, StreamPlan, stream_plan
+from graphex.device.base import ExternalEvents, StreamPlan, stream_plan
 from graphex.passes.streams import AddingEvents
 from graphex.runtime.codegen import PART
 from graphex.runtime.program import Program
@@ -42,7 +42,7 @@ from graphex.torch_private.dynamo import external_object
 class ExternalStreams(Program):
     """A program that is ordered with streams and events of the user's."""
 
-    def __init__(self, program: Program, streams: Sequence[int], events: Outside, device: Device) -> None:
+    def __init__(self, program: Program, streams: Sequence[int], events: ExternalEvents, device: Device) -> None:
         """`streams` are torch's numbers for them."""
         super().__init__(program.written)
         self._program, self._streams, self._events, self._device = program, streams, events, device
@@ -51,7 +51,7 @@ class ExternalStreams(Program):
     @staticmethod
     def around(program: Program, plan: StreamPlan, device: Device, *, events: bool) -> Program:
         """`program` itself if its graph has no streams and events of the user's."""
-        external = plan.outside if events else Outside()
+        external = plan.events if events else ExternalEvents()
         if not (plan.external or external.recorded or external.awaited):
             return program
         return ExternalStreams(program, plan.external, external, device)

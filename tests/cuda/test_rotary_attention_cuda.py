@@ -9,7 +9,7 @@ import torch
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from graphex.kernels import attention, rotary_attention, tuning
+from graphex.kernels import attention, tuning
 from graphex.kernels.attention import KIND, tiles
 from graphex.ops import declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS
@@ -30,7 +30,6 @@ def unmeasured(monkeypatch):
     """What is measured is tested by itself."""
     monkeypatch.setenv("GRAPHEX_TUNING", "off")
     monkeypatch.setattr(attention, "_PREPARED", {})
-    monkeypatch.setattr(rotary_attention, "_PREPARED", {})
 
 
 def random_step(draw: random.Random) -> dict[str, object]:

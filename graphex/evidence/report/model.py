@@ -50,8 +50,10 @@ Data = dict[str, Any]
 def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | None = None, **facts: Any) -> Data:
     """Everything the page shows; `compile_id` narrows it to the graphs of one compilation."""
     files: dict[str, set[int]] = {}
-    graphs, general, spent = [], [], CompileTime()
-    graphs, general, breaks = [], [], []
+    graphs: list[Data] = []
+    general: list[Data] = []
+    breaks: list[Data] = []
+    spent = CompileTime()
     for journal in journals:
         history = journal.history or GraphHistory()
         for graph in _all_graphs(journal, history):

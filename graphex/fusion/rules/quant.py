@@ -25,18 +25,13 @@ from torch import Tensor
 
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import example, floating, rule, tensor
+from graphex.ops.quant import ranged
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import Match
 
 ops = torch.ops.graphex
 
 INT8, FLOAT8 = torch.int8, torch.float8_e4m3fn
-
-
-def _converted(v: Tensor, quant_min: float, quant_max: float, dtype: torch.dtype) -> Tensor:
-    if not dtype.is_floating_point:
-        v = v.round()
-    return v.clamp(quant_min, quant_max).to(dtype)
 
 
 def _own(x: Tensor) -> torch.dtype | None:
@@ -76,7 +71,7 @@ def _dynamic(
     if written.floor == "scale":
         scale = scale.clamp(min=least)
     v = z / scale if written.mode == "divide" else z * (1.0 / scale)
-    return _converted(v, quant_min, quant_max, written.dtype), scale
+    return ranged(v, quant_min, quant_max, written.dtype), scale
 
 
 def _largest(z: Tensor, reduction: str) -> Tensor:
@@ -145,7 +140,7 @@ def _static(
         v = (v.round() if written.zero_point == "after" else v) + zero
     if written.zero_point == "after":
         return v.clamp(quant_min, quant_max).to(written.dtype)
-    return _converted(v, quant_min, quant_max, written.dtype)
+    return ranged(v, quant_min, quant_max, written.dtype)
 
 
 def _lifted_static(

@@ -30,7 +30,6 @@ POINTERS = {
 
 MODULES = {
     "norm": ("norm", "norm_kernel"),
-    "norm_quant": ("norm", "norm_kernel"),
     "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
     "gated": ("gated", "silu_mul_kernel"),
     "embedding": ("embedding", "embedding_kernel"),

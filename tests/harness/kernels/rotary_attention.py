@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention import Job, Tile
+from graphex.kernels.attention import Job, Step, Tile
 from graphex.kernels.launch import launch
-from graphex.kernels.rotary_attention import Step
 from graphex.ops.definition import SPECS
 from tests.harness.kernels.attention import assert_right, mask_of, tensor
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
-from graphex.kernels import rotary_attention
+from graphex.kernels import attention
 from graphex.kernels.attention import Library, Tile
 from graphex.kernels.launch import NO_ROOM
 from graphex.ops.definition import Declined
@@ -27,7 +27,7 @@ def through_the_op(of):
 
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch):
-    monkeypatch.setattr(rotary_attention, "_PREPARED", {})
+    monkeypatch.setattr(attention, "_PREPARED", {})
 
 
 @FEW
@@ -139,7 +139,7 @@ def test_every_layout_through_the_op():
 
 
 def test_where_torchs_attention_is_faster_the_two_ops_run(monkeypatch):
-    monkeypatch.setattr(rotary_attention, "chosen_config", lambda job: (Library(), True))
+    monkeypatch.setattr(attention, "chosen_config", lambda job: (Library(), True))
     check(through_the_op, step(group=2, heads=2, mask="prefix"))
 
 
@@ -197,7 +197,7 @@ def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     def no_room(*_):
         raise OutOfResources(300_000, 100_000, "shared memory")
 
-    monkeypatch.setattr(rotary_attention, "_prepare", lambda of: (no_room, True))
+    monkeypatch.setattr(attention, "_prepare_step", lambda of: (no_room, True))
     of = step()
     before = of.keys.clone()
     for _ in range(2):
