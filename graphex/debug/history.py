@@ -25,6 +25,7 @@ from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
 from graphex.config import CompilerConfig, options_of
 from graphex.ops import SPECS, has_kernel
+from graphex.regions.region import Region
 from graphex.torch_private.dynamo import TorchDispatchMode
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of, pytree, unset_fake_temporarily
 
@@ -75,9 +76,16 @@ def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
         event=None if sync is None else (sync.kind, str(sync.what)),
         memory=tuple(sorted({owner.name for owner, _ in aliases.storages(node)})),
         origins=origins(node),
-        computes=ops_of_reference(node) if by_reference else int(works),
+        computes=ops_of_reference(node) if by_reference else _launches(node) if works else 0,
         by_reference=by_reference,
     )
+
+
+def _launches(node: Node) -> int:
+    """One op, or as many as a compiled region launches."""
+    owner = node.graph.owning_module
+    region = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    return region.launches if isinstance(region, Region) else 1
 
 
 def module_of(node: Node) -> tuple[tuple[str, str], ...]:

@@ -187,6 +187,17 @@ def _kernels(journal: Journal) -> Iterator[Any]:
     return _table("kernels", ("op", "times", "on", "runs", "chosen", "us", "measured against"), rows)
 
 
+def _regions(journal: Journal) -> Iterator[Any]:
+    rows = []
+    for each in journal.regions:
+        times = (each.seconds_compiled, each.seconds_single)
+        against = " / ".join(f"{seconds * 1e6:.0f}" for seconds in times) if any(times) else ""
+        counts = (str(each.calls), str(each.fused_ops), str(len(each.kernels)))
+        rows.append((each.graph, each.region or "-", each.status, *counts, f"{each.seconds:.1f}", against))
+    columns = ("graph", "region", "status", "ops", "fused", "kernels", "s", "us compiled / single")
+    return _table("regions", columns, rows)
+
+
 def _memory(journal: Journal) -> Iterator[Any]:
     rows = []
     for record in journal.memory:
@@ -247,6 +258,7 @@ _TABLES = (
     _streams,
     _auto_streams,
     _deadlocks,
+    _regions,
     _kernels,
     _memory,
     _running,

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphex.analysis.effects import is_kernel
 from graphex.errors import one_line
 from graphex.regions.compiler import Boxed, RegionCode
+from graphex.regions.members import is_generated
 from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
 
 Symbols = dict[Any, int]
@@ -35,6 +37,12 @@ class Region(torch.nn.Module):
         self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
         self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
         self._run: Boxed = self._first_call
+
+    @property
+    def launches(self) -> int:
+        """How many kernels it launches: those that Inductor wrote, and the ops that it calls as they are."""
+        called = sum(is_kernel(node) and not is_generated(node) for node in self.body.graph.nodes)
+        return len(self.code.kernels) + called
 
     def forward(self, *args: Any) -> Any:
         return self._run(list(args))

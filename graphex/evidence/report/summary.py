@@ -33,7 +33,10 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
         rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
         return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
     now = as_they_run(graphs)
-    parts = [(_origins, graphs), *((part, now) for part in (_ops, _fusions, _remarks, _input_updates, _memory))]
+    parts = [
+        (_origins, graphs),
+        *((part, now) for part in (_ops, _regions, _fusions, _remarks, _input_updates, _memory)),
+    ]
     parts += [(_running, graphs), (_verdicts, graphs)]
     first = [sentence for part, about in parts for sentence in part(about)]
     return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
@@ -67,7 +70,9 @@ def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False, preview
     taken = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
     nodes = [graph["nodes"][place] for graph, snapshot in taken for place in snapshot]
     return sum(
-        min(node["computes"], 1) if preview or (given and node["target"].startswith("graphex.")) else node["computes"]
+        min(node["computes"], 1)
+        if (preview and "by_reference" in node) or (given and node["target"].startswith("graphex."))
+        else node["computes"]
         for node in nodes
     )
 
@@ -297,11 +302,37 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
         yield _sentence("bad", f"{each['what']}: {each['reason']}.")
 
 
+def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """What runs in regions that Inductor compiled, and the ops that stay outside for a reason."""
+    used = [each for each in _records(graphs, "region") if each["region"]]
+    if used:
+        calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
+        seconds = sum(each["seconds"] for each in used)
+        different = "" if made == len(used) else f", {made} of them different"
+        where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
+        yield _sentence("good", f"{calls} ops run in {where}; compiling took {seconds:.1f} s.")
+    for each in _records(graphs, "region border") if used else ():
+        times = f"{each['op']}" if each["count"] == 1 else f"{each['op']} and {each['count'] - 1} more"
+        yield _sentence("plain", f"Outside of regions: {times}, because {each['reason']}.")
+
+
+def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [each for graph in graphs for each in graph["more"] if each["kind"] == kind]
+
+
+_ROUNDING = 1e-3  # the most that compiled regions may round differently from eager
+
+
 def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
     """The differences from eager that `explain` found, and the values it could not compare."""
     facts = data.get("facts") or {}
+    rounded = bool(_records(data["graphs"], "region")) and 0 < facts.get("worst_difference", 0) < _ROUNDING
     for title, found, tone in (
-        ("Different from eager", facts.get("differences", ()), "bad"),
+        (
+            "Rounded differently from eager" if rounded else "Different from eager",
+            facts.get("differences", ()),
+            "plain" if rounded else "bad",
+        ),
         (
             "Not compared with eager",
             [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())],
