@@ -169,7 +169,7 @@ def _is_number(value: Any) -> bool:
 #     x.transpose(0, 1)   rows move with their dimension
 #     mm(x, w)            rows of the left matrix, columns of the right one
 #
-# `rows` has the proof that asks them. An op that is not in the table is not known to treat rows separately.
+# `Rows` asks them. An op that is not in the table is not known to treat rows separately.
 
 
 aten = torch.ops.aten

@@ -54,10 +54,11 @@ def run(device: str | None, script: Path, arguments: tuple[str, ...]) -> None:
         click.echo(f"note: {misplaced} stands after {script.name}, so the script gets it.", err=True)
     if device is not None:
         os.environ["GRAPHEX_NPU"] = device  # processes that the script starts get it too
+    import graphex
+
+    graphex.define()  # first: once torch_npu is served, its ops are taken for those of the real one
     try:
         import graphex.ascend
-
-        graphex.define()
     except InputError as error:
         raise click.ClickException(str(error)) from error
     try:

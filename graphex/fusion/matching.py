@@ -346,7 +346,7 @@ def _first_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
 
 
-# What the user's own rules would fuse: passes of ours that run before them leave it alone
+# -- what the user's own rules would fuse: passes of ours that run before them leave it alone --------------------------
 
 
 def claimed_by(work: Work, rules: Iterable[Rule]) -> dict[Node, str]:

@@ -55,7 +55,7 @@ def show(value: Any) -> str:
     return f"'{value.name}'" if isinstance(value, Node) else repr(value)
 
 
-# Where and why matches end
+# -- where and why matches end -----------------------------------------------------------------------------------------
 
 
 Words = Callable[[], str]

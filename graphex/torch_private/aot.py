@@ -172,7 +172,7 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
     }
 
 
-# Tracing a function to an ATen graph: forward alone, or forward and backward together
+# -- tracing a function to an ATen graph: forward alone, or forward and backward together ------------------------------
 
 
 _NO_RULES = "rules given as functions match nothing"

@@ -66,7 +66,8 @@ __all__ = [
 ]
 
 
-# Logs, traces, profiles and modes: structured-trace artifacts, and whether somebody is looking at calls of torch
+# -- logs, traces, profiles and modes ----------------------------------------------------------------------------------
+# Structured-trace artifacts, and whether a mode or a profiler sees the calls of torch.
 
 
 if TYPE_CHECKING:
@@ -403,7 +404,8 @@ def _context_in_closure(compiled: object) -> object | None:
     return None
 
 
-# Streams and events of model code: torch's ops for them, and the objects behind the numbers in these ops
+# -- streams and events of model code ----------------------------------------------------------------------------------
+# torch's ops for them, and the objects behind the numbers in these ops.
 
 
 _NO_STREAMS = "streams and events made in model code are not known"
@@ -438,7 +440,7 @@ def is_object_lookup(target: object) -> bool:
     return _fetch is not None and target is _fetch
 
 
-# DistributedDataParallel: calls whose gradients are not accumulated
+# -- DistributedDataParallel: calls whose gradients are not accumulated ------------------------------------------------
 
 
 _UNTOUCHED = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")

@@ -99,7 +99,7 @@ def _sentence(path: str) -> str:
     return f"torch {torch.__version__} has no {path}"
 
 
-# Replacing a function of torch
+# -- replacing a function of torch -------------------------------------------------------------------------------------
 
 
 _replacing = threading.Lock()
@@ -143,7 +143,7 @@ def replaced_in_this_thread(module: Any, name: str, substitute: Callable[..., An
                     setattr(module, name, replaced.original)
 
 
-# The versions of torch that graphex was tried with, and what is different on each
+# -- the versions of torch that graphex was tried with, and what is different on each ----------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ TRIED = (
 """From the oldest, which is the oldest that graphex works with, to the newest."""
 
 
-def is_too_old(version: str = "") -> bool:
-    return _minor(version or torch.__version__) < _minor(TRIED[0].version)
+def is_too_old() -> bool:
+    return _minor(torch.__version__) < _minor(TRIED[0].version)
 
 
-def is_newer_than_tried(version: str = "") -> bool:
+def is_newer_than_tried() -> bool:
     """Whether torch is of a later minor version: a patch release keeps torch's private names."""
-    return _minor(version or torch.__version__) > _minor(TRIED[-1].version)
+    return _minor(torch.__version__) > _minor(TRIED[-1].version)
 
 
 def _minor(version: str) -> tuple[int, ...]:

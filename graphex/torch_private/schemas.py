@@ -42,7 +42,7 @@ def overload_of(given: Any) -> torch._ops.OpOverload | None:
     return given if isinstance(given, torch._ops.OpOverload) else None
 
 
-# Conditions on the arguments of an op, which torch can also hold against symbolic sizes
+# -- conditions on the arguments of an op, which torch can also hold against symbolic sizes ----------------------------
 
 
 Check = Callable[..., None]
@@ -60,7 +60,7 @@ require: Check = private("torch._check", _raising(RuntimeError))
 require_implemented: Check = private("torch._check_not_implemented", _raising(NotImplementedError))
 
 
-# The ways into a kernel that cost less than calling its OpOverload
+# -- the ways into a kernel that cost less than calling its OpOverload -------------------------------------------------
 
 
 _BY_OVERLOAD = "generated code calls OpOverloads, which costs the host more"

@@ -180,7 +180,7 @@ def multiple_of(size: Any, symbol: Any) -> int | None:
     return int(ratio) if ratio.is_Integer and ratio > 0 else None
 
 
-# Nested containers, and tensors that are made of others, taken apart the way torch does it
+# -- nested containers, and tensors that are made of others, taken apart the way torch does it -------------------------
 
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ _ROW_BYTES = 32
 Results = tuple[Tensor, ...]
 
 
-# Dynamic quantisation
+# -- dynamic quantisation ----------------------------------------------------------------------------------------------
 
 
 def _dynamic(x1: Tensor, x2: Tensor, gamma: Tensor, smooth: Tensor | None, eps: float, flattened: bool) -> Results:
@@ -61,7 +61,7 @@ def _dynamic_rule(name: str, *, smoothed: bool, flattened: bool) -> Rule:
     return rule(name, _dynamic, _fused_dynamic, _examples, all_of(_HALVES), fixed=fixed, origin="default")
 
 
-# Cast
+# -- cast --------------------------------------------------------------------------------------------------------------
 
 
 def _cast(x1: Tensor, x2: Tensor, gamma: Tensor, eps: float, flattened: bool) -> Results:
@@ -82,7 +82,7 @@ def _cast_rule(name: str, *, flattened: bool) -> Rule:
     return rule(name, _cast, _fused_cast, _examples, all_of(_HALVES), fixed={"flattened": flattened}, origin="default")
 
 
-# Quantisation by known scales
+# -- quantisation by known scales --------------------------------------------------------------------------------------
 
 
 def _quant(

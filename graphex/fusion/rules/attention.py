@@ -48,7 +48,7 @@ def _without_mask(masked: bool) -> dict[str, Any]:
     return {} if masked else {"mask": None}
 
 
-# Soft-capped scores
+# -- soft-capped scores ------------------------------------------------------------------------------------------------
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
@@ -94,7 +94,7 @@ def _lift(*, masked: bool) -> Rule:
     )
 
 
-# Repeated keys and values
+# -- repeated keys and values ------------------------------------------------------------------------------------------
 
 
 def _repeating(

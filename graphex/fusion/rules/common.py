@@ -83,7 +83,7 @@ def example(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-# Patterns that are written, not traced: flags and types are variables of theirs too
+# -- patterns that are written, not traced: flags and types are variables of theirs too --------------------------------
 
 
 def names_of(op: Any) -> list[str]:
@@ -113,7 +113,7 @@ def taking(names: list[str], function: Callable[..., Any], known: Mapping[str, A
     return call
 
 
-# Checks: an answer is None (go on) or a `Refusal` that says why not
+# -- checks: an answer is None (go on) or a `Refusal` that says why not ------------------------------------------------
 
 
 Answer = Refusal | None

@@ -44,7 +44,7 @@ def _ops_of(mode: str, dtype: torch.dtype) -> tuple[str, ...]:
     return (*rounding, *{"divide": ("div",), "reciprocal": ("reciprocal", "mul"), "multiply": ("mul",)}[mode])
 
 
-# Scales from the values
+# -- scales from the values --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _dynamic_rule(written: Dynamic) -> Rule:
     )
 
 
-# Known scales
+# -- known scales ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

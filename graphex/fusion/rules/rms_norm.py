@@ -48,8 +48,8 @@ fused = torch.ops.aten._fused_rms_norm
 Both = tuple[Tensor, Tensor]
 
 
-# The mean square. A mean is a sum that is divided: in float32 and float64, in which norms are computed, the bits are
-# the same.
+# -- the mean square ---------------------------------------------------------------------------------------------------
+# A mean is a sum that is divided: in float32 and float64, in which norms are computed, the bits are the same.
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ SPELLINGS = (
 )
 
 
-# The norm, its weight and its casts
+# -- the norm, its weight and its casts --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _torch_rms_norm() -> Rule:
     )
 
 
-# Norms that look like RMSNorm and are not: their rules replace nothing
+# -- norms that look like RMSNorm and are not: their rules replace nothing ---------------------------------------------
 
 
 @dataclass(frozen=True)

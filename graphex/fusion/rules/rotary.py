@@ -29,7 +29,7 @@ ops = torch.ops.graphex
 Halves = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-# One tensor
+# -- one tensor --------------------------------------------------------------------------------------------------------
 
 
 def _half(x: Tensor, cos: Tensor, sin: Tensor, halves: Halves) -> Tensor:
@@ -67,7 +67,7 @@ def _lift(search: Callable[..., Tensor], *requires: str, interleaved: bool = Fal
     return rule("lift_rotary", search, _lifted, examples, check, fixed=fixed, requires=("cat", *requires))
 
 
-# Query and key
+# -- query and key -----------------------------------------------------------------------------------------------------
 
 
 def _two(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
