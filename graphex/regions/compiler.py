@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
-from graphex.torch_private.inductor import inductor_compile, without_inductor
+from graphex.torch_private.inductor import inductor_compile, known_settings, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
 Boxed = Callable[[list[Any]], Any]
@@ -63,8 +63,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
-    known = torch._inductor.config.get_config_copy()  # names that come and go between versions of torch
-    return {name: value for name, value in patches.items() if name in known}
+    return known_settings(patches)
 
 
 def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:

@@ -49,14 +49,17 @@ class CompileRegions(GraphPass):
         device = device_of(work.graph)
         if device is None or not any(map(is_generated, work.graph.nodes)):
             return
-        if reason := why_no_compiler(device) or _why_not_grown(work.graph):
+        if reason := _why_not_grown(work.graph):
             self._say(work, "nothing is compiled in regions", reason)
             return
         move_constants(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out)
         _note_borders(work, growth)
-        if growth.reason:
+        if not growth.plans:
             work.remark = growth.reason
+            return
+        if reason := why_no_compiler(device):  # asked last: it imports Inductor, which takes seconds
+            self._say(work, "nothing is compiled in regions", reason)
             return
         patches = settings(work.config)
         compiled = self._compiled(work, growth.plans, patches, device)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
-__all__ = ["OutputCode", "inductor_compile", "without_inductor"]
+__all__ = ["OutputCode", "inductor_compile", "known_settings", "without_inductor"]
 
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
@@ -37,6 +37,12 @@ def without_inductor() -> str:
     except (ImportError, AttributeError) as error:
         return f"this torch has no Inductor as graphex knows it ({error})"
     return ""
+
+
+def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that this Inductor knows: names come and go between versions of torch."""
+    known = find("torch._inductor.config").get_config_copy()
+    return {name: value for name, value in patches.items() if name in known}
 
 
 def _entry() -> Callable[..., Any]:

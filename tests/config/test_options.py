@@ -226,6 +226,8 @@ BAD = {
     "disable_rules": [3],
     "lift_idioms": "yes",
     "fusion_rules": [3],
+    "region_numerics": "exact",
+    "regions_keep_out": "aten.add",
 }
 
 

@@ -187,7 +187,7 @@ def test_what_explain_says_of_a_hugging_face_model() -> None:
     ):
         report = example[part]()
         assert [graph.phase for graph in report.journal.graphs] == phases
-        assert report.worst_difference == 0.0
+        assert report.worst_difference < 1e-4  # what compiled regions round differently
         assert "device ops" in report.summary()
 
 

@@ -306,19 +306,31 @@ def test_a_report_holds_versions_machine_options_and_generated_code(llama: graph
 # -- links of the summary ----------------------------------------------------------------------------------------------
 
 
+def leads_of(data: dict) -> dict:
+    """What the summary's links lead to, by their text."""
+    links = ((sentence["text"], link) for sentence in data["summary"] for link in sentence["links"])
+    return {text[slice(*link["at"])]: {key: link[key] for key in link if key != "at"} for text, link in links}
+
+
 def test_sentences_of_the_summary_lead_to_what_they_name(llama: graphex.Report, tmp_path: Path) -> None:
     data = data_of(llama, tmp_path)
-    leads = {}
-    for sentence in data["summary"]:
-        for link in sentence["links"]:
-            start, end = link.pop("at")
-            leads[sentence["text"][start:end]] = link
+    leads = leads_of(data)
     assert leads["RMSNorm"] == {"rule": "lift_rms_norm", "graph": 0}
-    assert leads["embedding_default"] == {"node": "embedding_default", "graph": 0}
-    (place,) = (lead for text, lead in leads.items() if text.startswith("tiny_llama.py:98"))
+    (place,) = (lead for text, lead in leads.items() if text.startswith("tiny_llama.py:55"))
     assert data["files"][place["file"]]["name"] == "tiny_llama.py"
-    assert place["line"] == 98
+    assert place["line"] == 55
     assert leads["input updates"] == {"tab": "memory"}
+
+
+def test_a_sentence_leads_to_the_node_it_names(tmp_path: Path) -> None:
+    def updated(state: Tensor) -> Tensor:
+        new = state.sin()
+        total = (state * new).cos()
+        state.copy_(new)
+        return total
+
+    report = graphex.explain(updated, (torch.randn(8, 8),))
+    assert leads_of(data_of(report, tmp_path))["mul"] == {"node": "mul", "graph": 0}
 
 
 # -- what is vendored ------------------------------------------------------------------------------------------------
