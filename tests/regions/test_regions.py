@@ -255,13 +255,15 @@ def test_a_traced_graph_is_compiled_in_regions_too():
         close(run(x), module(x))
 
 
-def test_bfloat16_is_rounded_as_in_eager():
-    def fn(x, w):
-        h = (x @ w) * 0.3 + 1
-        return torch.sigmoid(h) * h - h.mean(-1, keepdim=True)
+def test_bfloat16_is_rounded_where_eager_rounds():
+    def fn(x, y):
+        h = x * 0.3 + y
+        return torch.relu(h) * h - y * h
 
-    x, w = (torch.randn(16, 16, dtype=torch.bfloat16) for _ in range(2))
-    torch.testing.assert_close(compiled(fn)(x, w), fn(x, w), rtol=0.0, atol=2e-2)
+    x, y = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    run = compiled(fn)
+    assert torch.equal(run(x, y), fn(x, y))
+    assert regions(run)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
