@@ -7,8 +7,9 @@
     unify  common subexpressions (after lift: it would give the inside of an idiom further users)
     fuse   named ops become fused ops, a user's rules first
     post   the user's passes, after ours
-    memory parts of a cat are computed in place, then inputs and dead intermediates are written in place again;
-           the graph is not functional from here on. Rules that need a write in place run between the two
+    memory inputs are written in place again; the graph is not functional from here on. Rules that need a write in place
+           run next. After `region`, parts of a cat are computed in place, and dead intermediates are written over
+    region what is left is compiled by Inductor: after the writes, which stay outside, are known
     tidy   dead code that the stages before have left
     streams
            events are added where one stream uses what another makes; races are refused

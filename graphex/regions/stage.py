@@ -40,6 +40,7 @@ class CompileRegions(GraphPass):
 
     name = "compile_regions"
     option = "regions"
+    rule = "region"
 
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
@@ -47,7 +48,7 @@ class CompileRegions(GraphPass):
 
     def apply(self, work: Work) -> None:
         device = device_of(work.graph)
-        if device is None or not any(map(is_generated, work.graph.nodes)):
+        if device is None or not work.allows(self.rule) or not any(map(is_generated, work.graph.nodes)):
             return
         if reason := _why_not_grown(work.graph):
             self._say(work, "nothing is compiled in regions", reason)
@@ -59,7 +60,7 @@ class CompileRegions(GraphPass):
             work.remark = growth.reason
             return
         if reason := why_no_compiler(device):  # asked last: it imports Inductor, which takes seconds
-            self._say(work, "nothing is compiled in regions", reason)
+            self._say(work, "nothing is compiled in regions", reason, warn=device.type in ("cpu", "cuda"))
             return
         patches = settings(work.config)
         compiled = self._compiled(work, growth.plans, patches, device)
@@ -94,12 +95,16 @@ class CompileRegions(GraphPass):
             code = compile_region(plan.body, patches)
             return code, tried(plan.body, code, key, device)
         except Exception as error:  # Inductor may raise anything; the nodes run as they are
-            self._say(work, f"a region of {len(plan.nodes)} nodes is not compiled", one_line(error))
+            self._say(work, f"a region of {len(plan.nodes)} nodes is not compiled", one_line(error), warn=True)
             return None
 
-    def _say(self, work: Work, what: str, reason: str) -> None:
+    def _say(self, work: Work, what: str, reason: str, *, warn: bool = False) -> None:
+        """Put on record what is done without; a user who could expect it is warned too."""
         work.remark = reason
-        work.note(lambda graph, _: FellBack(graph, what, reason))
+        if warn:
+            work.fall_back_later(what, reason, "")
+        else:
+            work.note(lambda graph, _: FellBack(graph, what, reason))
 
 
 def device_of(graph: Graph) -> torch.device | None:
@@ -163,7 +168,7 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     call = put_in_place(work.gm, plan, name)
     inherit(call, *old)
     declare_region(call, plan.contract)
-    work.fused(names, [call], rule="region", because="Inductor compiles these nodes as one function", line=line)
+    work.fused(names, [call], rule=CompileRegions.rule, because="Inductor compiles these nodes as one function", line=line)
 
 
 def _note(work: Work, name: str, plan: Plan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
@@ -200,4 +205,4 @@ def _note_borders(work: Work, growth: Growth) -> None:
     for refusal in growth.refused:
         node = refusal.node
         assert node is not None
-        work.refuse(node, refusal, rule="region")
+        work.refuse(node, refusal, rule=CompileRegions.rule)
