@@ -128,6 +128,8 @@ def move_constants(work: Work, device: torch.device) -> None:
         value, readers = node.meta.get("val"), [user for user in node.users if _reads_scalar(user, device)]
         if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or not readers:
             continue
+        if work.aliases.is_written(node):
+            continue
         name = f"{str(node.target).replace('.', '_')}_on_{device.type}"
         constant = getattr(work.gm, name, None)
         if constant is None:
