@@ -170,7 +170,9 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     call = put_in_place(work.gm, plan, name)
     inherit(call, *old)
     declare_region(call, plan.contract)
-    work.fused(names, [call], rule=CompileRegions.rule, because="Inductor compiles these nodes as one function", line=line)
+    work.fused(
+        names, [call], rule=CompileRegions.rule, because="Inductor compiles these nodes as one function", line=line
+    )
 
 
 def _note(work: Work, name: str, plan: Plan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
