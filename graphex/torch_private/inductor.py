@@ -6,6 +6,7 @@ Without these names nothing is compiled in regions; graphs run as straight-line 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -56,8 +57,18 @@ def inductor_compile(
     """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
-    not hand out the code; Inductor's own cache is on.
+    not hand out the code; Inductor's own cache is on. Outside of a compilation of Dynamo's, in the middle of a call for
+    one, dispatch keys may be off in this thread that tracing needs: then another thread compiles.
     """
+    if find("torch._guards.TracingContext").try_get() is not None:
+        return _compile(gm, inputs, fake_mode, patches)
+    with ThreadPoolExecutor(1) as other_thread:
+        return other_thread.submit(_compile, gm, inputs, fake_mode, patches).result()
+
+
+def _compile(
+    gm: GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, patches: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
     made: list[tuple[GraphModule, OutputCode]] = []
 

@@ -226,6 +226,22 @@ def test_verification_looks_across_regions():
     assert [record.status for record in graphex.journal(run).verifications] == ["equal"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_verification_keeps_is_compiled_in_regions():
+    def wrong(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+            node.target = torch.ops.aten.cos.default
+
+    x = torch.randn(4, 8)
+    run = compiled(chain, verify=True, post_grad_custom_post_pass=wrong)
+    close(run(x), chain(x))
+    journal = graphex.journal(run)
+    (verdict,) = journal.verifications
+    assert verdict.pass_name == "wrong"
+    assert [record.graph for record in regions(run)][-1] == verdict.runs
+    assert not [record for record in journal.fallbacks if "region" in record.what]
+
+
 def test_results_that_are_equal_do_not_share_memory():
     def twice(x):
         return torch.sin(x) + 1, torch.sin(x) + 1
