@@ -37,13 +37,12 @@ SHARE = 4  # with fewer of them than that, one kernel in so many has to be of th
 
 @dataclass(frozen=True)
 class Plan:
-    """A region to be: its nodes, what they take and return, and the views of results that are made outside.
+    """A region to be: its nodes, what they return, and the views of results that are made outside.
 
     `body` is a graph of copies, which the compiler is given and which runs wherever compiled code cannot.
     """
 
     nodes: list[Node]
-    inputs: list[Node]
     outputs: list[Node]
     views: list[Node]
     body: GraphModule
@@ -122,15 +121,14 @@ def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
 def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
-    inputs = values_from_outside(nodes)
-    body, _ = extract(gm, nodes, inputs, tuple(outputs), "Region")
+    body, _ = extract(gm, nodes, values_from_outside(nodes), tuple(outputs), "Region")
     contract = contract_of(body)
     if isinstance(contract, Refusal):
         return contract
     own = [number for places in contract.allocates for number in places]
     if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
         return Refusal("its results share memory with each other or with what it takes", nodes[0])
-    return Plan(nodes, inputs, outputs, views, body, contract)
+    return Plan(nodes, outputs, views, body, contract)
 
 
 def _returned(nodes: list[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:

@@ -442,9 +442,12 @@ def region_called(gm: GraphModule, node: Node) -> Region | None:
 
 
 def regions_of(gm: GraphModule) -> dict[str, Region]:
-    """The compiled regions of a graph, by name."""
-    calls = ((str(node.target), region_called(gm, node)) for node in gm.graph.find_nodes(op="call_module"))
-    return {name: region for name, region in calls if region is not None}
+    """The compiled regions of a graph, by name; of those that share their code, the first."""
+    found: dict[int, tuple[str, Region]] = {}
+    for node in gm.graph.find_nodes(op="call_module"):
+        if (region := region_called(gm, node)) is not None:
+            found.setdefault(id(region.code), (str(node.target), region))
+    return dict(found.values())
 
 
 def _hint(op: torch._ops.OpOverload, text: str) -> str:
