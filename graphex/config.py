@@ -306,10 +306,10 @@ class CompilerConfig:
         "False: every op runs as its own kernel, as in eager. See docs/performance.md.",
     )
     region_numerics = Option(
-        Choice("eager", "fast"),
-        "eager",
-        "`eager`: compiled regions round to the type of a value where eager does. `fast`: intermediate values keep "
-        "more precision, or less, as Inductor does by default.",
+        Choice("fast", "eager"),
+        "fast",
+        "`fast`: intermediate values of compiled regions keep the precision they are computed in, as with Inductor by "
+        "default. `eager`: they are rounded to the type of the value where eager rounds; slower by up to a fifth.",
     )
     regions_keep_out = Option[tuple[str, ...]](
         Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."

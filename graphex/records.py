@@ -265,8 +265,9 @@ class RegionCompiled(Record):
     its nodes one by one is not used (slower).
 
     `nodes` counts all of it, `calls` what launches a kernel in eager, `generated` the calls that Inductor writes code
-    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code. `seconds`
-    is the time of compiling; the other two are those of a call, 0 where they were not measured.
+    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code. `inlined`
+    are fused ops whose formula is part of these kernels, because there was code to join it with. `seconds` is the time
+    of compiling; the other two are those of a call, 0 where they were not measured.
     """
 
     kind: ClassVar[str] = "region"
@@ -281,6 +282,7 @@ class RegionCompiled(Record):
     seconds_compiled: float = 0.0
     seconds_single: float = 0.0
     lines: tuple[str, ...] = ()
+    inlined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

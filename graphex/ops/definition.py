@@ -6,6 +6,7 @@
         gradient=Gradient(save, backward),
         kernel="gated.silu_mul",                   graphex/kernels/gated.py, silu_mul(call)
         rows=RowRule("pointwise"),                 how it treats the rows of its arguments
+        inlines=True,                              Inductor writes as good a kernel where it can join it with others
     )
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         '''The formula.'''
@@ -81,6 +82,7 @@ class OpSpec:
     title: str
     is_composite: bool  # torch traces through it
     defined_here: bool
+    inlines: bool  # a region whose code can be joined with it compiles the reference instead
 
     @property
     def name(self) -> str:
@@ -129,6 +131,7 @@ def op(
     rows: RowRule | None = None,
     title: str = "",
     is_composite: bool = False,
+    inlines: bool = False,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""
 
@@ -136,7 +139,7 @@ def op(
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours)
+        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours, inlines)
         SPECS[name] = spec
         if ours:
             _register(spec, namespace)

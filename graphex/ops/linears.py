@@ -45,6 +45,7 @@ def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     gradient=Gradient(_save_silu_mul, _silu_mul_backward),
     kernel="gated.silu_mul",
     rows=RowRule("pointwise"),
+    inlines=True,
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""

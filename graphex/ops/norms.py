@@ -108,6 +108,7 @@ def sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     gradient=Gradient(_save_rms_norm, norm_backward),
     kernel="norm.rms_norm",
     rows=RowRule("last_dim", ("x",)),
+    inlines=True,
 )
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, cast_before_weight: bool = True
@@ -147,6 +148,7 @@ def weighted(
     gradient=Gradient(_save_add_rms_norm, add_norm_backward),
     kernel="norm.add_rms_norm",
     rows=RowRule("last_dim", ("x1", "x2")),
+    inlines=True,
 )
 def add_rms_norm(
     x1: Tensor,

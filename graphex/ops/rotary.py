@@ -101,6 +101,7 @@ def _rotary_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     fake=_fake_rotary,
     gradient=Gradient(_save_rotary, _rotary_backward),
     kernel="rotary.rotary",
+    inlines=True,
 )
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary position embedding of the last dimension (of size D) of x.
@@ -123,6 +124,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     title="query and key rotary embedding",
     gradient=Gradient(_save_rotary, _rotary_backward),
     kernel="rotary.rotary_qk",
+    inlines=True,
 )
 def rotary_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """`rotary(q, cos, sin), rotary(k, cos, sin)`: query and key, whose numbers of heads may differ, in one launch."""

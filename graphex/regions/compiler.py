@@ -3,7 +3,7 @@
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
-CUDA graphs stay graphex's. By default Inductor is asked to round where eager does (`region_numerics="eager"`).
+CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
+from graphex.regions.members import inlined_ops
 from graphex.torch_private.inductor import inductor_compile, known_settings, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
@@ -29,12 +30,16 @@ Boxed = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class RegionCode:
-    """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took."""
+    """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
+
+    `inlined` are fused ops that it was given the formula of.
+    """
 
     run: Boxed
     source: str
     kernels: tuple[str, ...]
     seconds: float
+    inlined: tuple[torch._ops.OpOverload, ...] = ()
 
 
 def why_no_compiler(device: torch.device) -> str:
@@ -70,7 +75,8 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     """Compile the graph of a region. Raises whatever Inductor raises."""
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     started = time.perf_counter()
-    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches)
+    formulas = inlined_ops(body.graph)
+    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, formulas)
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
@@ -79,7 +85,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
         run = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
     sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
     source = "\n\n".join(sources)
-    return RegionCode(run, source, _kernel_names(source), seconds)
+    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas))
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

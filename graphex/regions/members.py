@@ -7,12 +7,14 @@ host, has a size that depends on data, is placed on a stream, or calls an op tha
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graphex.analysis import is_effectful, is_random, placement
 from graphex.analysis.effects import (
@@ -25,6 +27,7 @@ from graphex.analysis.effects import (
     synchronisation,
 )
 from graphex.analysis.program import can_raise
+from graphex.ops.definition import SPECS
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
 
@@ -123,3 +126,38 @@ def is_view(node: Node) -> bool:
         owner = node.args[0]
         return isinstance(owner, Node) and is_view(owner)
     return operator_of(node) is not None and not is_kernel(node) and not is_number(node)
+
+
+def inlined_ops(graph: Graph) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """The fused ops whose formula Inductor is given instead of a call, because it joins it with code it writes anyway.
+
+        split; silu_mul; masked_fill     one kernel that Inductor writes; two with graphex's for silu_mul
+        mm; silu_mul; mm                 a call: there is nothing to join
+
+    Calls of one op in a region are treated alike, as most of them ask for.
+    """
+    calls: dict[torch._ops.OpOverload, list[bool]] = defaultdict(list)
+    for node in graph.nodes:
+        op = operator_of(node)
+        spec = None if op is None else SPECS.get(op._schema.name)
+        if op is not None and spec is not None and spec.inlines:
+            calls[op].append(any(map(is_generated, _joined_with(node))))
+    return {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
+
+
+def _joined_with(node: Node) -> Iterator[Node]:
+    """What reads the node's results, and what makes values for it alone, views left out."""
+    pending = list(node.users)
+    while pending:
+        user = pending.pop()
+        if is_view(user) or user.target is operator.getitem:
+            pending += user.users
+        else:
+            yield user
+    pending = [value for value in node.all_input_nodes if len(value.users) == 1]
+    while pending:
+        value = pending.pop()
+        if is_view(value):
+            pending += [each for each in value.all_input_nodes if len(each.users) == 1]
+        else:
+            yield value

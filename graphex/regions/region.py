@@ -41,8 +41,9 @@ class Region(torch.nn.Module):
     @property
     def launches(self) -> int:
         """How many kernels it launches: those that Inductor wrote, and the ops that it calls as they are."""
-        called = sum(is_kernel(node) and not is_generated(node) for node in self.body.graph.nodes)
-        return len(self.code.kernels) + called
+        written = self.code.inlined
+        called = (node for node in self.body.graph.nodes if is_kernel(node) and not is_generated(node))
+        return len(self.code.kernels) + sum(node.target not in written for node in called)
 
     def forward(self, *args: Any) -> Any:
         return self._run(list(args))

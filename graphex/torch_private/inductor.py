@@ -52,22 +52,32 @@ def _entry() -> Callable[..., Any]:
 
 
 def inductor_compile(
-    gm: GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, patches: Mapping[str, Any]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: FakeTensorMode,
+    patches: Mapping[str, Any],
+    inlined: Mapping[Any, Callable[..., Any]],
 ) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
+
+    `inlined` are ops with functions that are traced in their place.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
     not hand out the code; Inductor's own cache is on. Outside of a compilation of Dynamo's, in the middle of a call for
     one, dispatch keys may be off in this thread that tracing needs: then another thread compiles.
     """
     if find("torch._guards.TracingContext").try_get() is not None:
-        return _compile(gm, inputs, fake_mode, patches)
+        return _compile(gm, inputs, fake_mode, patches, inlined)
     with ThreadPoolExecutor(1) as other_thread:
-        return other_thread.submit(_compile, gm, inputs, fake_mode, patches).result()
+        return other_thread.submit(_compile, gm, inputs, fake_mode, patches, inlined).result()
 
 
 def _compile(
-    gm: GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode, patches: Mapping[str, Any]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    fake_mode: FakeTensorMode,
+    patches: Mapping[str, Any],
+    inlined: Mapping[Any, Callable[..., Any]],
 ) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
     made: list[tuple[GraphModule, OutputCode]] = []
@@ -78,12 +88,10 @@ def _compile(
         return code
 
     with _tracing(fake_mode), find("torch._functorch.config").patch(enable_autograd_cache=False):
-        artifact = _entry()(
-            gm,
-            list(inputs),
-            dynamic_shapes="from_tracing_context",
-            options={"inner_compile": inner, "config_patches": dict(patches)},
-        )
+        options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
+        if inlined:
+            options["decompositions"] = {**find("torch._inductor.decomposition.select_decomp_table")(), **inlined}
+        artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
 
 

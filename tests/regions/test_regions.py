@@ -277,12 +277,44 @@ def test_bfloat16_is_rounded_where_eager_rounds():
         return torch.relu(h) * h - y * h
 
     x, y = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
-    run = compiled(fn)
+    run = compiled(fn, region_numerics="eager")
     assert torch.equal(run(x, y), fn(x, y))
     assert regions(run)
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def gated(gate, up, w):
+    return (torch.nn.functional.silu(gate @ w) * (up @ w)).masked_fill(gate[:, :1] < 0, 0.0) * 2
+
+
+def between_products(gate, up, w):
+    return (torch.nn.functional.silu(gate @ w) * (up @ w)) @ w
+
+
+@pytest.mark.parametrize(("program", "inlined"), [(gated, ("graphex.silu_mul.default",)), (between_products, ())])
+def test_a_fused_op_is_inlined_where_there_is_code_to_join_it_with(program, inlined):
+    def both(gate, up, w):
+        return program(gate, up, w), chain(gate)
+
+    run, args = compiled(both, lift_idioms="always"), (torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 8))
+    close(run(*args), both(*args))
+    assert [(record.fused_ops, record.inlined) for record in regions(run)] == [(1, inlined)]
+
+
+def test_norms_and_rotary_embeddings_are_inlined_as_their_formulas(dim=8):
+    def program(x, residual, weight, cos, sin):
+        total = x.sigmoid() + residual
+        normed = weight * (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6))
+        turned = torch.cat((-normed[..., dim // 2 :], normed[..., : dim // 2]), -1)
+        return (normed * cos + turned * sin).tanh() * 2, total
+
+    args = [torch.randn(4, dim) for _ in range(2)] + [torch.randn(dim)] + [torch.randn(4, dim) for _ in range(2)]
+    run = compiled(program, lift_idioms="always")
+    close(run(*args), program(*args))
+    (region,) = regions(run)
+    assert set(region.inlined) == {"graphex.add_rms_norm.default", "graphex.rotary.default"}
 
 
 def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
