@@ -303,7 +303,9 @@ def test_a_fused_op_is_inlined_where_there_is_code_to_join_it_with(program, inli
     assert [(record.fused_ops, record.inlined) for record in regions(run)] == [(1, inlined)]
 
 
-def test_norms_and_rotary_embeddings_are_inlined_as_their_formulas(dim=8):
+def test_norms_and_rotary_embeddings_are_inlined_as_their_formulas():
+    dim = 8
+
     def program(x, residual, weight, cos, sin):
         total = x.sigmoid() + residual
         normed = weight * (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6))
