@@ -141,17 +141,17 @@ def complaint(
     It is held to the closest agreement with eager that `aot_eager` reaches: to the bit, near, or none. A device whose
     graphs are replayed gets enough calls to replay one.
     """
-    expected = _run(function, sample)
+    expected = outcome_of(function, sample)
     if expected.error is not None:  # nothing to compare with
         return None
     replays = sample.on_cuda()
-    found, compiled = _compiled(function, sample, backend, dynamic, calls=3 if replays else 1)
+    found, compiled = compiled_outcome(function, sample, backend, dynamic, calls=3 if replays else 1)
     theirs = None
     for agreement in (NEAR,) if replays and defined else (EXACT, NEAR) if defined else (SHAPE,):
         wrong = difference(expected, found, agreement)
         if wrong is None:
             return lost_work(graphex.journal(compiled))
-        theirs = theirs or _compiled(function, sample, "aot_eager", dynamic)[0]
+        theirs = theirs or compiled_outcome(function, sample, "aot_eager", dynamic)[0]
         if difference(expected, theirs, agreement) is None:
             return wrong
     return None
@@ -180,7 +180,7 @@ def difference(expected: Outcome, found: Outcome, agreement: Agreement) -> str |
     return None
 
 
-def _compiled(
+def compiled_outcome(
     function: Call, sample: Sample, backend: str | graphex.Backend, dynamic: bool | None, calls: int = 1
 ) -> tuple[Outcome, Call]:
     """The outcome of the last of some calls, each with its own copy of the sample."""
@@ -189,11 +189,11 @@ def _compiled(
     with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
         outcome = Outcome()
         for _ in range(calls):
-            outcome = _run(compiled, sample)
+            outcome = outcome_of(compiled, sample)
     return outcome, compiled
 
 
-def _run(function: Call, sample: Sample) -> Outcome:
+def outcome_of(function: Call, sample: Sample) -> Outcome:
     given = sample.fresh()
     seed("cuda" if sample.on_cuda() else "cpu")
     try:
