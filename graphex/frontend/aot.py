@@ -26,6 +26,7 @@ from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.autograd import COUNTED, TANGENT, carry_tangents
+from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.program import Program
 from graphex.torch_private.aot import (
@@ -97,13 +98,14 @@ def _aot(
     bypasses: list[Bypass] = []
     trains = False
     has_out = _may_write_to_out(gm)
+    saved = None if compilation.config.auto_streams else SavedMemory()  # of two versions, which one ran is not known
     may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
     def compiler(phase: str) -> Callable[..., Program]:
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
             nonlocal trains
             trains = trains or phase == "forward"
-            return _compiled(graph, inputs, compilation, phase, has_out=has_out)
+            return _compiled(graph, inputs, compilation, phase, saved, has_out=has_out)
 
         return compile_phase
 
@@ -131,7 +133,13 @@ def _aot(
 
 
 def _compiled(
-    gm: GraphModule, inputs: Sequence[Any], compilation: Compilation, phase: str, *, has_out: bool
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    compilation: Compilation,
+    phase: str,
+    saved: SavedMemory | None,
+    *,
+    has_out: bool,
 ) -> Program:
     """One graph of AOTAutograd's, with notes on what only AOTAutograd knows at this moment."""
     if phase != "forward":  # noted on the joint graph, before equal values were merged
@@ -139,7 +147,9 @@ def _compiled(
     _note_counted(gm)
     if phase == "inference":
         _note_regenerated(gm)
-    return compile_graph(gm, inputs, compilation, phase, static_input_indices() if phase != "backward" else ()).program
+        return compile_graph(gm, inputs, compilation, phase, static_input_indices()).program
+    static = static_input_indices() if phase == "forward" else ()
+    return compile_graph(gm, inputs, compilation, phase, static, saved).program
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:

@@ -24,6 +24,7 @@ from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram
+from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.native import wait_for_triton
@@ -43,7 +44,12 @@ class Executables(NamedTuple):
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], compilation: Compilation, phase: str, static_inputs: Sequence[int]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+    phase: str,
+    static_inputs: Sequence[int],
+    saved: SavedMemory | None = None,
 ) -> Executables:
     """Compile a forward, backward or inference graph. Raises only what is the user's to mend (`GraphexError`)."""
     name = _begin(gm, compilation, phase)
@@ -60,7 +66,7 @@ def compile_graph(
     tools = _debug_tools(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
-            compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools
+            compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools, saved=saved
         )
         program = build_executable(graph, runner)
     if not config.dump_tensor_data:

@@ -15,6 +15,7 @@ A result gets out in one of these ways:
     "separate"   the same, but no two results share memory
     "handed on"  copied to an address that is the same in every call, for another piece of the same call
     "in place"   not at all: it is the graph's own memory, which any replay of its pool may write to again
+    "kept"       the same, for what a training step saves and for gradients: no replay before their holders let go
     "lent"       the same, for a caller that copies it before that
 
 A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
@@ -41,6 +42,7 @@ from graphex.torch_private.memory import (
     copier,
     flipped,
     has_memory,
+    held_by_others,
     is_dense,
     marked,
     marks_of,
@@ -193,6 +195,7 @@ def _aligned(size: int) -> int:
 
 
 _COPIED = ("copied", "handed on")
+_IN_PLACE = ("in place", "lent", "kept")
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
     value: Tensor
-    lent: bool
+    way: str
     owners: int = 0
 
 
@@ -268,8 +271,8 @@ class OutputPlan:
                 self._plan.append(Constant(value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
-            elif way in ("in place", "lent"):
-                self._plan.append(InPlace(value, way == "lent"))
+            elif way in _IN_PLACE:
+                self._plan.append(InPlace(value, way))
             elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
                 self._plan.append(Copied(self._source(value, way)))
             else:
@@ -289,21 +292,27 @@ class OutputPlan:
     def settle(self) -> None:
         """Called when only this plan and the graph hold the outputs."""
         self._plan = [
-            InPlace(step.value, step.lent, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            InPlace(step.value, step.way, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
-        self.may_be_held = any(isinstance(step, InPlace) and not step.lent for step in self._plan)
+        self.may_be_held = bool(self._in_place("in place"))
+        kept = self._in_place("kept")
+        self.are_kept_in_use = held_by_others(kept) if kept else None
+        self.kept_addresses = [value.data_ptr() for value in kept]
+
+    def _in_place(self, *ways: str) -> list[Tensor]:
+        return [step.value for step in self._plan if isinstance(step, InPlace) and step.way in ways]
 
     def in_place(self) -> list[Tensor]:
         """The outputs whose memory is handed out to the user."""
-        return [step.value for step in self._plan if isinstance(step, InPlace) and not step.lent]
+        return self._in_place("in place", "kept")
 
     def still_held(self) -> list[int]:
         """The outputs in place that are still held from the call before."""
         return [
             place
             for place, step in enumerate(self._plan)
-            if isinstance(step, InPlace) and not step.lent and storage_owners(step.value) > step.owners
+            if isinstance(step, InPlace) and step.way == "in place" and storage_owners(step.value) > step.owners
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

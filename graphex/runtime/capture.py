@@ -6,6 +6,7 @@ The first call of a key runs eagerly and warms the device up, the second capture
     a tensor that comes a second time       is captured by address; another one gives it a buffer and one more capture
     every other input                       is copied into a private buffer on every call, so it is never read stale
     outputs                                 are copied out, so a kept one stays right
+    what a forward saves, and gradients     stay where they are; while one is in use, the graph is not replayed
 
 A capture that fails leaves the key running eagerly, with the reason in the journal.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +29,17 @@ from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
-from graphex.runtime.captured_graph import CapturedGraph, PieceInputs, Plan, Pool, Slot, Store, capture_graph, pool_for
+from graphex.runtime.captured_graph import (
+    CapturedGraph,
+    PieceInputs,
+    Plan,
+    Pool,
+    SavedMemory,
+    Slot,
+    Store,
+    capture_graph,
+    pool_for,
+)
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import (
     FastReplay,
@@ -45,6 +57,8 @@ from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profi
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
 MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
+CALLS_IN_USE = 2  # calls that found kept results in use, after which they are copied out
+MOST_KEPT = 2  # sizes whose graphs may keep results: each has memory of its own for them
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -68,6 +82,10 @@ class CapturedProgram(program.GraphProgram):
         the inputs that other pieces have made; None if all come from the user.
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
+        self._saved = graph.saved if graph.phase == "backward" else None
+        self._received: list[int] = []  # inputs that the forward's graphs keep
+        self._in_use = 0
+        self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
         self._compilation, self._graph_name, self._device, self._run = compilation, graph.name, device, run
         self._functional = graph.functional  # None for a piece: the program around all pieces runs such calls
         config = compilation.config
@@ -100,6 +118,9 @@ class CapturedProgram(program.GraphProgram):
         watch = held.watch if "in place" in plan.ways else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
+        if graph.saved is not None and graph.phase == "forward":
+            graph.saved.offer(self._store, is_kept="kept" in plan.ways)
+            self._withdraw = graph.saved.withdraw
         weakref.finalize(self, self._store.free).atexit = False
 
     def call(self, args: list[Any]) -> Any:
@@ -113,7 +134,7 @@ class CapturedProgram(program.GraphProgram):
             self._pool.is_running = True
             try:
                 graph = self._graph(key, args)
-                if graph is not None:
+                if graph is not None and not self._is_in_use(graph):
                     return self._replay(graph, args)
             finally:
                 self._pool.is_running = False
@@ -187,7 +208,11 @@ class CapturedProgram(program.GraphProgram):
             return graph
         if not fits and key in self._failed:
             return None
-        slot = Slot(key, self._plan.addresses(args))
+        slot = self._slot(key, args)
+        if self._saved is not None and not fits and self._saved_elsewhere(self._saved, args):
+            if key not in self._seen and not self._store.knows(key):
+                self._remember(key, args)
+            return None
         if fits:
             why = "a tensor that shares the graph's memory was resized" if is_replaced else "force_recapture is set"
             return self._capture(slot, args, why)
@@ -206,14 +231,47 @@ class CapturedProgram(program.GraphProgram):
             return graph, moved
         if key in self._failed or not self._store.knows(key):
             return None, moved
-        graph = self._store.find(Slot(key, self._plan.addresses(args)))
+        graph = self._store.find(self._slot(key, args))
         return graph, moved if graph is None else graph.moved(args)
 
+    def _slot(self, key: Key, args: Sequence[Any]) -> Slot:
+        return Slot(key, (*self._plan.addresses(args), *(args[index].data_ptr() for index in self._received)))
+
+    def _saved_elsewhere(self, saved: SavedMemory, args: Sequence[Any]) -> bool:
+        """Whether this is the backward of a forward that was no replay, while others are: there is nothing to capture.
+
+        Finds out, before the first capture, which inputs are where the forward's graphs have them.
+        """
+        lasting = saved.addresses()
+        found = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
+        if not len(self._store) or not saved.is_kept:
+            self._received = sorted(found)
+        return saved.is_kept and (not found or not found.issuperset(self._received))
+
+    def _is_in_use(self, graph: CapturedGraph) -> bool:
+        """Whether results of an earlier replay, which were not copied, are in use: the graph must not be replayed."""
+        if not self._store.kept_in_use(graph):
+            return False
+        self._in_use += 1
+        if self._in_use == CALLS_IN_USE:
+            self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use")
+        return True
+
+    def _copy_out(self, reason: str) -> None:
+        """From now on results that stayed in the graphs' memory are copied out of it."""
+        self._plan = replace(self._plan, ways=["copied" if way == "kept" else way for way in self._plan.ways])
+        self._withdraw()
+        self._store.free()
+        what = "gradients are copied" if self._saved is not None else "what a forward saves is copied"
+        record = FellBack(self._graph_name, f"{what} out of the device graph's memory", reason)
+        self._compilation.journal.fall_back(record, warn=False)
+
     def _capture_what_moved(self, slot: Slot, args: list[Any], moved: frozenset[int]) -> CapturedGraph | None:
-        self._must_copy.update(moved.intersection(self._plan.plain))
+        self._must_copy.update(moved.intersection(self._plan.plain).difference(self._received))
         self._moves += 1
         # Other parameters are another model with the same code, and there may be as many of these as there is room for.
-        patience = MOVES_IN_A_ROW if moved.isdisjoint(self._plan.static) else max(MOVES_IN_A_ROW, self._limit)
+        elsewhere = moved.isdisjoint(self._plan.static) and moved.isdisjoint(self._received)
+        patience = MOVES_IN_A_ROW if elsewhere else max(MOVES_IN_A_ROW, self._limit)
         if self._moves > patience:
             advice = "pass the same tensors"
             if not moved.isdisjoint(self._plan.received):
@@ -231,11 +289,13 @@ class CapturedProgram(program.GraphProgram):
                 self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
 
     def _capture(self, slot: Slot, args: list[Any], why_again: str) -> CapturedGraph | None:
+        if "kept" in self._plan.ways and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
+            self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
         if (seen := self._seen.pop(slot.key, None)) is not None:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
         pool = self._pool if self._shares_pool else self._new_pool()
-        stays = self._stays - self._must_copy
+        stays = (self._stays | set(self._received)) - self._must_copy
         self._pool.take_turn()  # buffers of other graphs are written to
         try:
             with uncounted([args[index] for index in self._plan.written]):
@@ -285,6 +345,8 @@ class CapturedProgram(program.GraphProgram):
             self._gave_up = not self._counter["captured"]
         else:
             self._gave_up = True
+        if self._gave_up:
+            self._withdraw()
         self._fall_back(error.__cause__ or error)
 
     def _fall_back(self, reason: object) -> None:

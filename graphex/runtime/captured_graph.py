@@ -2,6 +2,7 @@
 
 Plan            known before any call: which inputs are captured by address, which are copied, how outputs get out
 Pool            the memory that captured graphs share, and the order that sharing asks for
+SavedMemory     what a captured forward keeps in its own memory for the backward
 CapturedGraph   one capture, made by `capture_graph`; `fill` gives it a call's inputs
 Store           the captured graphs of one program, by key and by addresses, the least recently used one first
 """
@@ -162,6 +163,7 @@ class Pool:
         self.stream = device.stream()  # of the last replay
         self._lasts = device.stream_lasts()
         self.graphs = 0
+        self.captures = 0  # with those of graphs that are gone
 
     @property
     def handle(self) -> Any:
@@ -215,6 +217,7 @@ class CapturedGraph:
     buffers: list[InputBuffer]
     held: list[Tensor]
     takes_over: bool
+    number: int  # of its pool's captures
     owner: int | None = None
     boxed: tuple[Any, ReplayBody] | None = None
     fast: FastReplay | None = None
@@ -303,7 +306,8 @@ def capture_graph(
         outputs.settle()
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
-        graph = CapturedGraph(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over)
+        pool.captures += 1
+        graph = CapturedGraph(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over, pool.captures)
     except BaseException:
         replay.free()
         raise
@@ -353,6 +357,10 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def keys(self) -> int:
+        return len(self._known)
 
     def knows(self, key: Key) -> bool:
         return self._known[key] > 0
@@ -407,8 +415,47 @@ class Store:
         self._latest[slot.key] = slot, graph
         self.newest, self._newest_key = graph, slot.key
 
+    def lasting_addresses(self) -> set[int]:
+        """Where the graphs keep results that nothing copies, and where they read parameters."""
+        graphs = self._graphs.values()
+        return {address for graph in graphs for address in (*graph.outputs.kept_addresses, *graph.checked.known)}
+
+    def kept_in_use(self, graph: CapturedGraph) -> bool:
+        """Whether a replay of the graph could write to a kept result that is in use.
+
+        That is one of its own, or of a graph that was captured later: it may lie in what was free by then.
+        """
+        later = (each.outputs.are_kept_in_use for each in self._graphs.values() if each.number >= graph.number)
+        return any(are_in_use is not None and are_in_use() for are_in_use in later)
+
     def free(self, owner: int | None = None) -> None:
         """Free all graphs, or those that were captured for one owner."""
         for slot, graph in list(self._graphs.items()):
             if owner is None or graph.owner == owner:
                 self.drop(slot)
+
+
+# -- what a forward saves for its backward -----------------------------------------------------------------------------
+
+
+class SavedMemory:
+    """Where the backward of a training step finds what the forward saved: at the same addresses in every replay.
+
+    These are the parameters that the forward's graphs were captured with, and values that they keep in place. A forward
+    is not replayed while an earlier one's values are in use. `is_kept` is False where they are copied out instead.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        self._store: Store | None = None
+
+    def offer(self, store: Store, *, is_kept: bool) -> None:
+        """Called for a captured forward; `is_kept`: it keeps values in its graphs."""
+        self._store, self.is_kept = store, is_kept
+
+    def withdraw(self) -> None:
+        """Called when the forward copies its values out, or is not captured."""
+        self.is_kept = False
+
+    def addresses(self) -> set[int]:
+        return set() if self._store is None else self._store.lasting_addresses()

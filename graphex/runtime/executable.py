@@ -119,6 +119,8 @@ def _program(graph: ExecutableGraph) -> Program:
     if config.capture_sizes and (layout := _layout(graph)):
         return _padded(graph, run, layout)
     ways = dict.fromkeys(_kept_by_torch(graph), "copied")
+    if graph.saved is not None:
+        ways = dict.fromkeys(_held_for_a_step(graph), "kept")
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
     return CapturedProgram(graph, run, graph.static_inputs, ways=ways, from_pieces=from_pieces)
 
@@ -185,6 +187,19 @@ def _kept_by_torch(graph: ExecutableGraph) -> range:
         return range(0)
     returned = graph.gm.graph.output_node().meta.get(RETURNED, results)
     return range(0 if graph.phase == "backward" else returned, results)
+
+
+def _held_for_a_step(graph: ExecutableGraph) -> list[int]:
+    """The outputs that are dead before the next call of a usual training loop: what a forward saves, and gradients.
+
+    A value that the user gets too shares its memory with the saved one, as in eager: such values are copied.
+    """
+    leaves = output_leaves(graph.gm)
+    if graph.phase == "backward":
+        return list(range(len(leaves)))
+    returned = graph.gm.graph.output_node().meta.get(RETURNED, len(leaves))
+    seen = _sharing_memory(graph.gm, leaves[:returned])
+    return [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
 
 
 def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:

@@ -62,12 +62,12 @@ class Addresses:
     def __init__(self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = ()) -> None:
         self.indices = sorted(indices)
         self._runs = runs(self.indices)
-        self._known = self._of(args)
+        self.known = self._of(args)
         self._frozen, self._pick_frozen = frozenset(frozen), picker(frozen)
         identities = self._identities = bytearray(self._identities_of(args))
         # A new object may get the place in memory of one that is gone.
         self._watched = [weakref.ref(each, partial(_forget, identities)) for each in self._pick_frozen(args)]
-        addresses = array("q", self._known).tobytes()
+        addresses = array("q", self.known).tobytes()
         self.packed: native.Places = _packed(self.indices), addresses, _packed(frozen), identities
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
@@ -78,9 +78,9 @@ class Addresses:
         if self._frozen and self._identities_of(args) != self._identities:
             return self._frozen
         now = self._of(args)
-        if now == self._known:
+        if now == self.known:
             return _NOTHING
-        places = zip(self.indices, now, self._known, strict=True)
+        places = zip(self.indices, now, self.known, strict=True)
         return frozenset(index for index, address, before in places if address != before)
 
     def _of(self, args: Sequence[Any]) -> list[int]:

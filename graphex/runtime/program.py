@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from graphex.device import Device, StreamSet
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.codegen import Boxed, Code
+
+if TYPE_CHECKING:
+    from graphex.runtime.captured_graph import SavedMemory
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ExecutableGraph:
 
     `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
     version of a graph from the first. `lanes` are its streams, and `memory` knows the storages of values on them, where
-    the graph alone does not show them.
+    the graph alone does not show them. `saved` is what the graphs of a training step share.
     """
 
     compilation: Compilation
@@ -62,6 +65,7 @@ class ExecutableGraph:
     piece: int | None = None
     lanes: StreamSet | None = None
     memory: Memory | None = None
+    saved: SavedMemory | None = None
 
     @property
     def counter(self) -> Counter[str]:

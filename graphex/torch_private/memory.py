@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -150,6 +151,19 @@ def borrowed(tensor: Tensor) -> Tensor:
 def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     """A tensor of another type on the memory of `owner`; `offset` counts elements of `dtype` from its start."""
     return torch.empty(0, dtype=dtype, device=owner.device).set_(owner.untyped_storage(), offset, size, stride)
+
+
+def held_by_others(tensors: Iterable[Tensor]) -> Callable[[], bool]:
+    """A function that says whether any of these tensors' memory has more owners than now."""
+    storages = list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
+    places = [storage._cdata for storage in storages]  # valid as long as `storages` are
+    before = [int(_storage_uses(place)) for place in places]
+
+    def are_held() -> bool:
+        assert len(storages) == len(places)
+        return any(map(gt, map(_storage_uses, places), before))
+
+    return are_held
 
 
 def storage_owners(tensor: Tensor) -> int:

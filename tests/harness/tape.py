@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
 from graphex.runtime import executable
+from graphex.torch_private.memory import borrowed
 
 
 class Tape(TorchDispatchMode, Replay):
@@ -34,6 +35,7 @@ class Tape(TorchDispatchMode, Replay):
         self.places: list[list[int]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
+        self.pooled = {memory for other in device.alive for memory in other.own()}
         self.freed = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -41,7 +43,7 @@ class Tape(TorchDispatchMode, Replay):
         self.device.step("op")
         self.undo += [(leaf.detach(), leaf.clone()) for leaf in _written(func, args, kwargs)]
         result = func(*args, **kwargs)
-        call = func, _at_their_place(args), _at_their_place(kwargs), _at_their_place(result)
+        call = func, *(_at_their_place(value, self.pooled) for value in (args, kwargs, result))
         self.calls.append(call)
         self.places.append(_places(call))
         return result
@@ -117,11 +119,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
-def _at_their_place(args: Any) -> Any:
+def _at_their_place(args: Any, pooled: set[int]) -> Any:
     """A device graph knows addresses. What becomes of a tensor object later does not matter to it, and autograd does
-    not see what it writes.
+    not see what it writes. Memory of a pool is the pool's: another graph that reads it does not own it.
     """
-    return pytree.tree_map(lambda leaf: leaf.data if isinstance(leaf, Tensor) else leaf, args)
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return borrowed(leaf.data) if _memory(leaf) in pooled else leaf.data
+
+    return pytree.tree_map(place, args)
 
 
 def _places(call: Any) -> list[int]:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import graphex
 from tests.harness.capture import compile_it, reasons, replays
 
+IN_USE = "2 calls were made while those of an earlier one were in use"
+
 
 def trained(where: str, *, compiled: bool, steps: int = 20) -> list[Tensor]:
     torch.manual_seed(0)
@@ -77,7 +79,94 @@ def test_gradients_are_added_up_whatever_is_not_copied(options, where):
         for x in inputs:
             compiled(x).square().sum().backward()
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], wanted)
+    assert reasons(compiled) == [IN_USE]
+    assert replays(compiled) > 12  # of the forward and of the backward
+
+
+def test_a_usual_loop_copies_neither_what_is_saved_nor_gradients(where):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(where)
+    compiled = compile_it(model)
+    places = []
+    for _ in range(6):
+        loss = compiled(torch.randn(6, 8, device=where)).square().mean()
+        model.zero_grad()
+        loss.backward()
+        places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    assert places[2] == places[3] == places[5]
+    backward = next(record for record in graphex.journal(compiled).captures if record.graph.endswith("backward"))
+    assert backward.inputs_copied == 2  # the user's input, and the gradient of the result
     assert reasons(compiled) == []
+
+
+def test_gradients_that_are_held_stay_right(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model)
+    held, wanted = [], []
+    for _ in range(8):
+        x = torch.randn(3, 4, device=where)
+        wanted.append(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+        model.zero_grad()
+        compiled(x).sum().backward()
+        held.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(held, [list(each) for each in wanted])
+    assert reasons(compiled) == [IN_USE]
+
+
+def test_a_graph_is_kept_for_a_second_backward_and_for_gradients_of_gradients(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model)
+    for _ in range(5):
+        x = torch.randn(3, 4, device=where)
+        theirs, mine = model(x).sum(), compiled(x).sum()
+        for _ in range(2):
+            wanted = torch.autograd.grad(theirs, list(model.parameters()), retain_graph=True)
+            found = torch.autograd.grad(mine, list(model.parameters()), retain_graph=True)
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_forward_without_a_backward_is_replayed(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model)
+    for number in range(8):
+        x = torch.randn(3, 4, device=where)
+        torch.testing.assert_close(compiled(x), model(x))
+        if number % 2:
+            wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), list(model.parameters())), wanted)
+    assert reasons(compiled) == []
+
+
+def test_layers_that_share_their_code_keep_what_each_has_saved(where):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)).to(where)
+    block = torch.compile(lambda layer, x: layer(x) * 2 + x, backend="graphex", dynamic=False)
+    for _ in range(5):
+        x = torch.randn(3, 4, device=where)
+        theirs = mine = x
+        for layer in layers:
+            theirs, mine = layer(theirs) * 2 + theirs, block(layer, mine)
+        wanted = torch.autograd.grad(theirs.sum(), list(layers.parameters()))
+        torch.testing.assert_close(torch.autograd.grad(mine.sum(), list(layers.parameters())), wanted)
+
+
+def test_many_sizes_are_copied_out(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model, dynamic=True)
+    for rows in (3, 3, 5, 5, 3, 5, 7, 7, 3, 5, 7, 9, 9, 3, 3):
+        x = torch.randn(rows, 4, device=where)
+        wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), list(model.parameters())), wanted)
+    assert set(reasons(compiled)) == {"calls have more than 2 combinations of sizes"}
+
+
+def test_steps_in_flight_for_two_sizes_see_their_own_values(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model, dynamic=True)
+    for _ in range(6):
+        inputs = [torch.randn(rows, 4, device=where) for rows in (3, 5, 3)]
+        wanted = [torch.autograd.grad(model(x).sum(), list(model.parameters())) for x in inputs]
+        losses = [compiled(x).sum() for x in inputs]
+        found = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        torch.testing.assert_close(found, wanted)
 
 
 def test_without_clone_output_what_is_saved_for_a_backward_stays_right(where):
