@@ -204,6 +204,15 @@ class Captured(Record):
 
 
 @dataclass(frozen=True)
+class OptimizerPrepared(Record):
+    """An optimizer that was changed so that a device graph can hold its step, and what was changed."""
+
+    kind: ClassVar[str] = "optimizer"
+    optimizer: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Cut(Record):
     """An op that a device graph cannot hold: it runs by itself, and the pieces around it are captured.
 
@@ -462,6 +471,10 @@ class Journal:
     @property
     def captures(self) -> list[Captured]:
         return self.of(Captured)
+
+    @property
+    def optimizers(self) -> list[OptimizerPrepared]:
+        return self.of(OptimizerPrepared)
 
     @property
     def cuts(self) -> list[Cut]:

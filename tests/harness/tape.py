@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
+from graphex.loops import train_step
 from graphex.runtime import executable
 
 
@@ -35,6 +36,11 @@ class Tape(TorchDispatchMode, Replay):
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
         self.freed = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A capture is no mode: compiled code runs in it."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -135,7 +141,8 @@ def _memory(tensor: Tensor) -> int:
 
 def run_on(patch: pytest.MonkeyPatch, device: Device) -> None:
     """What is compiled from now on runs on this device, wherever its tensors are."""
-    patch.setattr(executable, "device_of", lambda devices: device)
+    for module in (executable, train_step):
+        patch.setattr(module, "device_of", lambda devices: device)
 
 
 class TapeDevice(Device):
