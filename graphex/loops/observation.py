@@ -5,7 +5,7 @@ is seen, then another one, and both are compared:
 
     an op that waits for the device, or copies between host and device      cannot be captured
     a number that differs from one step to the next                         would be burnt in
-    a tensor from before the step that is elsewhere in the next             would be read where it was
+    a tensor that one step made and the next reads, or that is elsewhere    would be read where it was
     gradients from before the step                                          are read, or dropped unread
 
 Kernels that no op launches (in compiled regions) get their numbers from the inputs of a compiled graph: `note` sees these.
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphex.device import Device
 from graphex.errors import users_frame
 from graphex.torch_private.symbolic import pytree
 
@@ -42,15 +41,26 @@ def may_see_compiled_code() -> bool:
 class Observation(TorchDispatchMode):
     """Sees every op of one step. `reason` says why the step cannot be captured, `line` where; empty if it can."""
 
-    def __init__(self, device: Device, arguments: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    def __init__(
+        self, kind: str, arguments: Iterable[Tensor], gradients: Iterable[Tensor], before: Observation | None = None
+    ) -> None:
+        """`kind` is the type of the device that steps, such as "cuda"; every other memory is the host's. `before` is the
+        observation of the step before.
+        """
         super().__init__()
-        self._device = device
+        self._held = [] if before is None else before.left_behind()  # held, so that no other tensor gets their memory
+        self._left = {_memory(tensor) for tensor in self._held}
+        self._results: list[weakref.ref[Tensor]] = []
+        self._kind = kind
         self._arguments = {_memory(tensor) for tensor in arguments}
-        self._gradients = {_memory(tensor) for tensor in gradients}
+        gradients = list(gradients)
+        self._left -= {_memory(tensor) for tensor in gradients}
+        self._gradients = {id(tensor): weakref.ref(tensor) for tensor in gradients}
         self._made: set[int] = set()
         self._rows: list[tuple[object, ...]] = []
         self._lines: list[Place | None] = []
         self._places: list[tuple[int, int]] = []
+        self._stable: set[int] = set()
         self._outside: list[tuple[int, weakref.ref[Tensor], int]] = []
         self.reads_gradients = False
         self.reason = self.line = ""
@@ -68,24 +78,23 @@ class Observation(TorchDispatchMode):
             self._judge(func, tensors, leaves, args, kwargs)
         for tensor in tensors:
             memory = _memory(tensor)
-            self.reads_gradients = self.reads_gradients or memory in self._gradients
+            if (gradient := self._gradients.get(id(tensor))) is not None and gradient() is tensor:
+                self.reads_gradients = True
             if memory not in self._made:
                 self._outside.append((len(self._rows), weakref.ref(tensor), tensor.data_ptr()))
         self._add(str(func), leaves)
         results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         given = {_memory(tensor) for tensor in tensors}
+        self._results += map(weakref.ref, made)
         self._made.update(memory for tensor in made if (memory := _memory(tensor)) not in given)
-        if not self.reason and any(self._device.holds(each) for each in tensors) and made:
-            if not all(map(self._device.holds, made)):
-                self._refuse("copies from the device to the host")
+        if not self.reason and any(map(self._is_host, made)) and not all(map(self._is_host, tensors)):
+            self._refuse(f"copies from the device to the host ({func})")
         return results
 
     def note(self, inputs: list[Any]) -> None:
         """The numbers among the inputs of a compiled graph."""
-        hosts = [
-            each for each in inputs if isinstance(each, Tensor) and not each.dim() and not self._device.holds(each)
-        ]
+        hosts = [each for each in inputs if isinstance(each, Tensor) and not each.dim() and self._is_host(each)]
         self._add("the inputs of a compiled graph", [*inputs, *(repr(each.tolist()) for each in hosts)])
 
     def differs_from(self, other: Observation) -> tuple[str, str]:
@@ -108,13 +117,26 @@ class Observation(TorchDispatchMode):
 
     def finish(self, results: Iterable[Any], gradients: Iterable[Tensor]) -> None:
         """The step is over: what is alive, and neither an argument, a result nor a gradient, was there before."""
-        moving = {_memory(leaf) for leaf in (*results, *gradients) if isinstance(leaf, Tensor)}
-        moving |= self._gradients | self._arguments
+        gradients = list(gradients)
+        moving = {
+            _memory(leaf)
+            for leaf in (*results, *gradients, *(each() for each in self._gradients.values()))
+            if isinstance(leaf, Tensor)
+        }
+        moving |= self._arguments
+        self._held = []
         alive = [(row, tensor(), address) for row, tensor, address in self._outside]
         self._places = [
             (row, address) for row, tensor, address in alive if tensor is not None and _memory(tensor) not in moving
         ]
+        self._stable = {_memory(tensor) for _, tensor, _ in alive if tensor is not None}
+        self._stable |= {_memory(tensor) for tensor in gradients}
         self._outside = []
+
+    def left_behind(self) -> list[Tensor]:
+        """What this step made and somebody still holds, but for gradients."""
+        alive = [tensor for each in self._results if (tensor := each()) is not None]
+        return [tensor for tensor in alive if _memory(tensor) not in self._stable]
 
     def _add(self, what: str, leaves: Sequence[Any]) -> None:
         self._rows.append((what, *(_plain(leaf) for leaf in leaves if not isinstance(leaf, Tensor))))
@@ -129,10 +151,12 @@ class Observation(TorchDispatchMode):
             self._refuse("draws from a generator of its own")
         elif any(tensor.layout != torch.strided for tensor in tensors):
             self._refuse("computes with sparse tensors")
+        elif any((memory := _memory(each)) in self._left and memory not in self._arguments for each in tensors):
+            self._refuse(f"reads a tensor that the step before made and kept ({func})")
         elif any(_memory(tensor) in self._arguments for tensor in written(func, args, kwargs)):
             self._refuse(f"writes to an argument ({func})")
         else:
-            self._judge_hosts(func, [tensor for tensor in tensors if not self._device.holds(tensor)])
+            self._judge_hosts(func, list(filter(self._is_host, tensors)))
 
     def _judge_hosts(self, func: Any, hosts: list[Tensor]) -> None:
         """A device graph knows nothing of the host's memory: a tensor of one element is a number to it."""
@@ -144,8 +168,11 @@ class Observation(TorchDispatchMode):
                 return self._refuse(f"computes with an argument in the host's memory ({func})")
             if memory not in self._made:
                 return self._refuse(f"reads or writes a tensor in the host's memory ({func})")
-            if tensor.dim() and func not in _FREE_ON_HOST or func in _TO_DEVICE:
+            if (tensor.dim() and func not in _FREE_ON_HOST) or func in _TO_DEVICE:
                 return self._refuse(f"copies from the host's memory to the device ({func}); make it on the device")
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self._kind
 
     def _refuse(self, reason: str) -> None:
         self.reason, self.line = f"the step {reason}", _text(_place())

@@ -114,6 +114,7 @@ class TrainStep:
         self._config: CompilerConfig = backend.config
         self._state = StepState(found)
         self._device: Device | None = None
+        self._where = torch.device("cpu")
         self._is_off = False
         self._lock = threading.RLock()
         self._graphs: OrderedDict[Kind, CapturedStep] = OrderedDict()
@@ -144,6 +145,7 @@ class TrainStep:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = self._state.devices() | {each.device for each in tensors if not self._state.parameters}
         self._device = device_of(devices)
+        self._where = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
         if reason := self._why_not_captured(devices):
             self._stay_plain(reason, warn=self._device.captures)
         else:
@@ -227,11 +229,10 @@ class TrainStep:
     def _run_and_learn(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         learnt = self._remember(kind)
         is_checked = (kind.path, _sort(kind.gradients)) in self._checked
-        assert self._device is not None
         seen: Observation | None = None
         if learnt.calls and not is_checked:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            seen = Observation(self._device, given, _present(self._state.gradients()))
+            seen = Observation(self._where.type, given, _present(self._state.gradients()), learnt.observation)
         results = self._run(args, kwargs, seen)
         learnt.calls += 1
         learnt.leaves_gradients = any(each is not None for each in self._state.gradients())
@@ -382,11 +383,9 @@ class TrainStep:
 
     def _buffer(self, leaf: Tensor) -> InputBuffer | Tensor:
         """Memory of the graph's own for an argument, on the device."""
-        assert self._device is not None
-        if self._device.holds(leaf):
+        if leaf.device.type == self._where.type:
             return Arena().buffers([leaf], shared=False)[0]
-        where = next(iter(self._state.devices()))
-        return torch.empty_like(leaf, device=where)
+        return torch.empty_like(leaf, device=self._where)
 
     def _pool_for(self, own: bool) -> Pool:
         """Graphs share a pool, but for those that leave gradients in theirs, which another graph must not write to."""
