@@ -8,7 +8,8 @@ is seen, then another one, and both are compared:
     a tensor that one step made and the next reads, or that is elsewhere    would be read where it was
     gradients from before the step                                          are read, or dropped unread
 
-Kernels that no op launches (in compiled regions) get their numbers from the inputs of a compiled graph: `note` sees these.
+Kernels that no op launches (in compiled regions) get their numbers from the inputs of a compiled graph, which `note`
+sees.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ class Observation(TorchDispatchMode):
     def __init__(
         self, kind: str, arguments: Iterable[Tensor], gradients: Iterable[Tensor], before: Observation | None = None
     ) -> None:
-        """`kind` is the type of the device that steps, such as "cuda"; every other memory is the host's. `before` is the
-        observation of the step before.
-        """
+        """`kind` is the type of the device, such as "cuda": other memory is the host's. `before` is the step before."""
         super().__init__()
         self._held = [] if before is None else before.left_behind()  # held, so that no other tensor gets their memory
         self._left = {_memory(tensor) for tensor in self._held}
@@ -162,14 +161,13 @@ class Observation(TorchDispatchMode):
         """A device graph knows nothing of the host's memory: a tensor of one element is a number to it."""
         for tensor in hosts:
             memory = _memory(tensor)
-            if memory in self._arguments and (func in _TO_DEVICE or func in _FREE_ON_HOST):
-                continue
             if memory in self._arguments:
-                return self._refuse(f"computes with an argument in the host's memory ({func})")
-            if memory not in self._made:
-                return self._refuse(f"reads or writes a tensor in the host's memory ({func})")
-            if (tensor.dim() and func not in _FREE_ON_HOST) or func in _TO_DEVICE:
-                return self._refuse(f"copies from the host's memory to the device ({func}); make it on the device")
+                if func not in (*_TO_DEVICE, *_FREE_ON_HOST):
+                    self._refuse(f"computes with an argument in the host's memory ({func})")
+            elif memory not in self._made:
+                self._refuse(f"reads or writes a tensor in the host's memory ({func})")
+            elif (tensor.dim() and func not in _FREE_ON_HOST) or func in _TO_DEVICE:
+                self._refuse(f"copies from the host's memory to the device ({func}); make it on the device")
 
     def _is_host(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._kind
