@@ -187,7 +187,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _plain(leaf: Any) -> object:

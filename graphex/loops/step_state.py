@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from operator import getitem
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -56,14 +58,14 @@ class Found:
             _once(self.scalers, thing)
         elif isinstance(thing, tuple(DEFERRED)):
             _once(self.deferred, thing)
-            _once(self.optimizers, thing.optimizer)
+            _once(self.optimizers, getattr(thing, "optimizer", None))
         else:
             return False
         return True
 
 
 def _once(kept: list[Any], thing: Any) -> None:
-    if not any(other is thing for other in kept):
+    if thing is not None and not any(other is thing for other in kept):
         kept.append(thing)
 
 
@@ -82,12 +84,16 @@ def found_in(function: Callable[..., Any]) -> Found:
             if isinstance(thing, (*_PLAIN, Tensor)):
                 found.values[name] = get
             elif isinstance(thing, (list, tuple, dict, set)):
-                found.values[f"the length of {name}"] = lambda get=get: len(get())
+                found.values[f"the length of {name}"] = partial(_length, get)
                 for each in thing.values() if isinstance(thing, dict) else thing:
                     found.add(each)
             elif _is_looked_into(thing):
                 pending.append((name, thing))
     return found
+
+
+def _length(get: Getter) -> int:
+    return len(get())
 
 
 def _is_looked_into(thing: Any) -> bool:
@@ -115,19 +121,22 @@ def _reads(thing: Any, seen: set[int]) -> Iterator[tuple[str, Getter]]:
         return
     seen.add(id(thing))
     if isinstance(thing, MethodType):
-        yield "self", lambda owner=thing.__self__: owner
+        yield "self", partial(getattr, thing, "__self__")
         thing = thing.__func__
     if isinstance(thing, FunctionType):
         for place, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            yield place, lambda cell=cell: cell.cell_contents
+            yield place, partial(getattr, cell, "cell_contents")
         for place in _names(thing.__code__):
             if place in thing.__globals__:
-                yield place, lambda at=thing.__globals__, place=place: at[place]
-        for place, value in {**(thing.__kwdefaults__ or {}), **dict(enumerate(thing.__defaults__ or ()))}.items():
-            yield f"default {place}", lambda value=value: value
+                yield place, partial(getitem, thing.__globals__, place)
+        named = dict(thing.__kwdefaults__ or {})
+        for place in named:
+            yield f"default {place}", partial(getitem, named, place)
+        for number, _ in enumerate(thing.__defaults__ or ()):
+            yield f"default {number}", partial(getitem, thing.__defaults__, number)
     else:
         for place in vars(thing):
-            yield f"{name}.{place}", lambda at=thing, place=place: getattr(at, place)
+            yield f"{name}.{place}", partial(getattr, thing, place)
 
 
 def _names(code: CodeType) -> list[str]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
-from graphex.loops import train_step
+from graphex.loops import step_program
 from graphex.runtime import executable
 
 
@@ -141,7 +141,7 @@ def _memory(tensor: Tensor) -> int:
 
 def run_on(patch: pytest.MonkeyPatch, device: Device) -> None:
     """What is compiled from now on runs on this device, wherever its tensors are."""
-    for module in (executable, train_step):
+    for module in (executable, step_program):
         patch.setattr(module, "device_of", lambda devices: device)
 
 
