@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from graphex.backend import Backend
 from graphex.config import CompilerConfig
@@ -37,6 +38,7 @@ from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
+from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
 
@@ -98,6 +100,7 @@ class TrainStep:
         self.journal: Journal = backend.journal
         self.average: nn.Module | None = getattr(function, "average", None)
         self._name = f"{getattr(function, '__name__', 'step')} step"
+        self._label = f"graphex replay: {self._name}"
         self._config: CompilerConfig = backend.config
         self._state = StepState(found)
         self._device: Device | None = None
@@ -164,6 +167,11 @@ class TrainStep:
     # -- one call ----------------------------------------------------------------------------------------------------
 
     def _step(self, args: Any, kwargs: Any) -> Any:
+        if is_seen_by_a_mode() or self._device_captures():
+            return _detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
+        if self._state.hooks() and (reason := self._state.why_never()):
+            self._stay_plain(reason)
+            return _detached(self._function(*args, **kwargs))
         if why := self._state.why_elsewhere():
             self._start_again(why)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -178,6 +186,9 @@ class TrainStep:
         if self._is_off:
             return _detached(self._function(*args, **kwargs))
         return self._run_and_learn(kind, args, kwargs)
+
+    def _device_captures(self) -> bool:
+        return self._device is not None and self._device.is_capturing()
 
     def _kind(self, leaves: Sequence[Any], spec: Any) -> Kind:
         sizes = tuple(
@@ -287,6 +298,7 @@ class TrainStep:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(seen)
             results = self._function(*args, **kwargs)
+            torch.clear_autocast_cache()  # casts of parameters that the step has changed
         if seen is not None:
             seen.finish(pytree.tree_leaves(results), _present(self._state.gradients()))
         for call in deferred:
@@ -324,8 +336,10 @@ class TrainStep:
         reserved = self._device.reserved_bytes()
         try:
             graph = self._captured(leaves, spec, own_pool=self._learnt[kind].leaves_gradients)
-        except CaptureError as error:
+        except BaseException as error:
             self._state.put_gradients(before)
+            if not isinstance(error, CaptureError):
+                raise
             self._stay_plain(one_line(error.__cause__ or error))
             return None
         if why := self._state.why_elsewhere():
@@ -361,9 +375,11 @@ class TrainStep:
         args, kwargs = pytree.tree_unflatten(given, spec)
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
+        torch.clear_autocast_cache()  # what was cast before would be read where it was
         with captures_held_back(_nothing), state.rates_as_tensors(), state.deferring(deferred):
             run = partial(self._function, *args, **kwargs)
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
+        torch.clear_autocast_cache()
         pool.graphs += 1
         flat, form = pytree.tree_flatten(_detached(results))
         return CapturedStep(replay, pool, buffers, flat, form, state.gradients(), deferred)
@@ -407,7 +423,8 @@ class TrainStep:
         graph.pool.take_turn()
         graph.fill(leaves)
         self._state.fill_rates()
-        graph.replay.replay()
+        with record_function(self._label) if profiler_enabled() else nullcontext():
+            graph.replay.replay()
         self._state.put_gradients(graph.gradients)
         count_writes(self._state.written())
         results = [each.clone() if isinstance(each, Tensor) else each for each in graph.results]

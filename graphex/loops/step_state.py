@@ -244,6 +244,13 @@ class StepState:
                 return "a parameter has a gradient hook, which Python runs"
         return ""
 
+    def hooks(self) -> bool:
+        """Whether a module or a parameter has a hook by now."""
+        held = [vars(module) for module in self._modules]
+        return any(each.get(name) for each in held for name in _HOOKS) or any(
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in self.parameters
+        )
+
     # -- optimizers ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> list[tuple[Optimizer, list[str]]]:
@@ -304,14 +311,16 @@ def _modes() -> tuple[object, ...]:
     return (*autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
 
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+
+
 def _hooks_of(module: nn.Module) -> str:
-    names = {
-        "_forward_hooks": "a forward hook",
-        "_forward_pre_hooks": "a forward pre-hook",
-        "_backward_hooks": "a backward hook",
-        "_backward_pre_hooks": "a backward pre-hook",
-    }
-    return next((text for name, text in names.items() if getattr(module, name, None)), "")
+    return next((text for name, text in _HOOKS.items() if getattr(module, name, None)), "")
 
 
 def _made_capturable(optimizer: Optimizer) -> list[str]:

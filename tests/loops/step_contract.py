@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphex
 
@@ -459,6 +461,52 @@ def test_a_gradient_hook_is_called_in_every_step(where):
     step = graphex.train_step(model, functional.cross_entropy, adam(model))
     assert refused(step, points(where)) == "a parameter has a gradient hook, which Python runs"
     assert len(called) == STEPS
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_hook_that_comes_after_the_capture_is_called(where):
+    model, called = model_on(where, mlp), []
+    step = graphex.train_step(
+        model, functional.cross_entropy, adam(model), compile=False
+    )  # Dynamo looks for hooks once
+    batches = points(where)
+    for number, batch in enumerate(batches):
+        if number == 6:
+            model[1].register_forward_hook(lambda *given: called.append(1))
+        step(*batch)
+    assert len(called) == len(batches) - 6
+    assert reasons(step) == ["Tanh has a forward hook, which Python runs"]
+
+
+def test_a_dispatch_mode_sees_the_ops_of_a_step(where):
+    model = model_on(where, mlp)
+    step = graphex.train_step(model, functional.cross_entropy, adam(model), compile=False)
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for number, batch in enumerate(points(where)):
+        with Seeing() if number == 6 else nullcontext():
+            step(*batch)
+    assert "aten.addmm.default" in seen
+    assert count(step, "replays") == STEPS - 4
+
+
+def test_autocast_around_the_loop_does_not_freeze_the_weights(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), compile=False)
+    plain, found, wanted = written_out(theirs, adam(theirs)), [], []
+    with torch.autocast(where, torch.bfloat16):
+        for batch in points(where):
+            found.append(float(step(*batch)))
+    for batch in points(where):
+        with torch.autocast(where, torch.bfloat16):
+            wanted.append(float(plain(*batch).detach()))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert [count(step, "captured"), *reasons(step)] == [1]
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
