@@ -33,10 +33,11 @@ from graphex.torch_private.graphs import copy_module
 
 aten = torch.ops.aten
 _MARK = "recompute"  # torch's mark of a checkpoint on a node
-_SAME_NUMBERS = (
-    *(aten._to_copy.default, aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
+_VIEWS = (
+    *(aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
     *(aten.expand.default, aten.detach.default, aten.slice.Tensor),
 )
+_CASTS = (aten._to_copy.default,)
 _COMPUTED_AGAIN = (aten._log_softmax.default,)
 
 
@@ -117,7 +118,7 @@ def activations(forward: GraphModule, backward: GraphModule, returned: int, agai
     rows: dict[tuple[str, str, str, str], list[Node]] = {}
     for node in saved.values():
         if isinstance(node.meta.get("val"), Tensor):
-            status = "saved" if node.op == "call_function" else "an input"
+            status = "an input" if _is_of_input(node, _VIEWS) else "saved"
             rows.setdefault((status, _op(node), node_line(node), _why_saved(node)), []).append(node)
     for node in backward.graph.nodes:
         if node.op == "call_function" and node.name in made and node.name not in saved:
@@ -130,7 +131,7 @@ def activations(forward: GraphModule, backward: GraphModule, returned: int, agai
 
 
 def _op(node: Node) -> str:
-    return str(_source(node).target) if node.op == "call_function" else "input"
+    return "input" if _is_of_input(node, _VIEWS) else str(_source(node).target)
 
 
 def _source(node: Node) -> Node:
@@ -140,22 +141,22 @@ def _source(node: Node) -> Node:
     return node
 
 
-def _is_of_input(node: Node) -> bool:
-    """Whether a value is an input in another type or layout."""
-    while node.target in _SAME_NUMBERS and isinstance(node.args[0], Node):
+def _is_of_input(node: Node, ops: tuple[Any, ...]) -> bool:
+    """Whether a value is an input, seen through these ops."""
+    while node.target in ops and isinstance(node.args[0], Node):
         node = node.args[0]
     return node.op == "placeholder"
 
 
 def _why_saved(node: Node) -> str:
-    if node.op != "call_function":
+    if _is_of_input(node, _VIEWS):
         return "an input of the model, which is there anyway"
     if node.meta.get(_MARK) == CheckpointPolicy.MUST_SAVE:
         return "the policy of a checkpoint saves it"
     if torch.Tag.nondeterministic_seeded in getattr(_source(node).target, "tags", ()):
         return "random numbers are not drawn twice"
-    if _is_of_input(node):
-        return "an input in another type or layout, which no region makes where it is read"
+    if _is_of_input(node, (*_VIEWS, *_CASTS)):
+        return "an input in another type, which no region makes where it is read"
     return "the cheapest place to cut: what comes before costs more to compute again, or is larger"
 
 

@@ -47,7 +47,7 @@ class Recipe:
     def __init__(self, parts: Parts, compile_it: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         _check(parts)
         self._parts = parts
-        self._loss = compile_it(_forward_of(parts))
+        self._loss = compile_it(_loss_function(parts))
         self._trained = [each for group in parts.optimizer.param_groups for each in group["params"]]
         self.average = _average_of(parts)
         self.__name__ = self.__qualname__ = type(parts.model).__name__
@@ -123,20 +123,20 @@ def _average_of(parts: Parts) -> nn.Module | None:
     return deepcopy(parts.model).requires_grad_(False).eval()
 
 
-def _forward_of(parts: Parts) -> Callable[..., Tensor]:
+def _loss_function(parts: Parts) -> Callable[..., Tensor]:
     model, loss_fn, dtype = parts.model, parts.loss_fn, parts.autocast
     device = next((each.device.type for each in model.parameters()), "cpu")
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def loss(*args: Any, **kwargs: Any) -> Tensor:
         if loss_fn is None:
             return _loss_in(model(*args, **kwargs))
         return _loss_in(loss_fn(model(*args[:-1], **kwargs), args[-1]))
 
-    def in_autocast(*args: Any, **kwargs: Any) -> Tensor:
+    def loss_in_autocast(*args: Any, **kwargs: Any) -> Tensor:
         with torch.autocast(device, dtype=dtype):
-            return forward(*args, **kwargs)
+            return loss(*args, **kwargs)
 
-    return forward if dtype is None else in_autocast
+    return loss if dtype is None else loss_in_autocast
 
 
 def _loss_in(result: Any) -> Tensor:

@@ -32,6 +32,7 @@ from graphex.config import CompilerConfig
 from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
+from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, may_see_compiled_code
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
@@ -122,6 +123,10 @@ class TrainStep:
             if self._is_off:
                 return _detached(self._function(*args, **kwargs))
             return self._step(args, kwargs)
+
+    def explain(self) -> str:
+        """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
+        return printed(f"training step {self._name.removesuffix(' step')}", self.journal)
 
     def free(self) -> None:
         """Free the device graphs; the next calls capture again."""

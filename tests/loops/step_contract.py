@@ -571,3 +571,14 @@ def test_a_nan_loss_with_a_scaler_skips_the_update_and_lowers_the_scale(where):
     same_state(mine, theirs)
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def test_a_step_is_explained_with_its_parts_and_their_memory(where):
+    model = model_on(where)
+    step = graphex.train_step(model, functional.cross_entropy, torch.optim.AdamW(model.parameters()))
+    for batch in tokens(where):
+        step(*batch)
+    parts = [line.split()[0] for line in step.explain().split("training step\n")[1].splitlines() if line.strip()]
+    assert [each for each in parts if each in ("forward", "backward", "optimizer", "whole")] == [
+        *("forward", "backward", "optimizer", "whole")
+    ]
