@@ -63,6 +63,7 @@ GRAPHEX_UNTUNED = Variant("graphex, tuning from nothing", "graphex", shipped=Fal
 GRAPHEX_AUTOTUNE = Variant("graphex max-autotune", "graphex", "max-autotune", seconds=110)
 GRAPHEX_NO_REGIONS = Variant("graphex, no regions", "graphex", options=(("regions", False),), seconds=25)
 GRAPHEX_NO_CLONE = Variant("graphex, clone_output=False", "graphex", options=(("clone_output", False),), seconds=25)
+TRAIN_STEP = Variant("train_step", "graphex", seconds=30)  # a whole training step, made by `graphex.train_step`
 
 STOCK = (EAGER, CUDAGRAPHS, DEFAULT, REDUCE, REDUCE_MARKED, AUTOTUNE, AUTOTUNE_MARKED)
 OURS = (GRAPHEX, GRAPHEX_UNTUNED)
@@ -74,6 +75,7 @@ MODEL_VARIANTS = {  # those of the models benchmark
         *(GRAPHEX_NO_REGIONS, GRAPHEX_NO_CLONE, AUTOTUNE, GRAPHEX_AUTOTUNE),
     )
 }
+TRAINING_VARIANTS = {variant.name: variant for variant in (EAGER, DEFAULT, REDUCE, GRAPHEX, TRAIN_STEP)}
 
 
 def fits(variant: Variant, setting: Setting) -> bool:

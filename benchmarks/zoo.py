@@ -125,7 +125,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-def _transformer(name: str, kind: str, **config: Any) -> nn.Module:
+def transformer(name: str, kind: str, **config: Any) -> nn.Module:
     import transformers
 
     return getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**config))
@@ -141,7 +141,7 @@ def _bert_large(setting: Setting) -> Subject:
 
 def _bert_of(setting: Setting, width: int, layers: int) -> Subject:
     vocabulary = setting.pick(30522, 4000, 100)
-    model = _transformer(
+    model = transformer(
         *("Bert", "Model"),
         vocab_size=vocabulary,
         hidden_size=width,
@@ -155,7 +155,7 @@ def _bert_of(setting: Setting, width: int, layers: int) -> Subject:
 
 def _gpt2(setting: Setting) -> Subject:
     vocabulary, width = setting.pick(50257, 8000, 100), setting.pick(768, 768, 64)
-    model = _transformer(
+    model = transformer(
         *("GPT2", "LMHeadModel"),
         vocab_size=vocabulary,
         n_embd=width,
@@ -168,7 +168,7 @@ def _gpt2(setting: Setting) -> Subject:
 
 def _t5(setting: Setting) -> Subject:
     vocabulary, width = setting.pick(32128, 4000, 100), setting.pick(512, 512, 64)
-    model = _transformer(
+    model = transformer(
         *("T5", "ForConditionalGeneration"),
         vocab_size=vocabulary,
         d_model=width,
@@ -187,7 +187,7 @@ def _t5(setting: Setting) -> Subject:
 def _vit(setting: Setting) -> Subject:
     width = setting.pick(768, 768, 64)
     pixels = setting.image(224, 224, 32)
-    model = _transformer(
+    model = transformer(
         *("ViT", "Model"),
         hidden_size=width,
         num_hidden_layers=setting.pick(12, 2, 2),
@@ -221,12 +221,12 @@ def _prompt(setting: Setting, model: nn.Module) -> Subject:
 def _llama(setting: Setting) -> Subject:
     layers, hidden = setting.pick(8, 3, 2), setting.pick(7168, 1792, 96)
     geometry = _decoder_geometry(setting)
-    model = _transformer(*("Llama", "ForCausalLM"), **geometry, num_hidden_layers=layers, intermediate_size=hidden)
+    model = transformer(*("Llama", "ForCausalLM"), **geometry, num_hidden_layers=layers, intermediate_size=hidden)
     return _prompt(setting, model)
 
 
 def _mixtral(setting: Setting) -> Subject:
-    model = _transformer(
+    model = transformer(
         *("Mixtral", "ForCausalLM"),
         **{**_decoder_geometry(setting), "hidden_size": setting.pick(1024, 512, 64), "num_attention_heads": 8},
         head_dim=setting.pick(128, 64, 16),
@@ -240,7 +240,7 @@ def _mixtral(setting: Setting) -> Subject:
 
 def _whisper(setting: Setting) -> Subject:
     width, frames = setting.pick(512, 384, 64), setting.pick(3000, 400, 32)
-    model = _transformer(
+    model = transformer(
         *("Whisper", "Model"),
         d_model=width,
         encoder_layers=setting.pick(6, 2, 2),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.loops.replayer import replayer
+    from graphex.loops.train_step import train_step
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
     from graphex.rewrite.adapter import Rewrite, graph_pass
@@ -67,6 +68,7 @@ __all__ = [
     "replacement",
     "replayer",
     "scope",
+    "train_step",
     "warm_up",
 ]
 
@@ -85,6 +87,7 @@ _NAMES = {
     "evidence.explain": ("Report", "explain"),
     "fusion.register": ("node_info", "register_replacement", "replacement"),
     "loops.replayer": ("replayer",),
+    "loops.train_step": ("train_step",),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),

@@ -106,6 +106,17 @@ class Whole(Kind[int]):
         return value
 
 
+class Share(Kind[float]):
+    """A number from 0 to 1."""
+
+    allowed = "a number from 0 to 1"
+
+    def check(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise self.refuse(name, value)
+        return float(value)
+
+
 class FlagOrAuto(Kind["bool | str"]):
     allowed = "True, False or 'auto'"
 
@@ -313,6 +324,12 @@ class CompilerConfig:
     )
     regions_keep_out = Option[tuple[str, ...]](
         Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
+    )
+    activation_memory_budget = Option(
+        Share(),
+        1.0,
+        "The share of a forward's values that may be saved for its backward: 1 is what is fastest, 0 saves inputs. "
+        "The less is saved, the more is computed again. See docs/training.md.",
     )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."

@@ -11,7 +11,9 @@ import sysconfig
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,22 +61,29 @@ class GraphexWarning(UserWarning):
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user's program that led here, which is also what `warnings` filters see."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    if not _is_users(frame.f_code.co_filename):  # a thread of ours, or of torch's
-        frame = sys._getframe(1)
+    frame = users_frame() or sys._getframe(1)  # none in a thread of ours, or of torch's
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(text, GraphexWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
+def users_frame() -> FrameType | None:
+    """The innermost frame of the user's program in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def _is_users(file: str) -> bool:
     """Whether code stands in a file that is neither graphex's, torch's nor the standard library's."""
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    packages = [str(Path(each).parent) for each in (__file__, torch) if each]
-    if file.startswith((*packages, "<")):
+    if file.startswith((*_packages(getattr(sys.modules.get("torch"), "__file__", None)), "<")):
         return False
     return not file.startswith(_STANDARD) or "site-packages" in file
+
+
+@cache
+def _packages(torch: str | None) -> tuple[str, ...]:
+    return tuple(str(Path(each).parent) for each in (__file__, torch) if each)
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:

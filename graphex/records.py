@@ -204,6 +204,32 @@ class Captured(Record):
 
 
 @dataclass(frozen=True)
+class Activation(Record):
+    """Values of a forward that its backward needs: saved, computed again, or an input, which is there anyway.
+
+    Those of one op at one line are one record: the first of them, how many there are, and their bytes together.
+    """
+
+    kind: ClassVar[str] = "activation"
+    status: str
+    node: str
+    op: str
+    count: int
+    bytes: int
+    reason: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class OptimizerPrepared(Record):
+    """An optimizer that was changed so that a device graph can hold its step, and what was changed."""
+
+    kind: ClassVar[str] = "optimizer"
+    optimizer: str
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Cut(Record):
     """An op that a device graph cannot hold: it runs by itself, and the pieces around it are captured.
 
@@ -464,6 +490,14 @@ class Journal:
     @property
     def captures(self) -> list[Captured]:
         return self.of(Captured)
+
+    @property
+    def activations(self) -> list[Activation]:
+        return self.of(Activation)
+
+    @property
+    def optimizers(self) -> list[OptimizerPrepared]:
+        return self.of(OptimizerPrepared)
 
     @property
     def cuts(self) -> list[Cut]:

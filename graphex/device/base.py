@@ -179,6 +179,9 @@ class Device:
         """The memory the process has reserved on the device."""
         return 0
 
+    def release_cached(self) -> None:
+        """Give back memory that is reserved and not in use, so that a pool can have it."""
+
 
 @dataclass(frozen=True)
 class Kind:

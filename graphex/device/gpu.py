@@ -143,6 +143,9 @@ class GpuDevice(Device):
     def reserved_bytes(self) -> int:
         return int(self.runtime.memory_reserved(self._index))
 
+    def release_cached(self) -> None:
+        self.runtime.empty_cache()
+
 
 @contextmanager
 def no_other_capture(patience: float) -> Iterator[bool]:

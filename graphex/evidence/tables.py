@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from graphex.evidence.training import SAVED_COLUMNS, STEP_COLUMNS, has_training, saved_rows, step_rows
 from graphex.kernels.tuning import choice_of
 from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Verified
 
@@ -208,6 +209,13 @@ def _memory(journal: Journal) -> Iterator[Any]:
     return _table("memory", columns, rows, always=True)
 
 
+def _training(journal: Journal) -> Iterator[Any]:
+    if not has_training(journal):
+        return
+    yield from _table("training step", STEP_COLUMNS, step_rows(journal, size_text))
+    yield from _table("what the backward needs", SAVED_COLUMNS, saved_rows(journal, size_text))
+
+
 def _running(journal: Journal) -> Iterator[Any]:
     rows = []
     reasons = {record.graph: f"{record.what}: {record.reason}" for record in journal.fallbacks}
@@ -261,6 +269,7 @@ _TABLES = (
     _regions,
     _kernels,
     _memory,
+    _training,
     _running,
     _cuts,
     _verdicts,

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule
 
-from graphex.analysis import Aliases
-from graphex.analysis.aliasing import REGENERATED, RETURNED
+from graphex.analysis.aliasing import REGENERATED
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
-from graphex.frontend.compiler import compile_graph, compile_joint
+from graphex.frontend.compiler import compile_graph
+from graphex.frontend.partition import partition
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
 from graphex.passes.updates import note_program_writes
@@ -33,10 +33,8 @@ from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
     counted_inputs,
-    default_partition,
     is_autocast_on,
     is_compiled_ahead,
-    min_cut_rematerialization_partition,
     only_hands_over,
     regenerated_outputs,
     register_as_serializable,
@@ -44,7 +42,6 @@ from graphex.torch_private.aot import (
     without_autograd_cache,
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, dual_level, flatten_graph_inputs
-from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
 
@@ -123,7 +120,7 @@ def _aot(
             fw_compiler=compiler("forward"),
             bw_compiler=_untraced(compiler("backward")),
             inference_compiler=compile_inference,
-            partition_fn=functools.partial(_partition, compilation=compilation, has_out=has_out),
+            partition_fn=functools.partial(partition, compilation=compilation, has_out=has_out),
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
@@ -189,45 +186,6 @@ def _note_regenerated(gm: GraphModule) -> None:
     """Say, on the output node, which outputs AOTAutograd makes again from an input."""
     output = gm.graph.output_node()
     output.meta[REGENERATED] = regenerated_outputs(len(pytree.tree_leaves(output.args)))
-
-
-def _partition(
-    joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, has_out: bool, **kwargs: Any
-) -> Any:
-    """Run the passes that ask for the joint graph, cut it, and say which outputs of the forward are the user's.
-
-    The partitioner merges equal values, of which one may be a write of the program and another one none. So the writes
-    are noted before it runs.
-    """
-    note_program_writes(joint.graph, has_out=has_out)
-    joint = compile_joint(joint, inputs, compilation)
-    forward, backward = _cut(joint, inputs, compilation, kwargs)
-    forward.graph.output_node().meta[RETURNED] = kwargs["num_fwd_outputs"]
-    return forward, backward
-
-
-def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kwargs: dict[str, Any]) -> Any:
-    """Cut a joint graph where the fewest bytes are saved for backward."""
-    plain = copy_module(joint)
-    try:
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-    except Exception as error:
-        compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
-        return default_partition(plain, inputs, **kwargs)
-    if overwritten := _overwritten_before_backward(forward, backward):
-        reason = f"the backward would recompute from '{overwritten}', which the forward has overwritten by then"
-        what = "the training graph is partitioned without min-cut"
-        compilation.journal.fall_back(FellBack("-", what, reason), warn=False)
-        return default_partition(plain, inputs, **kwargs)
-    return forward, backward
-
-
-def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:
-    """An input that the forward writes to and the backward reads again: it would find the new value."""
-    aliases = Aliases(forward.graph)
-    written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
-    read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
-    return next((name for name in read if name in written), "")
 
 
 def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:

@@ -34,6 +34,8 @@ from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.mutable_ops import correct_slices
 from graphex.torch_private.symbolic import pytree, unset_fake_temporarily
 
+ACTIVATIONS = "graphex_activations"  # on the output of a forward: the records of what its backward needs
+
 
 class Executables(NamedTuple):
     """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see."""
@@ -152,7 +154,7 @@ def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
         GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
     )
     if phase in ("inference", "forward"):  # one of them is the first of a compilation, a joint graph aside
-        for record in origin.records:
+        for record in (*origin.records, *gm.graph.output_node().meta.get(ACTIVATIONS, ())):
             compilation.journal.add(replace(record, graph=name))
     return name
 

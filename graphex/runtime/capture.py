@@ -124,6 +124,9 @@ class CapturedProgram(program.GraphProgram):
         weakref.finalize(self, self._store.free).atexit = False
 
     def call(self, args: list[Any]) -> Any:
+        if program.held_back:
+            program.held_back[-1](args)
+            return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
         key = self._key(args)

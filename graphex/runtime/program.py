@@ -5,6 +5,8 @@
       Eager           generated code, called as it is
       GraphProgram    captured graphs, which a thread can warm up: `capture`, `piecewise`, `padding`
 
+A loop that captures its calls as a whole holds back the captures inside (`captures_held_back`).
+
 `graphex.warm_up` and `graphex.replayer` warm up, for calls of their own thread only: a call captures at once, what it
 writes to its inputs is undone, and the graphs that it ran are listed.
 """
@@ -119,7 +121,11 @@ class Eager(Program):
         self._run = run
 
     def __call__(self, args: list[Any]) -> Any:
-        if not active or not _thread.warming or not self.written:
+        if not active:
+            return self._run(args)
+        if held_back:
+            held_back[-1](args)
+        if not _thread.warming or not self.written:
             return self._run(args)
         tensors = [args[index] for index in self.written]
         before = [tensor.clone() for tensor in tensors]
@@ -195,6 +201,25 @@ def warming_up() -> Iterator[list[Ran]]:
         _thread.warming, _thread.ran = before
         with _lock:
             active -= 1
+
+
+Note = Callable[[list[Any]], None]
+held_back: list[Note] = []  # of the whole process: autograd runs a backward in a thread of its own
+
+
+@contextmanager
+def captures_held_back(note: Note) -> Iterator[None]:
+    """Graphs run as generated code, because something around them is captured. `note` sees the inputs of each."""
+    global active
+    with _lock:
+        active += 1
+        held_back.append(note)
+    try:
+        yield
+    finally:
+        with _lock:
+            active -= 1
+            held_back.remove(note)
 
 
 def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "is_autocast_on",
     "is_compiled_ahead",
     "joint_trace",
+    "memory_budget",
     "min_cut_rematerialization_partition",
     "only_hands_over",
     "regenerated_outputs",
@@ -70,6 +71,14 @@ def without_autograd_cache() -> AbstractContextManager[Any]:
     """AOTAutograd keeps nothing of what is compiled here: it could only keep Inductor's code."""
     there = {name: False for name in _CACHES if getattr(_functorch_config, name, False)}
     return _functorch_config.patch(there) if there else nullcontext()
+
+
+def memory_budget(share: float) -> AbstractContextManager[Any]:
+    """The partitioner saves at most this share of what it would like to save for a backward."""
+    if share == 1.0 or not hasattr(_functorch_config, "activation_memory_budget"):
+        return nullcontext()
+    patched: AbstractContextManager[Any] = _functorch_config.patch(activation_memory_budget=share)
+    return patched
 
 
 def register_as_serializable(kind: type) -> None:

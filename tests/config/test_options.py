@@ -206,6 +206,7 @@ BAD = {
     "mode": "fast",
     "force_eager": 0,
     "capture_limit": 0,
+    "activation_memory_budget": 1.5,
     "capture_sizes": [0],
     "capture_error_mode": "local",
     "clone_input": 1,

@@ -34,6 +34,7 @@ EXAMPLES = [
         "huggingface",
         "one_norm",
         "stream_pass",
+        "train",
         "verify_a_pass",
     )
 ]

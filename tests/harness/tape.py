@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
+from graphex.loops import step_program
 from graphex.runtime import executable
 from graphex.torch_private.memory import borrowed
 
@@ -37,6 +38,11 @@ class Tape(TorchDispatchMode, Replay):
         self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
         self.pooled = {memory for other in device.alive for memory in other.own()}
         self.freed = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A capture is no mode: compiled code runs in it."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -143,7 +149,8 @@ def _memory(tensor: Tensor) -> int:
 
 def run_on(patch: pytest.MonkeyPatch, device: Device) -> None:
     """What is compiled from now on runs on this device, wherever its tensors are."""
-    patch.setattr(executable, "device_of", lambda devices: device)
+    for module in (executable, step_program):
+        patch.setattr(module, "device_of", lambda devices: device)
 
 
 class TapeDevice(Device):

@@ -1,0 +1,203 @@
+"""Times training steps: eager, Inductor, graphex, and graphex's `train_step`, in one run.
+
+    PYTHONPATH=. python benchmarks/training.py [--models gpt2 unet] [--variants graphex train_step] [--seconds 480]
+    PYTHONPATH=. python benchmarks/training.py --batches small           # where launches take the time
+    PYTHONPATH=. python benchmarks/training.py --tiny                    # on the CPU: to try the command
+
+A step is forward, loss, backward, AdamW (fused on CUDA) and zeroing, in autocast bfloat16 on CUDA. Every row comes from
+a new process with empty compile caches; the rows of a model compile side by side, then take turns to be timed alone.
+
+`ms` is the median time of a step in a row of steps; `x reduce` is that time divided by reduce-overhead's; `peak MiB` is
+the peak device memory while stepping, with weights, optimizer state and the pools of captured graphs; `x peak` is that
+divided by reduce-overhead's; `cold s` is the time of the first six steps; `loss` is the largest difference of the first
+six losses from eager's (dropout draws other numbers where Inductor generates its code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measure import machine
+from benchmarks.training_models import MODELS
+from benchmarks.variants import REDUCE, TRAIN_STEP, TRAINING_VARIANTS, Variant
+from benchmarks.workers import Plan, measure
+from benchmarks.zoo import Setting
+
+TIME, MEMORY, WHOLE_STEP = 1.02, 1.05, 1 / 1.25  # of reduce-overhead's, at most; the last on launch-bound rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one model and batch, in seconds and bytes."""
+
+    setting: Setting
+    variant: str
+    pipelined: float = 0.0
+    compile: float = 0.0
+    imports: float = 0.0
+    compiled: str = "alone"
+    peak: int = 0
+    error: float = 0.0
+    remark: str = ""
+    seconds: float = 0.0
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to be measured: a task of `benchmarks/workers.py`."""
+
+    setting: Setting
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"{self.setting.model} {self.setting.batch}, {self.variant.name}"
+
+    script = Path(__file__).with_name("training_worker.py")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"setting": asdict(self.setting), "variant": self.variant.name}
+
+    @property
+    def reference(self) -> str:
+        return f"{self.setting.model}-{self.setting.size}-{self.setting.batch}"
+
+    @property
+    def seconds(self) -> float:
+        return self.variant.seconds * (0.5 if self.setting.size == "tiny" else 1.5)
+
+    @property
+    def bytes(self) -> int:
+        return int(MODELS[self.setting.model].gib * 2**30) if self.setting.device == "cuda" else 0
+
+    def row(self, facts: dict[str, Any], **about: Any) -> Row:
+        return Row(self.setting, self.variant.name, **about, **facts)
+
+
+@dataclass
+class Rows:
+    path: Path | None = None
+    all: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.all = [each for each in self.all if (each.setting, each.variant) != (row.setting, row.variant)] + [row]
+        if self.path is not None:
+            rows = [asdict(each) for each in self.all]
+            self.path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+    def beside(self, row: Row) -> Row | None:
+        """The row of Inductor's reduce-overhead."""
+        name = REDUCE.name
+        return next(
+            (each for each in self.all if each.setting == row.setting and each.variant == name and not each.failed),
+            None,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    device = "cpu" if options.tiny else options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        print("this machine has no CUDA device: see --device cpu")
+        return 1
+    print(f"training steps on {device}. {machine()}", flush=True)
+    absent = {name for name in options.models if any(not _is_there(each) for each in MODELS[name].packages)}
+    settings = [each for name in options.models if name not in absent for each in settings_of(name, device, options)]
+    chosen = [TRAINING_VARIANTS[name] for name in options.variants]
+    rows = Rows(options.json)
+    plan = Plan(
+        time.perf_counter() + options.seconds, options.together or len(chosen), say=_to_stderr, turns=2, timing=4.0
+    )
+    for job in measure([Job(setting, variant) for setting in settings for variant in chosen], rows, plan):
+        rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
+    print(f"\n{table(rows)}\n")
+    for row in rows.all:
+        if row.failed or row.remark:
+            print(f"{row.setting.model} {row.setting.batch}, {row.variant}: {row.failed or row.remark}")
+    misses = missed(rows)
+    print("\n".join([*(f"left out: {name}" for name in sorted(absent)), *(misses or ["missed: none"])]))
+    return 1 if misses or any(row.failed for row in rows.all) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    made.add_argument("--variants", nargs="+", choices=tuple(TRAINING_VARIANTS), default=list(TRAINING_VARIANTS))
+    made.add_argument("--batches", choices=("small", "large", "both"), default="both")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--seconds", type=float, default=900, help="no row is begun that would not end by then")
+    made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
+    made.add_argument("--json", type=Path, help="write the rows here, after each of them")
+    made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
+    return made
+
+
+def settings_of(name: str, device: str, options: argparse.Namespace) -> list[Setting]:
+    if device == "cpu":
+        return [Setting(name, "tiny" if options.tiny else "cpu", 2, "float32", "cpu", 1)]
+    small, large = MODELS[name].batches
+    batches = {"small": [small], "large": [large], "both": [small, large]}[options.batches]
+    return [Setting(name, batch=batch) for batch in batches]
+
+
+def table(rows: Rows) -> str:
+    head = ("model", "batch", "variant", "ms", "x reduce", "peak MiB", "x peak", "cold s", "loss")
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in rows.all:
+        if row.failed:
+            continue
+        other = rows.beside(row)
+        figures = (
+            f"{row.pipelined * 1e3:.3f}",
+            "-" if other is None else f"{row.pipelined / other.pipelined:.3f}",
+            f"{row.peak / 2**20:.0f}",
+            "-" if other is None or not other.peak else f"{row.peak / other.peak:.3f}",
+            f"{row.compile:.1f}",
+            f"{row.error:.1e}",
+        )
+        lines.append(f"| {' | '.join((row.setting.model, str(row.setting.batch), row.variant, *figures))} |")
+    return "\n".join(lines)
+
+
+def missed(rows: Rows) -> list[str]:
+    """The targets that rows of graphex on CUDA miss."""
+    found: list[str] = []
+    for row in rows.all:
+        other = rows.beside(row)
+        if row.failed or other is None or TRAINING_VARIANTS[row.variant].stock or row.setting.device != "cuda":
+            continue
+        is_small = row.setting.batch == MODELS[row.setting.model].batches[0]
+        most = WHOLE_STEP if row.variant == TRAIN_STEP.name and is_small else TIME
+        for what, ratio, limit in (
+            ("time", row.pipelined / other.pipelined, most),
+            ("memory", row.peak / other.peak, MEMORY),
+        ):
+            if ratio > limit:
+                where = f"{row.setting.model} {row.setting.batch}, {row.variant}"
+                found.append(f"missed: {where}: {what} {ratio:.3f} of reduce-overhead's, at most {limit:.2f}")
+    return found
+
+
+def _is_there(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

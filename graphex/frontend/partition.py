@@ -1,0 +1,168 @@
+"""The cut of a joint graph into forward and backward: what is saved, what is computed again, and the record of both.
+
+torch's partitioner finds the cut that saves the fewest bytes, where what a region fuses costs nothing to compute again
+and matrix products, convolutions and attention are never computed twice. Marks that `torch.utils.checkpoint` leaves on
+nodes are respected.
+
+graphex keeps some ops whole that Inductor takes apart before it cuts. One of these is worth more than it costs:
+
+    logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      computed again from the logits, which are saved
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.aliasing import RETURNED
+from graphex.analysis.memory import bytes_of
+from graphex.env import regions_enabled
+from graphex.frontend.compiler import ACTIVATIONS, compile_joint
+from graphex.passes.updates import note_program_writes
+from graphex.records import Activation, FellBack
+from graphex.rewrite.compilation import Compilation
+from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
+from graphex.torch_private.graphs import copy_module
+
+aten = torch.ops.aten
+_MARK = "recompute"  # torch's mark of a checkpoint on a node
+_VIEWS = (
+    *(aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
+    *(aten.expand.default, aten.detach.default, aten.slice.Tensor),
+)
+_CASTS = (aten._to_copy.default,)
+_COMPUTED_AGAIN = (aten._log_softmax.default,)
+
+
+def partition(
+    joint: GraphModule, inputs: Sequence[Any], *, compilation: Compilation, has_out: bool, **kwargs: Any
+) -> Any:
+    """Run the passes that ask for the joint graph, cut it, and say which outputs of the forward are the user's.
+
+    The partitioner merges equal values, of which one may be a write of the program and another one none. So the writes
+    are noted before it runs.
+    """
+    note_program_writes(joint.graph, has_out=has_out)
+    joint = compile_joint(joint, inputs, compilation)
+    again = prefer_computing_again(joint) if compilation.config.regions and regions_enabled() else set()
+    forward, backward = _cut(joint, inputs, compilation, kwargs)
+    output = forward.graph.output_node()
+    output.meta[RETURNED] = kwargs["num_fwd_outputs"]
+    output.meta[ACTIVATIONS] = activations(forward, backward, kwargs["num_fwd_outputs"], again)
+    return forward, backward
+
+
+def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kwargs: dict[str, Any]) -> Any:
+    """Cut a joint graph where the fewest bytes are saved for backward."""
+    plain = copy_module(joint)
+    try:
+        with memory_budget(compilation.config.activation_memory_budget):
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    except Exception as error:
+        compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
+        return default_partition(plain, inputs, **kwargs)
+    if overwritten := _overwritten_before_backward(forward, backward):
+        reason = f"the backward would recompute from '{overwritten}', which the forward has overwritten by then"
+        what = "the training graph is partitioned without min-cut"
+        compilation.journal.fall_back(FellBack("-", what, reason), warn=False)
+        return default_partition(plain, inputs, **kwargs)
+    return forward, backward
+
+
+def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:
+    """An input that the forward writes to and the backward reads again: it would find the new value."""
+    aliases = Aliases(forward.graph)
+    written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
+    read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
+    return next((name for name in read if name in written), "")
+
+
+def prefer_computing_again(joint: GraphModule) -> set[str]:
+    """Mark ops whose results are larger than what they are computed from; none where a checkpoint has marked any."""
+    nodes = list(joint.graph.nodes)
+    if any(_MARK in node.meta for node in nodes):
+        return set()
+    found = [node for node in nodes if node.target in _COMPUTED_AGAIN and _is_wider(node)]
+    for node in found:
+        node.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
+    return {node.name for node in found}
+
+
+def _is_wider(node: Node) -> bool:
+    """Whether a value was cast to a wider type right before."""
+    given = node.args[0]
+    while isinstance(given, Node) and given.target in (aten.view.default, aten._to_copy.default):
+        if given.target is aten._to_copy.default:
+            source = given.args[0]
+            assert isinstance(source, Node)
+            return bool(source.meta["val"].dtype.itemsize < given.meta["val"].dtype.itemsize)
+        given = given.args[0]
+    return False
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+
+def activations(forward: GraphModule, backward: GraphModule, returned: int, again: set[str]) -> tuple[Activation, ...]:
+    """What a backward needs of its forward, one record for each op and line."""
+    leaves: Any = forward.graph.output_node().args[0]
+    saved = {leaf.name: leaf for leaf in leaves[returned:] if isinstance(leaf, Node)}
+    made = {node.name: node for node in forward.graph.nodes if node.op == "call_function"}
+    rows: dict[tuple[str, str, str, str], list[Node]] = {}
+    for node in saved.values():
+        if isinstance(node.meta.get("val"), Tensor):
+            status = "an input" if _is_of_input(node, _VIEWS) else "saved"
+            rows.setdefault((status, _op(node), node_line(node), _why_saved(node)), []).append(node)
+    for node in backward.graph.nodes:
+        if node.op == "call_function" and node.name in made and node.name not in saved:
+            rows.setdefault(("computed again", _op(node), node_line(node), _why_again(node, again)), []).append(node)
+    found = [
+        Activation("", status, nodes[0].name, op, len(nodes), sum(map(bytes_of, nodes)), why, line)
+        for (status, op, line, why), nodes in rows.items()
+    ]
+    return tuple(sorted(found, key=lambda record: (record.status != "saved", -record.bytes)))
+
+
+def _op(node: Node) -> str:
+    return "input" if _is_of_input(node, _VIEWS) else str(_source(node).target)
+
+
+def _source(node: Node) -> Node:
+    """The call that a part of a result is of."""
+    while node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _is_of_input(node: Node, ops: tuple[Any, ...]) -> bool:
+    """Whether a value is an input, seen through these ops."""
+    while node.target in ops and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.op == "placeholder"
+
+
+def _why_saved(node: Node) -> str:
+    if _is_of_input(node, _VIEWS):
+        return "an input of the model, which is there anyway"
+    if node.meta.get(_MARK) == CheckpointPolicy.MUST_SAVE:
+        return "the policy of a checkpoint saves it"
+    if torch.Tag.nondeterministic_seeded in getattr(_source(node).target, "tags", ()):
+        return "random numbers are not drawn twice"
+    if _is_of_input(node, (*_VIEWS, *_CASTS)):
+        return "an input in another type, which no region makes where it is read"
+    return "the cheapest place to cut: what comes before costs more to compute again, or is larger"
+
+
+def _why_again(node: Node, ours: set[str]) -> str:
+    if node.name in ours:
+        return "it is larger than what it is computed from"
+    if node.meta.get(_MARK) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        return "it is in a checkpoint"
+    return "a region computes it where it is read"

@@ -1,0 +1,470 @@
+"""The program of a training step: it runs the step, learns whether it can be captured, captures and replays it.
+
+Calls of one kind (sizes of the batch, plain arguments, hyperparameters, which modules train) go through this:
+
+    1           runs, and compiles
+    2, 3        run while every op is seen (`observation`); both must do the same, or the step is never captured
+    4           captures, and replays
+    5 ...       replay
+
+A kind that differs from a checked one in sizes alone is captured in its second call. Every call is one real step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import record_function
+
+from graphex.backend import Backend
+from graphex.config import CompilerConfig
+from graphex.device import Device, Replay, device_of, several_accelerators
+from graphex.env import why_off
+from graphex.errors import CaptureError, one_line
+from graphex.evidence.tables import printed
+from graphex.loops.observation import Observation, may_see_compiled_code
+from graphex.loops.step_state import Found, StepState
+from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
+from graphex.runtime.buffers import Arena, InputBuffer
+from graphex.runtime.captured_graph import Pool
+from graphex.runtime.program import captures_held_back
+from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
+from graphex.torch_private.memory import count_writes
+from graphex.torch_private.symbolic import pytree
+
+RESTLESS = 16  # calls in a row of kinds that were not there before, after which a record says so
+REMEMBERED = 64  # kinds of calls that were seen and not captured
+
+
+class Kind(NamedTuple):
+    """The kind of a call: two calls of one kind are the same work on other data."""
+
+    sizes: Hashable
+    path: Hashable  # everything else: Python may take another way through the function
+    gradients: Hashable  # of before the step: none, some that it drops, or where those are that it reads
+
+
+@dataclass
+class CapturedStep:
+    """One device graph of a step. `gradients` are what it leaves on the parameters, `deferred` the host's part."""
+
+    replay: Replay
+    pool: Pool
+    buffers: list[tuple[int, InputBuffer | Tensor]]
+    results: list[Any]
+    spec: Any
+    gradients: list[Tensor | None]
+    deferred: list[Callable[[], Any]]
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        for place, buffer in self.buffers:
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaves[place])
+            else:
+                buffer.target.copy_(buffer.source(leaves[place]))
+
+    def free(self) -> None:
+        self.pool.graphs -= 1
+        self.replay.free([self.buffers, self.results, self.gradients])
+        self.buffers, self.results = [], []
+
+
+@dataclass
+class Learnt:
+    """What is known of a kind of call that is not captured yet."""
+
+    calls: int = 0
+    observation: Observation | None = None
+    differed: int = 0
+    leaves_gradients: bool = False
+
+
+class TrainStep:
+    """A callable step. `journal` says what was captured, or why not; `average` holds averaged parameters."""
+
+    def __init__(
+        self, function: Callable[..., Any], found: Found, backend: Backend, compiled: Sequence[CompiledModule] = ()
+    ) -> None:
+        update_wrapper(self, function)
+        self._function, self._compiled = function, compiled
+        self.journal: Journal = backend.journal
+        self.average: nn.Module | None = getattr(function, "average", None)
+        self._name = f"{getattr(function, '__name__', 'step')} step"
+        self._label = f"graphex replay: {self._name}"
+        self._config: CompilerConfig = backend.config
+        self._state = StepState(found)
+        self._device: Device | None = None
+        self._where = torch.device("cpu")
+        self._is_off = False
+        self._lock = threading.RLock()
+        self._graphs: OrderedDict[Kind, CapturedStep] = OrderedDict()
+        self._learnt: OrderedDict[Kind, Learnt] = OrderedDict()
+        self._checked: set[Hashable] = set()
+        self._reads_gradients: dict[Hashable, bool] = {}
+        self._restless, self._last_values = 0, dict[str, Hashable]()
+        self._pool: Pool | None = None
+        self._why_again = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock, self._modules_compiled():
+            if self._device is None:
+                self._begin(args, kwargs)
+            if self._is_off:
+                return _detached(self._function(*args, **kwargs))
+            return self._step(args, kwargs)
+
+    def explain(self) -> str:
+        """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
+        return printed(f"training step {self._name.removesuffix(' step')}", self.journal)
+
+    def free(self) -> None:
+        """Free the device graphs; the next calls capture again."""
+        with self._lock:
+            while self._graphs:
+                self._graphs.popitem()[1].free()
+
+    # -- before the first call ---------------------------------------------------------------------------------------
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = self._state.devices() | {each.device for each in tensors if not self._state.parameters}
+        self._device = device_of(devices)
+        self._where = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
+        if reason := self._why_not_captured(devices):
+            self._stay_plain(reason, warn=self._device.captures)
+        else:
+            self._prepare()
+
+    def _why_not_captured(self, devices: set[torch.device]) -> str:
+        assert self._device is not None
+        if reason := why_off():
+            return f"graphex is off: {reason}"
+        if self._config.force_eager or self._config.mode in ("eager", "max-autotune-no-cudagraphs"):
+            return "the options ask for no capture"
+        if several := several_accelerators(devices):
+            return f"its tensors are on {several}"
+        if not self._device.captures:
+            return f"the device '{self._device.name}' has no graphs"
+        return self._state.why_never()
+
+    def _prepare(self) -> None:
+        for optimizer, changes in self._state.prepare():
+            self.journal.add(OptimizerPrepared(self._name, type(optimizer).__name__, tuple(changes)))
+        self._state.look_again()
+
+    def _stay_plain(self, reason: str, line: str = "", *, warn: bool = True) -> None:
+        self._is_off = True
+        self.free()
+        what = "the training step runs without capture"
+        self.journal.fall_back(FellBack(self._name, what, reason, line=line), warn=warn)
+
+    # -- one call ----------------------------------------------------------------------------------------------------
+
+    def _step(self, args: Any, kwargs: Any) -> Any:
+        if is_seen_by_a_mode() or self._device_captures():
+            return _detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
+        if self._state.hooks() and (reason := self._state.why_never()):
+            self._stay_plain(reason)
+            return _detached(self._function(*args, **kwargs))
+        if why := self._state.why_elsewhere():
+            self._start_again(why)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        kind = self._kind(leaves, spec)
+        graph = self._graphs.get(kind)
+        if graph is None and self._may_capture(kind):
+            graph = self._capture(kind, leaves, spec)
+        if graph is not None:
+            self._restless = 0
+            self._graphs.move_to_end(kind)
+            return self._replay(graph, leaves)
+        if self._is_off:
+            return _detached(self._function(*args, **kwargs))
+        return self._run_and_learn(kind, args, kwargs)
+
+    def _device_captures(self) -> bool:
+        return self._device is not None and self._device.is_capturing()
+
+    def _kind(self, leaves: Sequence[Any], spec: Any) -> Kind:
+        sizes = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
+        )
+        plain = tuple(
+            leaf.requires_grad if isinstance(leaf, Tensor) else (type(leaf).__name__, repr(leaf)) for leaf in leaves
+        )
+        values = self._state.values()
+        path = (spec, plain, tuple(values.values()))
+        return Kind(sizes, path, self._kind_of_gradients(path))
+
+    def _kind_of_gradients(self, path: Hashable) -> Hashable:
+        gradients = self._state.gradients()
+        if all(each is None for each in gradients):
+            return "none"
+        if not self._reads_gradients.get(path, False):
+            return "some"
+        return tuple(0 if each is None else each.data_ptr() for each in gradients)
+
+    def _may_capture(self, kind: Kind) -> bool:
+        learnt = self._learnt.get(kind)
+        return learnt is not None and learnt.calls > 0 and (kind.path, _sort(kind.gradients)) in self._checked
+
+    def _start_again(self, why: str) -> None:
+        """Graphs were made for memory that is not the step's any more."""
+        if self._graphs:
+            self.journal.counter(self._name)["freed"] += len(self._graphs)
+            self._why_again = why
+        self.free()
+        self._learnt.clear()  # what is compiled may be compiled anew, which a capture must not contain
+        self._prepare()
+
+    # -- running as the function is ----------------------------------------------------------------------------------
+
+    def _run_and_learn(self, kind: Kind, args: Any, kwargs: Any) -> Any:
+        learnt = self._remember(kind)
+        is_checked = (kind.path, _sort(kind.gradients)) in self._checked
+        seen: Observation | None = None
+        if learnt.calls and not is_checked:
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            seen = Observation(self._where.type, given, _present(self._state.gradients()), learnt.observation)
+        results = self._run(args, kwargs, seen)
+        learnt.calls += 1
+        learnt.leaves_gradients = any(each is not None for each in self._state.gradients())
+        if seen is not None and not self._is_off:
+            self._learn(kind, learnt, seen)
+        return results
+
+    def _remember(self, kind: Kind) -> Learnt:
+        learnt = self._learnt.get(kind)
+        if learnt is not None:
+            self._restless = 0
+            return learnt
+        self._restless += 1
+        values = self._state.values()
+        if self._restless == RESTLESS:
+            changed = [name for name, value in values.items() if self._last_values.get(name) != value]
+            reason = f"{changed[0]} changes in every call" if changed else "the last calls all had other sizes"
+            what = "the training step is not captured so far"
+            self.journal.fall_back(
+                FellBack(self._name, what, f"{reason}, and a step is captured for calls that are alike")
+            )
+        self._last_values = values
+        learnt = self._learnt[kind] = Learnt()
+        if len(self._learnt) > REMEMBERED:
+            self._learnt.popitem(last=False)
+        return learnt
+
+    def _learn(self, kind: Kind, learnt: Learnt, seen: Observation) -> None:
+        if seen.reason:
+            self._stay_plain(seen.reason, seen.line)
+            return
+        if kind.gradients != "none" and seen.reads_gradients != self._reads_gradients.get(kind.path, False):
+            self._reads_gradients[kind.path] = seen.reads_gradients  # kinds are told apart in another way from now on
+            return
+        before, learnt.observation = learnt.observation, seen
+        if before is None:
+            return
+        difference, line = seen.differs_from(before)
+        if not difference:
+            self._checked.add((kind.path, _sort(kind.gradients)))
+            learnt.observation = None
+            return
+        learnt.differed += 1
+        if learnt.differed > 1:  # the first two may differ by what is made in a first call
+            self._stay_plain(difference, line)
+
+    def _run(self, args: Any, kwargs: Any, seen: Observation | None) -> Any:
+        """One step as the function has it; what is compiled inside is not captured on its own."""
+        deferred: list[Callable[[], Any]] = []
+        unknown: list[Optimizer] = []
+        late: list[bool] = []
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            late.append(bool(deferred))
+            if not any(optimizer is each for each in self._state.found.optimizers):
+                unknown.append(optimizer)
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+            stack.enter_context(captures_held_back(_nothing if seen is None else seen.note))
+            stack.enter_context(self._state.rates_as_tensors())
+            stack.enter_context(self._state.deferring(deferred))
+            if seen is not None:
+                if not may_see_compiled_code():
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(seen)
+            results = self._function(*args, **kwargs)
+            torch.clear_autocast_cache()  # casts of parameters that the step has changed
+        if seen is not None:
+            seen.finish(pytree.tree_leaves(results), _present(self._state.gradients()))
+        for call in deferred:
+            call()
+        if any(late):
+            self._stay_plain("a scheduler or an averaged model steps before an optimizer does")
+        elif unknown:
+            self._state.found.optimizers += unknown
+            self._start_again("another optimizer was met")
+        elif why := self._state.why_elsewhere():
+            self._why_again = why if self._graphs else self._why_again
+            self.free()
+            self._prepare()
+        self.journal.counter(self._name)["calls"] += 1
+        return _detached(results)
+
+    @contextmanager
+    def _modules_compiled(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in self._compiled:
+                stack.enter_context(each.in_place())
+            yield
+
+    # -- capture and replay ------------------------------------------------------------------------------------------
+
+    def _capture(self, kind: Kind, leaves: list[Any], spec: Any) -> CapturedStep | None:
+        assert self._device is not None
+        if reason := self._why_not_copied(leaves):
+            self._stay_plain(reason)
+            return None
+        started, before = time.perf_counter(), self._state.gradients()
+        if isinstance(kind.gradients, str):
+            self._state.put_gradients([None] * len(before))
+        self._device.release_cached()
+        reserved = self._device.reserved_bytes()
+        try:
+            graph = self._captured(leaves, spec, own_pool=self._learnt[kind].leaves_gradients)
+        except BaseException as error:
+            self._state.put_gradients(before)
+            if not isinstance(error, CaptureError):
+                raise
+            self._stay_plain(one_line(error.__cause__ or error))
+            return None
+        if why := self._state.why_elsewhere():
+            graph.free()
+            self._state.put_gradients(before)
+            self._stay_plain(f"{why} by the step itself")
+            return None
+        self._graphs[kind] = graph
+        self._learnt.pop(kind, None)
+        while len(self._graphs) > self._config.capture_limit:
+            self._graphs.popitem(last=False)[1].free()
+        self._note_capture(kind, graph, time.perf_counter() - started, self._device.reserved_bytes() - reserved)
+        return graph
+
+    def _why_not_copied(self, leaves: Sequence[Any]) -> str:
+        """Why an argument cannot be given to a graph as a copy; empty if all can."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(each.requires_grad for each in tensors):
+            return "an argument requires a gradient"
+        own = {each.untyped_storage().data_ptr() for each in (*self._state.parameters, *self._state.buffers)}
+        if any(each.untyped_storage().data_ptr() in own for each in tensors if each.numel()):
+            return "an argument shares memory with a parameter or a buffer"
+        return ""
+
+    def _captured(self, leaves: list[Any], spec: Any, *, own_pool: bool) -> CapturedStep:
+        """Capture the step on copies of its arguments. Nothing is computed."""
+        assert self._device is not None
+        device, state = self._device, self._state
+        buffers = [(place, self._buffer(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        given = list(leaves)
+        for place, buffer in buffers:
+            given[place] = buffer if isinstance(buffer, Tensor) else buffer.view
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        deferred: list[Callable[[], Any]] = []
+        pool = self._pool_for(own_pool)
+        torch.clear_autocast_cache()  # what was cast before would be read where it was
+        with captures_held_back(_nothing), state.rates_as_tensors(), state.deferring(deferred):
+            run = partial(self._function, *args, **kwargs)
+            replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
+        torch.clear_autocast_cache()
+        pool.graphs += 1
+        flat, form = pytree.tree_flatten(_detached(results))
+        return CapturedStep(replay, pool, buffers, flat, form, state.gradients(), deferred)
+
+    def _buffer(self, leaf: Tensor) -> InputBuffer | Tensor:
+        """Memory of the graph's own for an argument, on the device."""
+        if leaf.device.type == self._where.type:
+            return Arena().buffers([leaf], shared=False)[0]
+        return torch.empty_like(leaf, device=self._where)
+
+    def _pool_for(self, own: bool) -> Pool:
+        """Graphs share a pool, but for those that leave gradients in theirs, which another graph must not write to."""
+        assert self._device is not None
+        if own:
+            return Pool(self._device)
+        if self._pool is None:
+            self._pool = Pool(self._device)
+        return self._pool
+
+    def _note_capture(self, kind: Kind, graph: CapturedStep, seconds: float, grown: int) -> None:
+        status = "recaptured" if self._why_again else "captured"
+        self.journal.counter(self._name)[status] += 1
+        by_address = len(self._state.parameters) + len(self._state.buffers)
+        sizes = ", ".join(str(tuple(each[0])) for each in kind.sizes)  # type: ignore[attr-defined]
+        self.journal.add(
+            Captured(
+                self._name,
+                status,
+                f"({sizes})",
+                seconds,
+                by_address,
+                len(graph.buffers),
+                self._why_again,
+                max(0, grown),
+            )
+        )
+        self._why_again = ""
+
+    @torch.no_grad()
+    def _replay(self, graph: CapturedStep, leaves: Sequence[Any]) -> Any:
+        graph.pool.take_turn()
+        graph.fill(leaves)
+        self._state.fill_rates()
+        with record_function(self._label) if profiler_enabled() else nullcontext():
+            graph.replay.replay()
+        self._state.put_gradients(graph.gradients)
+        count_writes(self._state.written())
+        results = [each.clone() if isinstance(each, Tensor) else each for each in graph.results]
+        for call in graph.deferred:
+            call()
+        self.journal.counter(self._name)["replays"] += 1
+        return pytree.tree_unflatten(results, graph.spec)
+
+
+def _nothing(inputs: list[Any]) -> None: ...
+
+
+def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [each for each in gradients if each is not None]
+
+
+def _sort(gradients: Hashable) -> Hashable:
+    """Whether a step found no gradients, some, or some that it reads."""
+    return gradients if isinstance(gradients, str) else "read"
+
+
+def _detached(results: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, results)
+
+
+class CompiledModule:
+    """A module of the user's that is compiled while a step runs, and as it was outside."""
+
+    def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
+        self._module, self._compiled = module, compile_it(module._call_impl)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        before, self._module._compiled_call_impl = self._module._compiled_call_impl, self._compiled
+        try:
+            yield
+        finally:
+            self._module._compiled_call_impl = before

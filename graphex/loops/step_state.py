@@ -1,0 +1,394 @@
+"""The state of a training step: what it reads and writes besides its arguments.
+
+    modules       parameters, buffers, whether each trains; their gradients
+    optimizers    made capturable; a learning rate is a tensor while a step runs, and a float to everybody else
+    deferred      schedulers and averaged models, which the host steps after the device
+    values        plain values that the function reads: a captured step holds for these only
+
+`found_in` finds all of it where a function can reach it: its closure, globals, defaults, and `self`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import getitem
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from graphex.torch_private.numerics import states, switches_for
+from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
+
+# Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
+DEFERRED: dict[type, str] = {LRScheduler: "step", ReduceLROnPlateau: "step", AveragedModel: "update_parameters"}
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # one kernel for each group, with a scale for gradients
+_MOST = 256  # objects that are looked through
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
+
+Getter = Callable[[], Any]
+
+
+@dataclass
+class Found:
+    """What a function can reach."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    scalers: list[GradScaler] = field(default_factory=list)
+    deferred: list[Any] = field(default_factory=list)
+    values: dict[str, Getter] = field(default_factory=dict)
+
+    def add(self, thing: Any) -> bool:
+        """Keep something of these types; False if it is of another one."""
+        for kind, kept in ((AveragedModel, self.deferred), (nn.Module, self.modules), (Optimizer, self.optimizers)):
+            if isinstance(thing, kind):
+                _once(kept, thing)
+                return True
+        if isinstance(thing, GradScaler):
+            _once(self.scalers, thing)
+        elif isinstance(thing, tuple(DEFERRED)):
+            _once(self.deferred, thing)
+            _once(self.optimizers, getattr(thing, "optimizer", None))
+        else:
+            return False
+        return True
+
+
+def _once(kept: list[Any], thing: Any) -> None:
+    if thing is not None and not any(other is thing for other in kept):
+        kept.append(thing)
+
+
+def found_in(function: Callable[..., Any]) -> Found:
+    """What a function reads by name, through its own helper functions and one level into objects and containers."""
+    found, seen = Found(), set[int]()
+    pending: list[Any] = [function]
+    while pending and len(seen) < _MOST:
+        for name, get in _reads(pending.pop(0), seen):
+            try:
+                thing = get()
+            except (KeyError, ValueError, AttributeError):  # a name that is not bound yet
+                continue
+            if found.add(thing):
+                continue
+            if isinstance(thing, (*_PLAIN, Tensor)):
+                found.values[name] = get
+            elif isinstance(thing, (list, tuple, dict, set)):
+                found.values[f"the length of {name}"] = partial(_length, get)
+                for each in thing.values() if isinstance(thing, dict) else thing:
+                    found.add(each)
+            elif _is_looked_into(thing):
+                pending.append((name, thing))
+    return found
+
+
+def _length(get: Getter) -> int:
+    return len(get())
+
+
+def _is_looked_into(thing: Any) -> bool:
+    if isinstance(thing, (type, ModuleType)) or (isinstance(thing, FunctionType) and _is_library(thing.__module__)):
+        return False
+    return isinstance(thing, (FunctionType, MethodType)) or (
+        hasattr(thing, "__dict__") and not _is_library(type(thing).__module__)
+    )
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "builtins").partition(".")[0] in (
+        "torch",
+        "graphex",
+        "builtins",
+        "transformers",
+        "numpy",
+        "functools",
+    )
+
+
+def _reads(thing: Any, seen: set[int]) -> Iterator[tuple[str, Getter]]:
+    name, thing = thing if isinstance(thing, tuple) else ("", thing)
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, MethodType):
+        yield "self", partial(getattr, thing, "__self__")
+        thing = thing.__func__
+    if isinstance(thing, FunctionType):
+        for place, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+            yield place, partial(getattr, cell, "cell_contents")
+        for place in _names(thing.__code__):
+            if place in thing.__globals__:
+                yield place, partial(getitem, thing.__globals__, place)
+        named = dict(thing.__kwdefaults__ or {})
+        for place in named:
+            yield f"default {place}", partial(getitem, named, place)
+        for number, _ in enumerate(thing.__defaults__ or ()):
+            yield f"default {number}", partial(getitem, thing.__defaults__, number)
+    else:
+        for place in vars(thing):
+            yield f"{name}.{place}", partial(getattr, thing, place)
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
+
+
+# -- the state of all that was found -----------------------------------------------------------------------------------
+
+
+class StepState:
+    """Reads, prepares and restores what was found."""
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self._rates: dict[int, _Rates] = {}
+        self._switches = switches_for(_LIBRARIES)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """List parameters, buffers and optimizer state as they are now."""
+        modules = {id(each): each for module in self.found.modules for each in module.modules()}
+        self._modules = list(modules.values())
+        groups = [group for optimizer in self.found.optimizers for group in optimizer.param_groups]
+        named = [each for module in self.found.modules for each in module.parameters()]
+        known = {id(each): each for each in (*named, *(each for group in groups for each in group["params"]))}
+        self.parameters: list[Tensor] = list(known.values())
+        averaged = [each for each in self.found.deferred if isinstance(each, AveragedModel)]
+        self.buffers = [each for module in (*self.found.modules, *averaged) for each in module.buffers()]
+        self._states = [
+            (state, name, value)
+            for optimizer in self.found.optimizers
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+            for name, value in state.items()
+        ]
+        self._owners = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.found.optimizers]
+        self._addresses = self._read_addresses()
+
+    def devices(self) -> set[torch.device]:
+        return {each.device for each in self.parameters}
+
+    def gradients(self) -> list[Tensor | None]:
+        return [each.grad for each in self.parameters]
+
+    def written(self) -> list[Tensor]:
+        """What a step may write to, of what autograd may have saved."""
+        return [each for each in (*self.parameters, *self.buffers) if not each.is_inference()]
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    # -- what a captured step was made for -------------------------------------------------------------------------
+
+    def _read_addresses(self) -> list[int]:
+        return [each.data_ptr() for each in (*self.parameters, *self.buffers)]
+
+    def why_elsewhere(self) -> str:
+        """What is not where it was when `look_again` looked; empty if everything is."""
+        if self._read_addresses() != self._addresses:
+            return "parameters or buffers moved"
+        for optimizer, state, groups in self._owners:
+            if optimizer.state is not state or optimizer.param_groups is not groups:
+                return f"the state of {type(optimizer).__name__} was replaced"
+        if any(state.get(name) is not value for state, name, value in self._states):
+            return "the state of an optimizer was replaced"
+        if len(self._states) != sum(len(each) for owner in self.found.optimizers for each in owner.state.values()):
+            return "the state of an optimizer grew"
+        return ""
+
+    def values(self) -> dict[str, Hashable]:
+        """Everything of the host that a captured step holds for, by name."""
+        values: dict[str, Hashable] = {name: _comparable(get) for name, get in self.found.values.items()}
+        values["training"] = tuple(each.training for each in self._modules)
+        values["requires_grad"] = tuple(each.requires_grad for each in self.parameters)
+        for optimizer in self.found.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                where = f"{type(optimizer).__name__}.param_groups[{number}]"
+                values |= {
+                    f"{where}['{name}']": id(value) if isinstance(value, Tensor) else repr(value)
+                    for name, value in group.items()
+                    if name not in ("params", "lr", "initial_lr")
+                }
+                values[f"the parameters of {where}"] = len(group["params"])
+        for scaler in self.found.scalers:
+            numbers = scaler.is_enabled(), scaler.get_growth_factor(), scaler.get_backoff_factor()
+            values["the scaler"] = (*numbers, scaler.get_growth_interval())
+        values["numerics and autocast"] = (*states(self._switches), *_modes())
+        return values
+
+    def why_never(self) -> str:
+        """Why no step with this state can be one replay; empty if nothing is in the way."""
+        for module in self._modules:
+            kind = type(module).__name__
+            if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or hasattr(module, "_get_fsdp_state"):
+                return f"{kind} synchronises gradients in hooks of the host"
+            if hooks := _hooks_of(module):
+                return f"{kind} has {hooks}, which Python runs"
+        for parameter in self.parameters:
+            if is_traceable_wrapper_subclass(parameter):
+                return f"a parameter is a {type(parameter).__name__}, which is made of other tensors"
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                return "a parameter has a gradient hook, which Python runs"
+        return ""
+
+    def hooks(self) -> bool:
+        """Whether a module or a parameter has a hook by now."""
+        held = [vars(module) for module in self._modules]
+        return any(each.get(name) for each in held for name in _HOOKS) or any(
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in self.parameters
+        )
+
+    # -- optimizers ------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> list[tuple[Optimizer, list[str]]]:
+        """Make optimizers capturable. Returns what was changed on each."""
+        changed = [(each, _made_capturable(each)) for each in self.found.optimizers]
+        for optimizer in self.found.optimizers:
+            self._rates.setdefault(id(optimizer), _Rates(optimizer))
+        return [(optimizer, changes) for optimizer, changes in changed if changes]
+
+    @contextmanager
+    def rates_as_tensors(self) -> Iterator[None]:
+        """Learning rates are tensors on the device inside, and what they were outside."""
+        with ExitStack() as stack:
+            for rates in self._rates.values():
+                stack.enter_context(rates.as_tensors())
+            yield
+
+    def fill_rates(self) -> None:
+        """Give the learning rates of this moment to the device."""
+        for rates in self._rates.values():
+            rates.fill()
+
+    @contextmanager
+    def deferring(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
+        """Calls of schedulers and averaged models are put into `calls` instead of being made."""
+        patched: list[tuple[Any, str]] = []
+        try:
+            for thing in self.found.deferred:
+                name = next(name for kind, name in DEFERRED.items() if isinstance(thing, kind))
+                if name not in vars(thing):  # what somebody else has put there stays
+                    vars(thing)[name] = _deferred(getattr(thing, name), calls)
+                    patched.append((thing, name))
+            yield
+        finally:
+            for thing, name in patched:
+                del vars(thing)[name]
+
+
+def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Callable[..., None]:
+    def later(*args: Any, **kwargs: Any) -> None:
+        calls.append(lambda: method(*args, **kwargs))
+
+    return later
+
+
+def _comparable(get: Getter) -> Hashable:
+    """A plain value with its type, and the identity of a tensor: another one is another step."""
+    try:
+        value = get()
+    except (KeyError, ValueError, AttributeError):
+        return None
+    return id(value) if isinstance(value, Tensor) else (type(value).__name__, repr(value))
+
+
+def _modes() -> tuple[object, ...]:
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (*autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
+
+
+def _hooks_of(module: nn.Module) -> str:
+    return next((text for name, text in _HOOKS.items() if getattr(module, name, None)), "")
+
+
+def _made_capturable(optimizer: Optimizer) -> list[str]:
+    """Fused kernels where the user chose nothing else, `capturable` where there is such a thing."""
+    changes: list[str] = []
+    for group in optimizer.param_groups:
+        tensors = [each for each in group["params"] if isinstance(each, Tensor)]
+        on_device = bool(tensors) and all(each.is_cuda for each in tensors)
+        if _may_be_fused(optimizer, group, tensors):
+            group["fused"], group["foreach"] = True, False
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+            changes.append("fused=True")
+        if group.get("capturable") is False and on_device:
+            group["capturable"] = True
+            changes.append("capturable=True")
+        for parameter in tensors:
+            state = optimizer.state.get(parameter, {})
+            step = state.get("step")
+            if (
+                isinstance(step, Tensor)
+                and step.device != parameter.device
+                and (group.get("capturable") or group.get("fused"))
+            ):
+                state["step"] = step.to(parameter.device)
+                changes.append("step on the device")
+    return list(dict.fromkeys(changes))
+
+
+def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], tensors: list[Tensor]) -> bool:
+    chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+    return type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
+
+
+class _Rates:
+    """The learning rates of an optimizer as tensors on the device of their parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._tensors: list[Tensor] = []
+        self._filled: list[float] = []
+
+    def _ready(self) -> None:
+        for group in self._optimizer.param_groups[len(self._tensors) :]:
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            self._tensors.append(torch.zeros((), dtype=torch.float32, device=device))
+            self._filled.append(float("nan"))
+
+    def fill(self) -> None:
+        self._ready()
+        for number, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                if rate is not self._tensors[number]:
+                    self._tensors[number].copy_(rate)
+            elif rate != self._filled[number]:
+                self._tensors[number].fill_(rate)
+                self._filled[number] = rate
+
+    @contextmanager
+    def as_tensors(self) -> Iterator[None]:
+        self.fill()
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group, tensor in zip(groups, self._tensors, strict=False):
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, rate, tensor in zip(groups, before, self._tensors, strict=False):
+                if group["lr"] is tensor:  # else the step itself has set another
+                    group["lr"] = rate

@@ -1,0 +1,47 @@
+"""The training benchmark at tiny sizes on the CPU: its steps, its table, what it calls missed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import Row, Rows, missed, settings_of, table
+from benchmarks.training import parser as command
+from benchmarks.training_models import MODELS
+from benchmarks.training_worker import stages
+from benchmarks.variants import GRAPHEX, REDUCE, TRAIN_STEP
+from benchmarks.zoo import Setting
+
+TINY = Setting("unet", "tiny", 2, "float32", "cpu", 1)
+
+
+def test_a_worker_trains_as_eager_does(tmp_path: Path) -> None:
+    steps = stages(TINY, TRAIN_STEP, tmp_path / "losses.pt")
+    facts = [next(steps) for _ in range(4)][-1]
+    assert facts["error"] < 1e-5
+    assert facts["pipelined"] > 0
+    assert "the device 'cpu' has no graphs" in facts["remark"]
+
+
+@pytest.mark.parametrize("batches", ["small", "large", "both"])
+def test_every_model_has_a_small_and_a_large_batch(batches: str) -> None:
+    options = command().parse_args(["--batches", batches])
+    for name, case in MODELS.items():
+        chosen = {"small": case.batches[:1], "large": case.batches[1:], "both": case.batches}[batches]
+        assert [each.batch for each in settings_of(name, "cuda", options)] == list(chosen)
+
+
+def test_rows_are_compared_with_reduce_overhead() -> None:
+    small, large = Setting("gpt2", batch=8), Setting("gpt2", batch=32)
+    rows = Rows()
+    for setting in (small, large):
+        rows.add(Row(setting, REDUCE.name, 10e-3, peak=100))
+        rows.add(Row(setting, TRAIN_STEP.name, 9e-3, peak=110))
+        rows.add(Row(setting, GRAPHEX.name, 10.1e-3, peak=100))
+    assert missed(rows) == [
+        "missed: gpt2 8, train_step: time 0.900 of reduce-overhead's, at most 0.80",
+        "missed: gpt2 8, train_step: memory 1.100 of reduce-overhead's, at most 1.05",
+        "missed: gpt2 32, train_step: memory 1.100 of reduce-overhead's, at most 1.05",
+    ]
+    assert "| gpt2 | 8 | train_step | 9.000 | 0.900 |" in table(rows)

@@ -1,0 +1,104 @@
+"""Training steps on a real GPU: the tests of the recording device, and what only a GPU has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import graphex
+from tests.loops.step_contract import *  # noqa: F403
+from tests.loops.step_contract import adam, close, count, mlp, model_on, points, reasons, same_state, written_out
+
+pytestmark = pytest.mark.cuda
+
+
+def test_a_batch_may_come_from_the_host(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizer = adam(mine)
+
+    @graphex.train_step
+    def step(x, y):
+        x, y = x.to(where, non_blocking=True), y.to(where)
+        loss = functional.cross_entropy(mine(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    plain = written_out(theirs, adam(theirs))
+    for x, y in points("cpu", 8):
+        close(step(x, y), plain(x.to(where), y.to(where)).detach())
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_tensor_made_from_python_numbers_is_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y) * torch.tensor([1.0, 2.0]).to(where).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for batch in points(where, 6):
+        step(*batch)
+    assert "make it on the device" in reasons(step)[0]
+
+
+MADE_CAPTURABLE = (
+    "Adam",
+    "AdamW",
+    "SGD",
+    "RMSprop",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "ASGD",
+    "Rprop",
+    "Adagrad",
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MADE_CAPTURABLE)
+def test_an_optimizer_as_people_make_it_trains_as_in_eager(name, where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizers = [getattr(torch.optim, name)(model.parameters(), lr=0.01) for model in (mine, theirs)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
+    step = graphex.train_step(mine, functional.cross_entropy, optimizers[0])
+    plain = written_out(theirs, optimizers[1])
+    for x, y in points(where, 10):
+        close(step(x, y), plain(x, y).detach())
+        for each in schedulers:
+            each.step()
+    same_state(mine, theirs)
+    if name in ("Adam", "AdamW", "SGD", "RMSprop", "NAdam"):
+        assert [count(step, "captured"), *reasons(step)] == [1]
+    else:
+        print(name, count(step, "captured"), reasons(step))
+
+
+def test_a_step_with_compiled_regions_is_one_replay(where, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), clip_norm=1.0)
+
+    def plain(x, y, optimizer=adam(theirs)):  # noqa: B008
+        loss = functional.cross_entropy(theirs(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for x, y in points(where, 8):
+        close(step(x, y), plain(x, y).detach())
+    assert [count(step, "captured"), *reasons(step)] == [1]
+    assert step.journal.regions

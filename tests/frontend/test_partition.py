@@ -1,0 +1,85 @@
+"""What a forward saves for its backward, and the record of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import graphex
+from tests.harness.capture import compile_it
+
+
+def saved(compiled: object) -> dict[str, int]:
+    """Bytes by op."""
+    found: dict[str, int] = {}
+    for record in graphex.journal(compiled).activations:
+        if record.status == "saved":
+            found[record.op] = found.get(record.op, 0) + record.bytes
+    return found
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers)
+
+
+def test_what_is_saved_is_on_record_with_its_bytes_and_the_reason():
+    model = deep()
+    compiled = compile_it(model)
+    compiled(torch.randn(64, 8)).sum().backward()
+    records = {(each.status, each.op): each for each in graphex.journal(compiled).activations}
+    masks = records["saved", "aten.native_dropout.default"]
+    assert masks.reason == "random numbers are not drawn twice"
+    assert masks.bytes >= 6 * 64 * 8
+    assert {each.graph for each in records.values()} == {"Sequential forward"}
+    assert records["an input", "input"].reason == "an input of the model, which is there anyway"
+
+
+def test_a_smaller_budget_saves_less_and_computes_the_same():
+    x, bytes_saved, gradients = torch.randn(512, 8), [], []
+    for budget in (1.0, 0.0):
+        torch._dynamo.reset()
+        model = deep().eval()
+        compiled = compile_it(model, activation_memory_budget=budget)
+        compiled(x).square().sum().backward()
+        bytes_saved.append(sum(saved(compiled).values()))
+        gradients.append([each.grad for each in model.parameters()])
+    assert bytes_saved[1] < bytes_saved[0]
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_a_checkpoint_drops_is_computed_again():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def model(x, *, within):
+        part = lambda x: second(first(x).sigmoid()).sigmoid()  # noqa: E731
+        return (checkpoint(part, x, use_reentrant=False) if within else part(x)).sum()
+
+    x = torch.randn(64, 8, requires_grad=True)
+    plain, within = (compile_it(lambda x, w=w: model(x, within=w)) for w in (False, True))
+    plain(x).backward()
+    wanted, x.grad = x.grad, None
+    within(x).backward()
+    torch.testing.assert_close(x.grad, wanted)
+    assert sum(saved(within).values()) < sum(saved(plain).values())
+    reasons = {each.reason for each in graphex.journal(within).activations if each.status == "computed again"}
+    assert "it is in a checkpoint" in reasons
+
+
+def test_a_log_softmax_of_cast_logits_is_computed_again_where_regions_compile_it(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    target = torch.randint(0, 96, (32,))
+
+    def loss(logits):
+        return functional.cross_entropy(logits.float(), target)
+
+    logits = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True)
+    compiled = compile_it(loss)
+    compiled(logits).backward()
+    found, logits.grad = logits.grad, None
+    loss(logits).backward()
+    torch.testing.assert_close(found, logits.grad)
+    assert "aten._log_softmax.default" not in saved(compiled)

@@ -1,0 +1,584 @@
+"""A training step as one replay computes what the same step does in eager, and says why where it cannot be one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphex
+
+STEPS = 9
+
+
+class Tied(nn.Module):
+    """A token model whose head is its embedding, with a frozen layer, a norm with statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.norm(self.frozen(self.embedding(tokens))))))
+
+
+def model_on(where: str, kind: Callable[[], nn.Module] = Tied) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().to(where)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def tokens(where: str, count: int = STEPS, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(7)
+    draw = lambda: torch.randint(0, 12, (rows,), generator=made).to(where)  # noqa: E731
+    return [(draw(), draw()) for _ in range(count)]
+
+
+def points(where: str, count: int = STEPS, rows: int = 6) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(7)
+    draw = lambda: torch.randn(rows, 4, generator=made).to(where)  # noqa: E731
+    return [(draw(), torch.randint(0, 3, (rows,), generator=made).to(where)) for _ in range(count)]
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, **options)
+
+
+def trained(step: Callable[..., Any], batches: list[Any], seed: int = 3) -> list[float]:
+    torch.manual_seed(seed)
+    return [float(step(*batch)) for batch in batches]
+
+
+def written_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def count(step: Any, what: str) -> int:
+    """Of the step itself, and not of graphs inside of it."""
+    return sum(counter[what] for name, counter in step.journal.counts.items() if name.endswith(" step"))
+
+
+def reasons(step: Any) -> list[str]:
+    return [record.reason for record in step.journal.fallbacks]
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def same_state(found: nn.Module, wanted: nn.Module) -> None:
+    close(dict(found.state_dict()), dict(wanted.state_dict()))
+
+
+def test_steps_equal_eager_with_dropout_statistics_tied_and_frozen_weights(where):
+    mine, theirs = model_on(where), model_on(where)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
+    found = trained(step, tokens(where))
+    wanted = trained(written_out(theirs, adam(theirs)), tokens(where))
+    close(found, wanted)
+    same_state(mine, theirs)
+    assert (count(step, "captured"), count(step, "replays"), reasons(step)) == (1, STEPS - 3, [])
+    assert all(parameter.grad is None for parameter in mine.parameters())
+
+
+def test_nothing_inside_of_a_step_is_captured_on_its_own(where):
+    model = model_on(where)
+    step = graphex.train_step(model, functional.cross_entropy, adam(model))
+    trained(step, tokens(where))
+    assert {record.phase for record in step.journal.graphs} == {"forward", "backward"}
+    assert [record.graph for record in step.journal.captures] == ["Tied step"]
+
+
+def test_a_function_as_people_write_it_is_a_step(where):
+    mine, theirs = model_on(where), model_on(where)
+    optimizer = adam(mine)
+    scheduler = StepLR(optimizer, 2, 0.5)
+
+    @graphex.train_step
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(mine(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(mine.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        return {"loss": loss}
+
+    found = [step(*batch)["loss"] for batch in seeded(tokens(where))]
+    other = adam(theirs)
+    rates = StepLR(other, 2, 0.5)
+    wanted = []
+    for x, y in seeded(tokens(where)):
+        other.zero_grad()
+        loss = functional.cross_entropy(theirs(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        other.step()
+        rates.step()
+        wanted.append(loss.detach())
+    close(found, wanted)
+    same_state(mine, theirs)
+    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    assert [count(step, "captured"), *reasons(step)] == [1]
+    close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+    assert mine._compiled_call_impl is None
+
+
+def seeded(batches: list[Any]) -> list[Any]:
+    torch.manual_seed(3)
+    return batches
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW])
+def test_the_learning_rate_is_an_input_of_the_graph(make, where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    groups = [[{"params": m[0].parameters(), "lr": 0.05}, {"params": m[2].parameters()}] for m in (mine, theirs)]
+    optimizers = [make(each, lr=0.01) for each in groups]
+    schedulers = [CosineAnnealingLR(each, 20) for each in optimizers]
+    step = graphex.train_step(mine, functional.cross_entropy, optimizers[0])
+    plain = written_out(theirs, optimizers[1])
+    for number, (x, y) in enumerate(points(where, 12)):
+        close(step(x, y), plain(x, y).detach())
+        for each in schedulers:
+            each.step()
+        if number == 8:
+            for each in optimizers:
+                each.param_groups[1]["lr"] = 0.2
+    assert [count(step, "captured"), *reasons(step)] == [1]
+    assert all(isinstance(group["lr"], float) for group in optimizers[0].param_groups)
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+    same_state(mine, theirs)
+
+
+def test_another_hyperparameter_is_another_capture(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizers = [adam(mine), adam(theirs)]
+    step = graphex.train_step(mine, functional.cross_entropy, optimizers[0])
+    plain = written_out(theirs, optimizers[1])
+    for number, (x, y) in enumerate(points(where, 12)):
+        if number == 6:
+            for each in optimizers:
+                each.param_groups[0]["weight_decay"] = 0.5
+        close(step(x, y), plain(x, y).detach())
+    assert count(step, "captured") == 2
+    same_state(mine, theirs)
+
+
+def test_a_batch_of_another_size_has_a_graph_of_its_own(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
+    plain = written_out(theirs, adam(theirs))
+    for _ in range(3):
+        for x, y in [*points(where, 4), *points(where, 1, rows=3)]:
+            close(step(x, y), plain(x, y).detach())
+    assert count(step, "captured") == 2
+    same_state(mine, theirs)
+
+
+def test_microbatches_are_accumulated_in_one_replay(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), accumulate=3)
+    plain = written_out(theirs, adam(theirs))
+    for x, y in points(where):
+        close(step(x, y), plain(x, y).detach())
+    same_state(mine, theirs)
+    assert count(step, "captured") == 1
+    with pytest.raises(graphex.InputError, match="4 rows cannot be divided into 3 microbatches"):
+        step(*points(where, 1, rows=4)[0])
+
+
+def test_gradients_that_stay_between_calls_are_accumulated(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+
+    def accumulating(model, optimizer):
+        def step(x, y, update):
+            loss = functional.cross_entropy(model(x), y) / 3
+            loss.backward()
+            if update:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step = graphex.train_step(accumulating(mine, adam(mine)))
+    plain = accumulating(theirs, adam(theirs))
+    for number, (x, y) in enumerate(points(where, 36)):
+        close(step(x, y, number % 3 == 2), plain(x, y, number % 3 == 2).detach())
+    same_state(mine, theirs)
+    assert reasons(step) == []
+    assert count(step, "captured") >= 2
+
+
+def test_gradients_zeroed_in_place_stay_where_they_are(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+
+    def zeroing(model, optimizer):
+        def step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step, plain = graphex.train_step(zeroing(mine, adam(mine))), zeroing(theirs, adam(theirs))
+    for x, y in points(where, 12):
+        close(step(x, y), plain(x, y).detach())
+    close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def test_evaluation_between_steps_sees_the_new_weights_and_disturbs_nothing(where):
+    mine, theirs = model_on(where), model_on(where)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
+    plain = written_out(theirs, adam(theirs))
+    for x, y in seeded(tokens(where)):
+        state = torch.get_rng_state(), torch.cuda.get_rng_state() if where == "cuda" else None
+        found = step(x, y)
+        torch.set_rng_state(state[0])
+        if where == "cuda":
+            torch.cuda.set_rng_state(state[1])
+        close(found, plain(x, y).detach())
+        with torch.no_grad():
+            close(mine.eval()(x), theirs.eval()(x))
+        mine.train(), theirs.train()
+    assert count(step, "captured") == 1
+
+
+def test_dropout_masks_differ_from_step_to_step_and_repeat_with_the_seed(where):
+    model = nn.Sequential(nn.Dropout(0.5)).to(where)
+    weight = nn.Parameter(torch.ones(64, device=where))
+    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
+
+    @graphex.train_step
+    def step(x):
+        kept = model(x * weight)
+        kept.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return kept
+
+    x = torch.ones(64, device=where)
+    for _ in range(5):
+        step(x)
+    torch.manual_seed(11)
+    first, second = step(x), step(x)
+    torch.manual_seed(11)
+    assert torch.equal(step(x), first)
+    assert not torch.equal(first, second)
+    assert count(step, "captured") == 1
+
+
+def test_a_checkpoint_is_saved_and_loaded_between_steps(where):
+    whole, broken = model_on(where, mlp), model_on(where, mlp)
+    batches = points(where, 14)
+    wanted = trained(written_out(whole, adam(whole)), batches)
+    optimizer = adam(broken)
+    step = graphex.train_step(broken, functional.cross_entropy, optimizer)
+    found = trained(step, batches[:7])
+    saved = copy.deepcopy((broken.state_dict(), optimizer.state_dict()))
+    trained(step, batches[:4])  # what is undone
+    broken.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    found += trained(step, batches[7:])
+    close(found, wanted)
+    same_state(broken, whole)
+    assert [record.status for record in step.journal.captures] == ["captured", "recaptured"]
+
+
+def test_an_exponential_average_follows_the_parameters(where):
+    mine, theirs = model_on(where), model_on(where)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), ema=0.9)
+    plain, average = written_out(theirs, adam(theirs)), copy.deepcopy(theirs)
+    wanted = []
+    for batch in seeded(tokens(where)):
+        wanted.append(plain(*batch).detach())
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), theirs.parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+    close(trained(step, tokens(where)), [float(each) for each in wanted])
+    close(list(step.average.parameters()), list(average.parameters()))
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def test_an_averaged_model_is_updated_by_the_host(where):
+    mine = model_on(where, mlp)
+    average = AveragedModel(mine, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), ema=average)
+    kept = [torch.zeros_like(each) for each in mine.parameters()]
+    for number, batch in enumerate(points(where)):
+        step(*batch)
+        kept = [
+            each.detach().clone() if not number else old.lerp(each.detach(), 0.5)
+            for old, each in zip(kept, mine.parameters(), strict=True)
+        ]
+    close([each.detach() for each in average.parameters()], kept)
+    assert int(average.n_averaged) == STEPS
+    assert count(step, "captured") == 1
+
+
+def test_an_exception_before_the_optimizer_leaves_parameters_as_they_were(where):
+    model = model_on(where, mlp)
+    step = graphex.train_step(model, functional.cross_entropy, adam(model), accumulate=2)
+    for batch in points(where, 6):
+        step(*batch)
+    before = copy.deepcopy(model.state_dict())
+    x, y = points(where, 1)[0]
+    with pytest.raises((RuntimeError, ValueError, torch._dynamo.exc.TorchRuntimeError)):
+        step(x[:, :3], y)
+    same_state(model, _with(model, before))
+    assert all(each.grad is None for each in model.parameters())
+    step(x, y)
+    assert count(step, "captured") == 1
+
+
+def _with(model: nn.Module, state: Any) -> nn.Module:
+    other = copy.deepcopy(model)
+    other.load_state_dict(state)
+    return other
+
+
+# -- what cannot be captured -------------------------------------------------------------------------------------------
+
+
+def refused(step: Any, batches: list[Any]) -> str:
+    """The one reason why a step was not captured, after it was."""
+    for batch in batches:
+        step(*batch)
+    assert count(step, "captured") == 0
+    (reason,) = {each.reason for each in step.journal.fallbacks if "training step" in each.what}
+    return reason
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_number_read_from_the_device_is_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    assert refused(step, points(where)).startswith("the step reads a number from a tensor")
+    (record,) = [each for each in step.journal.fallbacks if "training step" in each.what]
+    assert record.line.endswith("return loss.item()")
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_number_that_python_changes_in_every_step_is_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    class Hidden:
+        def __init__(self) -> None:
+            self.inner = [1.0]
+
+    hidden = {"deep": {"deeper": Hidden()}}
+
+    @graphex.train_step
+    def step(x, y):
+        holder = hidden["deep"]["deeper"]
+        holder.inner[0] *= 0.9
+        loss = functional.cross_entropy(model(x), y) * holder.inner[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert "a number changes from step to step" in refused(step, points(where))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_tensor_that_the_step_puts_elsewhere_is_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+    kept = {"deep": {"mean": torch.zeros((), device=where)}}
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept["deep"]["mean"] = kept["deep"]["mean"] * 0.9 + loss.detach()
+        return kept["deep"]["mean"]
+
+    assert "a tensor that the step before made and kept" in refused(step, points(where))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_list_that_grows_is_named(where):
+    model = model_on(where, mlp)
+    optimizer, losses = adam(model), []
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        return loss
+
+    assert "the length of losses changes in every call" in refused(step, points(where, 20))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_gradient_hook_is_called_in_every_step(where):
+    model, called = model_on(where, mlp), []
+    model[0].weight.register_hook(lambda gradient: called.append(1))
+    step = graphex.train_step(model, functional.cross_entropy, adam(model))
+    assert refused(step, points(where)) == "a parameter has a gradient hook, which Python runs"
+    assert len(called) == STEPS
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_hook_that_comes_after_the_capture_is_called(where):
+    model, called = model_on(where, mlp), []
+    step = graphex.train_step(
+        model, functional.cross_entropy, adam(model), compile=False
+    )  # Dynamo looks for hooks once
+    batches = points(where)
+    for number, batch in enumerate(batches):
+        if number == 6:
+            model[1].register_forward_hook(lambda *given: called.append(1))
+        step(*batch)
+    assert len(called) == len(batches) - 6
+    assert reasons(step) == ["Tanh has a forward hook, which Python runs"]
+
+
+def test_a_dispatch_mode_sees_the_ops_of_a_step(where):
+    model = model_on(where, mlp)
+    step = graphex.train_step(model, functional.cross_entropy, adam(model), compile=False)
+    seen: list[str] = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for number, batch in enumerate(points(where)):
+        with Seeing() if number == 6 else nullcontext():
+            step(*batch)
+    assert "aten.addmm.default" in seen
+    assert count(step, "replays") == STEPS - 4
+
+
+def test_autocast_around_the_loop_does_not_freeze_the_weights(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), compile=False)
+    plain, found, wanted = written_out(theirs, adam(theirs)), [], []
+    with torch.autocast(where, torch.bfloat16):
+        for batch in points(where):
+            found.append(float(step(*batch)))
+    for batch in points(where):
+        with torch.autocast(where, torch.bfloat16):
+            wanted.append(float(plain(*batch).detach()))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_an_argument_that_is_written_is_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    @graphex.train_step
+    def step(x, y, total):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total.add_(loss.detach())
+        return loss
+
+    total = torch.zeros((), device=where)
+    losses = [step(x, y, total) for x, y in points(where)]
+    close(total, sum(losses))
+    assert "writes to an argument" in reasons(step)[0]
+
+
+def test_create_graph_is_captured_as_it_is_written(where):
+    def penalised(model, optimizer):
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y)
+            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (loss + sum(each.square().sum() for each in gradients)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step, plain = graphex.train_step(penalised(mine, adam(mine)), compile=False), penalised(theirs, adam(theirs))
+    for x, y in points(where):
+        close(step(x, y), plain(x, y).detach())
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def test_a_nan_loss_with_a_scaler_skips_the_update_and_lowers_the_scale(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    scalers = [torch.amp.GradScaler(where, init_scale=64.0, growth_interval=4) for _ in range(2)]
+    optimizers = [adam(mine), adam(theirs)]
+    step = graphex.train_step(mine, functional.cross_entropy, optimizers[0], scaler=scalers[0], clip_norm=1.0)
+
+    def plain(x, y):
+        loss = functional.cross_entropy(theirs(x), y)
+        scalers[1].scale(loss).backward()
+        scalers[1].unscale_(optimizers[1])
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        scalers[1].step(optimizers[1])
+        scalers[1].update()
+        optimizers[1].zero_grad()
+        return loss
+
+    for number, (x, y) in enumerate(points(where, 14)):
+        x = x * math.nan if number in (7, 10) else x
+        found, wanted = step(x, y), plain(x, y).detach()
+        torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-4, atol=1e-5)
+    same_state(mine, theirs)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def test_a_step_is_explained_with_its_parts_and_their_memory(where):
+    model = model_on(where)
+    step = graphex.train_step(model, functional.cross_entropy, torch.optim.AdamW(model.parameters()))
+    for batch in tokens(where):
+        step(*batch)
+    parts = [line.split()[0] for line in step.explain().split("training step\n")[1].splitlines() if line.strip()]
+    assert [each for each in parts if each in ("forward", "backward", "optimizer", "whole")] == [
+        *("forward", "backward", "optimizer", "whole")
+    ]

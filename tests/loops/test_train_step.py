@@ -1,0 +1,46 @@
+"""Training steps on the recording device, and on a CPU, where they run as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import graphex
+from tests.loops.step_contract import *  # noqa: F403
+from tests.loops.step_contract import adam, model_on, reasons, tokens, trained, written_out
+
+
+def test_on_a_cpu_a_step_runs_as_it_is_and_equals_eager_bit_for_bit():
+    mine, theirs = model_on("cpu"), model_on("cpu")
+    make = lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)  # noqa: E731
+    step = graphex.train_step(mine, functional.cross_entropy, make(mine), options={"regions": False})
+    found = trained(step, tokens("cpu", 20))
+    assert found == trained(written_out(theirs, make(theirs)), tokens("cpu", 20))
+    assert reasons(step) == ["the device 'cpu' has no graphs"]
+
+
+def test_what_is_no_step_is_refused_with_a_sentence():
+    model = nn.Linear(2, 2)
+    with pytest.raises(graphex.InputError, match="needs the optimizer"):
+        graphex.train_step(model, functional.mse_loss)
+    with pytest.raises(graphex.InputError, match="takes a module, or a function"):
+        graphex.train_step(3)
+    with pytest.raises(graphex.InputError, match="a function is a whole step"):
+        graphex.train_step(lambda x: x, clip_norm=1.0)
+    with pytest.raises(graphex.InputError, match="at least 1"):
+        graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), accumulate=0)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_distributed_model_says_why_its_step_is_not_one_replay(where):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mine, theirs = model_on(where), model_on(where)
+        step = graphex.train_step(nn.parallel.DistributedDataParallel(mine), functional.cross_entropy, adam(mine))
+        assert trained(step, tokens(where)) == trained(written_out(theirs, adam(theirs)), tokens(where))
+        assert reasons(step)[0] == "DistributedDataParallel synchronises gradients in hooks of the host"
+    finally:
+        torch.distributed.destroy_process_group()
