@@ -95,7 +95,9 @@ def _aot(
     bypasses: list[Bypass] = []
     trains = False
     has_out = _may_write_to_out(gm)
-    saved = None if compilation.config.auto_streams else SavedMemory()  # of two versions, which one ran is not known
+    # Of two versions, which one ran is not known; in a pool of the user's, other programs write too.
+    may_keep = not compilation.config.auto_streams and compilation.config.use_graph_pool is None
+    saved = SavedMemory() if may_keep else None
     may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
 
     def compiler(phase: str) -> Callable[..., Program]:

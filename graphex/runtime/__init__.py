@@ -31,11 +31,17 @@ addresses and switches in one call of C++ (`native`, `fits.cpp`) and runs the re
               a tensor that comes a second time:     captured by address, until another one comes in its place
               every other input:                     copied into a private buffer by each call          buffers
     outputs   copied out of the graph's memory, unless clone_output=False hands that out itself
+              what a forward saves, and gradients, stay in it until their holders let go
 
 Captured graphs of one pool use the same memory for intermediates. So one call at a time fills, replays and takes, and a
 replay on another stream waits for the last one (`captured_graph.Pool`). A piece hands a value to the next captured
 piece at an address that is the same in every call. A value from an eager piece is copied to such an address, and back
 if the captured piece writes to it and a later reader can see that.
+
+A training step copies nothing in a usual loop. The backward is captured on the addresses where the forward's graph
+keeps what it saves (`captured_graph.SavedMemory`). A graph is not replayed while such a value of its own, or of a graph
+that was captured later in its pool, has another owner: the call runs eagerly, and after two of them (microbatches in
+flight, gradients that add up) values are copied out, with a record.
 
 A capture that fails, a call inside of another capture, of a dispatch mode or of a functorch transform, and a key whose
 inputs move in every call run eagerly. The journal says why.
