@@ -9,9 +9,10 @@ import difflib
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,14 +59,29 @@ class GraphexWarning(UserWarning):
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line of the user's program that led here, which is also what `warnings` filters see."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    if not _is_users(frame.f_code.co_filename):  # a thread of ours, or of torch's
-        frame = sys._getframe(1)
+    """Warn at the line of the user's program that led here, which is also what `warnings` filters see.
+
+    That is a line of an installed package only where no other is on the stack, and never one of a compiled function:
+    Dynamo's code says of all of its lines that they are the first, `def forward`.
+    """
+    frames = list(_frames(sys._getframe(1)))
+    users = [frame for frame in frames if _is_users(frame.f_code.co_filename) and not _is_compiled(frame.f_code)]
+    own = (frame for frame in users if "site-packages" not in frame.f_code.co_filename)
+    frame = next(own, None) or next(iter(users or frames))  # of a thread of ours, or of torch's: where it was said
     module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(text, GraphexWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_compiled(code: CodeType) -> bool:
+    """Whether Dynamo has written the code: it calls a compiled graph, or goes on after one."""
+    return any(name.startswith(("__compiled_fn", "__resume_at")) for name in code.co_names)
 
 
 def _is_users(file: str) -> bool:

@@ -73,7 +73,7 @@ def compile_graph(
 
 
 def _peak_now(runner: Runner) -> int:
-    """The predicted peak after all passes. A region frees what it was given after the last use inside, as a graph does."""
+    """The predicted peak after all passes. A region frees what it was given after its last use, as a graph does."""
     plain = inlined(runner.gm)
     return predicted_peak(plain.graph, runner.aliases if plain is runner.gm else Aliases(plain.graph))
 
