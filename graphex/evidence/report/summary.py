@@ -323,7 +323,7 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence("plain", f"{what} slower than single ops, which run instead.")
-    if seconds >= _NOTICED:
+    if tried:
         yield _sentence(
             "plain", f"Compiling regions took {seconds:.1f} s; regions=False or GRAPHEX_REGIONS=off does without."
         )
@@ -354,7 +354,6 @@ def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 _ROUNDING = 1e-3  # the most that compiled regions may round differently from eager
-_NOTICED = 0.1  # seconds of compiling that somebody notices
 
 
 def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
