@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from benchmarks.measure import machine, versions
 from benchmarks.variants import AUTOTUNE, DEFAULT, EAGER, MODEL_VARIANTS, REDUCE, Variant
+from benchmarks.workers import VariantOf, write_rows
 from benchmarks.zoo import MODELS, Setting
 
 
@@ -40,22 +39,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(VariantOf[Setting]):
     """A row to be measured: a task of `benchmarks/workers.py`."""
-
-    setting: Setting
-    variant: Variant
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {self.variant.name}"
 
     @property
     def script(self) -> Path:
         return Path(__file__).with_name("models_worker.py")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {"setting": asdict(self.setting), "variant": self.variant.name}
 
     @property
     def reference(self) -> str:
@@ -87,10 +76,7 @@ class Rows:
         self.all = [each for each in self.all if (each.setting, each.variant) != key] + [row]
         if self.path is not None:
             where = {"machine": machine(), "versions": versions("transformers", "torchvision")}
-            text = json.dumps({**where, "rows": [asdict(each) for each in self.all]}, indent=1)
-            beside = self.path.with_suffix(f".{os.getpid()}")
-            beside.write_text(text + "\n")
-            os.replace(beside, self.path)
+            write_rows(self.path, {**where, "rows": [asdict(each) for each in self.all]})
 
     @property
     def good(self) -> list[Row]:

@@ -8,7 +8,6 @@ but are neither merged into a table nor counted as done.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 from benchmarks.decoding import Setting
 from benchmarks.measure import versions
-from benchmarks.variants import Variant
+from benchmarks.workers import VariantOf, write_rows
 
 RESULTS = Path(__file__).parent / "stock.json"
 
@@ -60,22 +59,12 @@ def here(setting: Setting) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(VariantOf[Setting]):
     """A row to be measured: a task of `benchmarks/workers.py`."""
-
-    setting: Setting
-    variant: Variant
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {self.variant.name}"
 
     @property
     def script(self) -> Path:
         return Path(__file__).with_name("decode_worker.py")
-
-    @property
-    def given(self) -> dict[str, Any]:
-        return {"setting": asdict(self.setting), "variant": self.variant.name}
 
     @property
     def reference(self) -> str:
@@ -111,10 +100,7 @@ class Store:
         self.rows = [each for each in self.rows if (each.about, each.where) != (row.about, row.where)]
         self.rows.append(row)
         if self.path is not None:
-            text = json.dumps([asdict(each) for each in self.rows], indent=1)
-            beside = self.path.with_suffix(f".{os.getpid()}")
-            beside.write_text(text + "\n")
-            os.replace(beside, self.path)
+            write_rows(self.path, [asdict(each) for each in self.rows])
 
     def found(self, setting: Setting, variant: str) -> Row | None:
         """The row that was measured here, if there is one."""

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -62,6 +62,31 @@ class Task(Protocol[R]):
     @property
     def bytes(self) -> int: ...
     def row(self, facts: dict[str, Any], **about: Any) -> R: ...
+
+
+S = TypeVar("S")  # a setting: a data class
+
+
+@dataclass(frozen=True)
+class VariantOf(Generic[S]):
+    """A variant under a setting: what tasks have in common that measure one."""
+
+    setting: S
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"{self.setting}, {self.variant.name}"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"setting": asdict(self.setting), "variant": self.variant.name}  # type: ignore[call-overload]
+
+
+def write_rows(path: Path, data: object) -> None:
+    """Write a file of rows at once: a run that is ended leaves the one before."""
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(beside, path)
 
 
 class Rows(Protocol[R]):

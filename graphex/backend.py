@@ -55,7 +55,8 @@ def compile_by_name(
 class Backend:
     """A configured backend: pass it as `torch.compile(model, backend=...)`. It keeps its own journal.
 
-    A copy, and what comes back from a pickle, has the same configuration and an empty journal.
+    A copy in this process shares the journal, because libraries copy what holds a backend (transformers' CompileConfig)
+    before they compile with it. What comes back from a pickle has the same configuration and an empty journal.
     """
 
     is_graphex = True
@@ -78,6 +79,14 @@ class Backend:
         config = config_from(self.config, mode)
         config.update(config_from(options).given())
         return config
+
+    def __copy__(self) -> Backend:
+        copied = Backend(config_from(self.config), self.custom_decompositions)
+        copied.journal = self.journal
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self.__copy__()
 
     def __getstate__(self) -> dict[str, Any]:
         named = {str(op): function for op, function in (self.custom_decompositions or {}).items()}

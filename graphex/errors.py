@@ -9,11 +9,11 @@ import difflib
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,11 +67,27 @@ def warn_user(text: str) -> None:
 
 
 def users_frame() -> FrameType | None:
-    """The innermost frame of the user's program in this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    """The innermost frame of the user's program in this thread.
+
+    That is one of an installed package only where no other is on the stack, and never one of a compiled function:
+    Dynamo's code says of all of its lines that they are the first, `def forward`.
+    """
+    frames = _frames(sys._getframe(1))
+    users = [frame for frame in frames if _is_users(frame.f_code.co_filename) and not _is_compiled(frame.f_code)]
+    own = (frame for frame in users if "site-packages" not in frame.f_code.co_filename)
+    return next(own, None) or next(iter(users), None)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame
+
+
+def _is_compiled(code: CodeType) -> bool:
+    """Whether Dynamo has written the code: it calls a compiled graph, or goes on after one."""
+    return any(name.startswith(("__compiled_fn", "__resume_at")) for name in code.co_names)
 
 
 def _is_users(file: str) -> bool:

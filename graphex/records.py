@@ -103,7 +103,10 @@ class PassRan(Record):
 
 @dataclass(frozen=True)
 class Rewrote(Record):
-    """A rewrite that was made: `nodes` were replaced by `into`, and why that is right."""
+    """A rewrite that was made: `nodes` were replaced by `into`, and why that is right.
+
+    `preview`: this device has no kernel for the new op of graphex, so that the op's reference runs.
+    """
 
     kind: ClassVar[str] = "rewrite"
     pass_name: str
@@ -113,6 +116,7 @@ class Rewrote(Record):
     because: str
     line: str = ""
     certificate: Certificate | None = None
+    preview: bool = False
 
 
 @dataclass(frozen=True)
@@ -548,7 +552,10 @@ class Journal:
         return json_text(self.to_dict(), indent=indent)
 
     def __repr__(self) -> str:
-        kinds = Counter(record.kind for record in self.records)
+        """How many records there are of each kind; graphs that end at one break are one graph break."""
+        broken = {each.line: each for each in self.breaks}.values()
+        others = (record for record in self.records if not isinstance(record, GraphBroke))
+        kinds = Counter(record.kind for record in (*others, *broken))
         return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
 
 

@@ -157,9 +157,10 @@ BACKENDS = {
 }
 every_way = pytest.mark.parametrize("copied", [with_pickle, copy.deepcopy, with_torch])
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+between_processes = pytest.mark.parametrize("copied", [with_pickle, with_torch])
 
 
-@every_way
+@between_processes
 @every_backend
 def test_a_compiled_module_travels_and_its_copy_has_a_journal_of_its_own(copied, backend):
     compiled = torch.compile(Model(), backend=BACKENDS[backend]())
@@ -217,7 +218,30 @@ def test_another_process_compiles_what_it_was_sent(tmp_path):
     assert done.stdout.strip() == f"0 {wanted.tolist()} 1"
 
 
-@every_way
+@pytest.mark.parametrize("backend", ["name", "partial"])
+def test_a_copied_module_has_a_journal_of_its_own_unless_its_backend_is_an_object(backend):
+    compiled = torch.compile(Model(), backend=BACKENDS[backend]())
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        compiled(x)
+        copied = copy.deepcopy(compiled)
+        torch._dynamo.reset()
+        copied(x)
+    assert graphex.journal(copied) is not graphex.journal(compiled)
+    assert len(graphex.journal(copied).graphs) == len(graphex.journal(compiled).graphs) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copied_backend_object_shares_the_journal(copied):
+    backend = graphex.get_backend({"verify": True}, {torch.ops.aten.t.default: transposed})
+    held = copied({"backend": backend})["backend"]  # as transformers copies its CompileConfig
+    torch.compile(twice, backend=held)(torch.ones(2))
+    assert backend.journal.verifications[0].status == "equal"
+    assert held.config.given() == backend.config.given()
+    assert held.custom_decompositions == backend.custom_decompositions
+
+
+@between_processes
 def test_a_backend_object_travels_with_its_configuration_alone(copied):
     backend = graphex.get_backend({"verify": True}, {torch.ops.aten.t.default: transposed})
     torch.compile(twice, backend=backend)(torch.ones(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 
 import pytest
@@ -65,3 +66,33 @@ def test_torchs_mode_without_cuda_graphs_is_a_mode():
     compiled = torch.compile(lambda x: x.sin(), backend="graphex", mode="max-autotune-no-cudagraphs")
     assert torch.equal(compiled(torch.ones(3)), torch.ones(3).sin())
     assert not graphex.journal(compiled).captures
+
+
+class Halved(torch.nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+def wrong(gm, example_inputs, config):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = torch.ops.aten.cos.default
+    gm.recompile()
+
+
+def test_a_warning_of_verification_stands_at_the_call_and_not_at_the_models_forward():
+    compiled = torch.compile(
+        Halved(), backend=graphex.get_backend({"verify": True, "post_grad_custom_pre_pass": wrong})
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(torch.ones(3))  # here
+    (warning,) = [each for each in caught if issubclass(each.category, graphex.GraphexWarning)]
+    assert warning.filename == __file__
+    assert linecache.getline(__file__, warning.lineno).strip() == "compiled(torch.ones(3))  # here"
+
+
+def test_an_error_about_an_option_says_nothing_of_bugs_in_torch():
+    compiled = torch.compile(Halved(), backend="graphex", options={"verfy": True})
+    with pytest.raises(graphex.OptionError) as raised:
+        compiled(torch.ones(3))
+    assert str(raised.value) == "unknown option 'verfy' (did you mean 'verify'?). See docs/options.md."

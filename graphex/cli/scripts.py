@@ -25,7 +25,7 @@ from graphex.cli.output import (
     waiting,
     why_not_written,
 )
-from graphex.config import options_of
+from graphex.config import config_from, options_of
 from graphex.env import path_of_rank, why_off
 from graphex.errors import InputError, one_line
 from graphex.records import Journal
@@ -90,19 +90,20 @@ def explain(
     graphex explain --set lift_idioms=always --set verify=true -o norms.html model.py
     graphex explain model.py -- --output weights.pt
     """
-    import graphex
+    if reason := why_off():
+        raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
+    arguments = _for_the_script(script, arguments)
+    options = config_from(dict(map(_setting, settings))).given()
+    page = output.absolute()  # the script may go to another directory
+    check_output(page)
+
+    import graphex  # and torch with it: what can be wrong with the command was said before
     from graphex.backend import watching
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed
 
-    if reason := why_off():
-        raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
-    arguments = _for_the_script(script, arguments)
     graphex.define()
-    options = dict(map(_setting, settings))
-    page = output.absolute()  # the script may go to another directory
-    check_output(page)
     with waiting(f"running {script.name}") as say, watching(options, lambda journal: say(_told(journal))) as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)

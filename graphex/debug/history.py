@@ -17,23 +17,18 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from graphex.analysis import Aliases, placement, written_arguments
-from graphex.analysis.effects import CURRENT, is_size_arithmetic, operator_of, placed_events
+from graphex.analysis import Aliases, placement
+from graphex.analysis.effects import CURRENT, placed_events
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.source import Frame, frames_of, origins, text_of
 from graphex.config import CompilerConfig, options_of
-from graphex.ops import SPECS, has_kernel
-from graphex.regions.region import Region
-from graphex.torch_private.dynamo import TorchDispatchMode
-from graphex.torch_private.symbolic import FakeTensorMode, hint_of, pytree, unset_fake_temporarily
+from graphex.debug.device_ops import DeviceOps, device_ops_of
 
 MOST_TEXT = 400  # characters of the arguments of a node; a list may have 5,000 numbers
 
 _ROOT = re.compile(r"^L\['(\w+)'\]\.?")
 _MEMBER = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']*)'\]")
-_WITHOUT_KERNEL = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
 
 
 @dataclass(frozen=True)
@@ -53,15 +48,12 @@ class NodeFacts:
     event: tuple[str, str] | None  # ("record" or "wait", the event)
     memory: tuple[str, ...]  # the nodes that own the memory the value may live in
     origins: tuple[str, ...]
-    computes: int  # how many ops its device runs for it
-    by_reference: bool  # its device has no kernel for this op of ours: those ops are the op's reference
+    device_ops: DeviceOps
 
 
 def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
     sync = next((found for _, found in placed_events([node])), None)
     stream = placement(node) if sync is None else sync.stream  # an op about an event names its stream itself
-    works = computes(node, aliases)
-    by_reference = works and runs_by_reference(node)
     return NodeFacts(
         name=node.name,
         op=node.op,
@@ -76,16 +68,8 @@ def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
         event=None if sync is None else (sync.kind, str(sync.what)),
         memory=tuple(sorted({owner.name for owner, _ in aliases.storages(node)})),
         origins=origins(node),
-        computes=ops_of_reference(node) if by_reference else _launches(node) if works else 0,
-        by_reference=by_reference,
+        device_ops=device_ops_of(node, aliases),
     )
-
-
-def _launches(node: Node) -> int:
-    """One op, or as many as a compiled region launches."""
-    owner = node.graph.owning_module
-    region = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
-    return region.launches if isinstance(region, Region) else 1
 
 
 def module_of(node: Node) -> tuple[tuple[str, str], ...]:
@@ -117,66 +101,6 @@ def describe_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(describe_value, value))})"
     return "" if value is None else str(value)
-
-
-def computes(node: Node, aliases: Aliases) -> bool:
-    """Whether a device has to run something for this node: it fills memory of its own, or writes to an argument's."""
-    if node.op not in ("call_function", "call_module", "call_method") or is_size_arithmetic(node):
-        return False
-    if getattr(getattr(node.target, "_schema", None), "name", "") in _WITHOUT_KERNEL:
-        return False
-    return bool(written_arguments(node)) or any(owner is node for owner, _ in aliases.storages(node))
-
-
-def runs_by_reference(node: Node) -> bool:
-    """Whether a node calls an op of ours on a device that has no kernel for it."""
-    op = operator_of(node)
-    if op is None or op._schema.name not in SPECS:
-        return False
-    tensors = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return bool(tensors) and not has_kernel(op._schema.name, tensors[0].device)
-
-
-def ops_of_reference(node: Node) -> int:
-    """How many ops the reference of an op of ours runs, views aside; 1 where it cannot be run on fake tensors.
-
-    Sizes that are symbols take the value they were traced with: the reference may look at them, and guards are not ours
-    to add.
-    """
-    spec = SPECS[node.target._schema.name]  # type: ignore[union-attr]
-    counted = _Counting()
-    try:
-        with unset_fake_temporarily(), FakeTensorMode():
-            args, kwargs = map_arg((node.args, node.kwargs), lambda each: _with_known_sizes(each.meta["val"]))
-            with counted, torch.no_grad():
-                spec.reference(*args, **kwargs)
-    except Exception:  # a count is not worth a report
-        return 1
-    return max(1, counted.ops)
-
-
-class _Counting(TorchDispatchMode):
-    """Counts the ops that compute something: those with a result that is no view, or with one that is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (spec := SPECS.get(func._schema.name)) is not None:  # a reference may be made of other ops of ours
-            with self:
-                return spec.reference(*args, **(kwargs or {}))
-        returned = [each.alias_info for each in func._schema.returns]
-        self.ops += any(alias is None or alias.is_write for alias in returned)
-        return func(*args, **(kwargs or {}))
-
-
-def _with_known_sizes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = [hint_of(size, 8) for size in value.shape]
-        strides = [hint_of(stride, 1) for stride in value.stride()]
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-    return hint_of(value, 8) if isinstance(value, torch.SymInt) else value
 
 
 def shortened(text: str) -> str:

@@ -222,6 +222,7 @@ def compare(found: Observation, original: Observation) -> Comparison:
     """How a call differs from eager's, over everything that either of them let a caller see."""
     worst, differences, unknown = 0.0, [], []
     compared = True
+    named: set[tuple[str, str, str, str]] = set()  # what was said about the values of a memory
     for path in [*original, *(path for path in found if path not in original)]:
         ours, theirs = found.get(path, _ABSENT), original.get(path, _ABSENT)
         problem, error = _difference(ours, theirs)
@@ -229,8 +230,13 @@ def compare(found: Observation, original: Observation) -> Comparison:
             unknown.append(NotCompared(path, problem))
             compared &= isinstance(ours, Hidden) or _is_same_opaque(ours, theirs)
         elif problem:
-            differences.append(f"{path}: {problem}")
             worst = max(worst, error)
+            if isinstance(theirs, SeenTensor):
+                about = path.partition(".")[0].partition("[")[0], theirs.owner, str(theirs.traits), problem
+                if about in named:  # the same tensor of a result under another name: as an item and as an attribute
+                    continue
+                named.add(about)
+            differences.append(f"{path}: {problem}")
     if not compared and not worst:
         worst = UNKNOWN
     return Comparison(worst, tuple(differences), tuple(unknown))

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
 
-from graphex.analysis.contract import every_node
+from graphex.analysis import Aliases
+from graphex.analysis.contract import every_node, inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
@@ -64,7 +65,7 @@ def compile_graph(
         functional_graph = optimise(runner)
     functional = FunctionalProgram(compilation, name, runner.gm, functional_graph)
     dump_graph(compilation, runner.gm, name, "optimized")
-    compilation.journal.add(MemoryPredicted(name, peak_as_given, predicted_peak(runner.gm.graph, runner.aliases)))
+    compilation.journal.add(MemoryPredicted(name, peak_as_given, _peak_now(runner)))
     tools = _debug_tools(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
@@ -77,6 +78,12 @@ def compile_graph(
     compilation.files.journal(compilation.journal, compilation.compile_id)
     compilation.log(name, replays=program.may_replay)
     return Executables(program, functional)
+
+
+def _peak_now(runner: Runner) -> int:
+    """The predicted peak after all passes. A region frees what it was given after its last use, as a graph does."""
+    plain = inlined(runner.gm)
+    return predicted_peak(plain.graph, runner.aliases if plain is runner.gm else Aliases(plain.graph))
 
 
 @contextmanager

@@ -110,7 +110,8 @@ _SIZE = re.compile(r"(?P<value>.+)\.(?P<what>size|stride)\(\)\[(?P<index>\d+)\] 
 _TYPE = re.compile(r"___check_type_id\((?P<value>[^,]+), .*type=<class '(?P<before>[^']+)'>")
 _EQUAL = re.compile(r"(?P<value>[\w.\[\]'\"]+) == (?P<before>\S+)")
 _STATE = re.compile(r"GLOBAL_STATE changed: (?P<what>\w+)")
-_OF_A_BREAK = re.compile(r"___stack\d+")  # Dynamo's name for a value between a break and the rest of its function
+_OF_A_BREAK = re.compile(r"(?:L\[')?___stack\d+(?:'\])?")  # Dynamo's name for a value that a break hands on
+_FROM_BEFORE = "a value from before the graph break"
 
 
 def _recompiled(frame: CompiledFrame, earlier: list[GraphCompiled]) -> Recompiled:
@@ -145,7 +146,7 @@ def _change(guard: str) -> Change:
 
 
 def _named(value: str) -> str:
-    return "a value from before the graph break" if _OF_A_BREAK.fullmatch(value) else value
+    return _FROM_BEFORE if _OF_A_BREAK.match(value) else value
 
 
 def _sentence(change: Change, guard: str) -> str:
@@ -155,4 +156,4 @@ def _sentence(change: Change, guard: str) -> str:
         return f"{of} changed from {change.before} to {change.now}"
     if change.value and change.before and "=" not in change.before:
         return f"{of} is not {change.before} any more"
-    return f"{of} changed" if of else f"the guard `{guard}` failed"
+    return f"{of} changed" if of else f"the guard `{_OF_A_BREAK.sub(_FROM_BEFORE, guard)}` failed"

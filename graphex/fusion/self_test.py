@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis import Aliases, known_equal
-from graphex.errors import GraphexWarning, RuleError
+from graphex.errors import RuleError, warn_user
 from graphex.fusion.calls import value_of
 from graphex.fusion.matching import Plan, Site, try_rule
 from graphex.fusion.mismatch import Mismatch
@@ -98,11 +97,7 @@ def _scalars_are_used(rule: Rule, new: GraphModule) -> None:
                 used.add(leaf)
     for name, mark in rule.scalars.items():
         if mark not in used:
-            warnings.warn(
-                f"graphex: rule '{rule.name}' matches any '{name}', and its replacement does not use it",
-                GraphexWarning,
-                stacklevel=4,
-            )
+            warn_user(f"graphex: rule '{rule.name}' matches any '{name}', and its replacement does not use it")
 
 
 def _matches_itself(rule: Rule) -> None:
@@ -118,11 +113,7 @@ def _matches_itself(rule: Rule) -> None:
     except Exception as problem:
         symbolic = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
     if not isinstance(symbolic, Plan):
-        warnings.warn(
-            f"graphex: rule '{rule.name}' does not match its own trace when sizes are symbolic: {symbolic}",
-            GraphexWarning,
-            stacklevel=4,
-        )
+        warn_user(f"graphex: rule '{rule.name}' does not match its own trace when sizes are symbolic: {symbolic}")
 
 
 def _try_on(rule: Rule, values: Sequence[Any], mode: FakeTensorMode) -> Plan | str:

@@ -136,13 +136,14 @@ class LiftAttention(IdiomPass):
         return super().enabled(config) and self.rule not in config.disable_rules
 
     def concerns(self, graph: Graph) -> bool:
-        return any(_note(node) is not None for node in graph.nodes)
+        return any(decided_about(node) is not None for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
-        last: dict[Decided, Node] = {}  # of all nodes that a call came to, the last one has its result
+        last: dict[Decided, Node] = {}  # the op of a lifted call; of all nodes that another came to, the last
         for node in work.graph.nodes:
-            if (decided := _note(node)) is not None:
-                last[decided] = node
+            if (decided := decided_about(node)) is not None:
+                if decided.refusal or decided not in last or node.target is torch.ops.graphex.attention.default:
+                    last[decided] = node
                 node.meta["custom"] = {key: value for key, value in node.meta["custom"].items() if key != _KEY}
         if work.phase == "backward":  # the forward graph has told it
             return
@@ -158,7 +159,8 @@ class LiftAttention(IdiomPass):
             work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
 
 
-def _note(node: Node) -> Decided | None:
+def decided_about(node: Node) -> Decided | None:
+    """The call of attention that a node came of, until the pass has told about it."""
     custom = node.meta.get("custom")
     found = custom.get(_KEY) if isinstance(custom, dict) else None
     return found if isinstance(found, Decided) else None

@@ -140,7 +140,8 @@ def unfit_input(linear: Linear) -> Refusal | None:
     """Why no layer that reads this input is taken."""
     x = linear.x.meta["val"]
     if x.dtype not in TYPES:
-        return Refusal(f"its input is {dtype_text(x.dtype)}, and the kernels are for float16 and bfloat16", linear.node)
+        reason = f"its input is {dtype_text(x.dtype)}, and the kernels are for float16 and bfloat16"
+        return Refusal(reason, linear.node, nothing_lost=True)
     rows: Any = 1
     for size in x.shape[:-1]:
         rows = rows * size

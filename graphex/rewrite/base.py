@@ -9,15 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.effects import operator_of
 from graphex.analysis.happens_before import Order
 from graphex.analysis.program import Raising, raising_in
 from graphex.analysis.source import ORIGINS, origins
 from graphex.config import CompilerConfig
 from graphex.errors import Refusal as Refusal
+from graphex.ops import SPECS, has_kernel
 from graphex.records import Certificate, Record, Refused, Rewrote
+from graphex.torch_private.symbolic import pytree
 
 
 class Work:
@@ -99,7 +103,8 @@ class Work:
         """Take note that the nodes of these names, which are gone, were replaced by `into`."""
         self.changes += 1
         new = tuple(node.name for node in into)
-        self._write(Rewrote(self._graph_name, self._pass_name, rule, tuple(names), new, because, line))
+        preview = any(map(runs_by_reference, into))
+        self._write(Rewrote(self._graph_name, self._pass_name, rule, tuple(names), new, because, line, preview=preview))
 
     def note(self, make: Callable[[str, str], Record]) -> None:
         """Write a record of another kind, made from the names of the graph and the pass."""
@@ -127,7 +132,9 @@ class Work:
         self.changes += 1
         line = next(filter(None, map(node_line, nodes)), "")
         old, new = tuple(node.name for node in nodes), tuple(node.name for node in into)
-        self._write(Rewrote(self._graph_name, self._pass_name, rule, old, new, because, line, certificate))
+        preview = any(map(runs_by_reference, into)) and not certificate
+        about = self._graph_name, self._pass_name, rule, old, new, because, line, certificate
+        self._write(Rewrote(*about, preview))
 
 
 class GraphPass(ABC):
@@ -161,6 +168,15 @@ class GraphPass(ABC):
 
     @abstractmethod
     def apply(self, work: Work) -> None: ...
+
+
+def runs_by_reference(node: Node) -> bool:
+    """Whether a node calls an op of ours on a device that has no kernel for it."""
+    op = operator_of(node)
+    if op is None or op._schema.name not in SPECS:
+        return False
+    tensors = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return bool(tensors) and not has_kernel(op._schema.name, tensors[0].device)
 
 
 def inherit(node: Node, *replaced: Node) -> None:

@@ -180,9 +180,8 @@ class Compilation:
         if not log.isEnabledFor(logging.INFO):
             return
         found = self.journal.of_graph(graph)
-        fused = [f"{each.rule} {each.matches} of {each.candidates}" for each in found.rules if each.matches]
         refused = [each for each in found.refusals if not each.nothing_lost]
-        parts = f"fused {', '.join(fused) or 'nothing'}; refused {len(refused) or 'nothing'}"
+        parts = f"{_fused(found)}; refused {len(refused) or 'nothing'}"
         runs = "captured as a device graph when it is called" if replays else "runs as straight-line code"
         because = f" ({self.origin.reason})" if self.origin.reason else ""
         log.info("%s%s: %s; %s", graph, because, parts, runs)
@@ -193,6 +192,21 @@ class Compilation:
 
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
+
+
+def _fused(journal: Journal) -> str:
+    """What was fused, what only as a preview, and what runs in compiled regions."""
+    previews = {each.rule for each in journal.rewrites if each.preview}
+    counted = [
+        (each.rule, f"{each.rule} {each.matches} of {each.candidates}") for each in journal.rules if each.matches
+    ]
+    fused = [text for rule, text in counted if rule not in previews]
+    preview = [text for rule, text in counted if rule in previews]
+    regions = [each for each in journal.regions if each.region]
+    parts = [f"fused {', '.join(fused) or 'nothing'}"]
+    parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
+    parts += [f"{sum(each.calls for each in regions)} ops in {len(regions)} compiled regions"] if regions else []
+    return "; ".join(parts)
 
 
 def readable(gm: GraphModule) -> str:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
@@ -194,13 +194,27 @@ _patch_functorch = private("torch._functorch.config.patch", lost=_NO_JOINT_RULES
 
 
 def symbolic_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any, Any]) -> GraphModule:
-    """The forward graph of `fn` on fake arguments, without mutations."""
+    """The forward graph of `fn` on fake arguments, without mutations.
+
+    Only a function that mutates is functionalised: inside of `functionalize` torch takes some ops apart in another way
+    than AOTAutograd does (`linear` of four dimensions becomes mm and add).
+    """
 
     def call(*given: Any) -> Any:  # a bound method, or a callable object, has a signature that the tracer misreads
         return fn(*given)
 
     with torch.no_grad(), _python_dispatcher():
+        plain = make_fx(call, decomposition_table=table, tracing_mode="real")(*args)
+        if not any(_mutates(node) for node in plain.graph.nodes):
+            return plain
         return make_fx(torch.func.functionalize(call), decomposition_table=table, tracing_mode="real")(*args)
+
+
+def _mutates(node: Node) -> bool:
+    """Whether a node writes to an argument, or calls what cannot be asked."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def joint_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any, Any]) -> GraphModule:

@@ -274,7 +274,8 @@ def surfaced(error: GraphexError) -> GraphexError:
         _ShortenTraceback.__init__(self, *args, first_useful_frame=None)
 
     def hand_over(self: Any) -> Any:
-        raise self from error.__cause__  # Dynamo would say `raise self.remove_dynamo_frames() from None`
+        self.args = error.args  # without the advice on bugs of torch that Dynamo has added
+        raise self.with_traceback(None) from error.__cause__  # Dynamo would say `raise ... from None`
 
     members = {"__init__": init, "__module__": "graphex", "remove_dynamo_frames": hand_over}
     both = type(kind.__name__, (kind, _ShortenTraceback), members)

@@ -192,7 +192,15 @@ def test_run_says_that_an_option_of_its_own_goes_to_the_script(script: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--version",), ("--help",), ("explain", "--help"), ("report", "diff", "--help"), ("xplain",)]
+    "arguments",
+    [
+        ("--version",),
+        ("--help",),
+        ("explain", "--help"),
+        ("report", "diff", "--help"),
+        ("xplain",),
+        ("options", "verfy"),
+    ],
 )
 def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """Importing torch takes 2 s of the 0.2 s that an answer may take."""
@@ -200,6 +208,13 @@ def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "graphex.cli" in imported
     assert not {"torch", "rich", "numpy"} & imported
+
+
+def test_a_mistyped_setting_is_told_before_torch_is_imported(script: Path) -> None:
+    ended = run("-X", "importtime", "-m", "graphex", "explain", "--set", "verfy=true", script.name, cwd=script.parent)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "did you mean 'verify'?" in ended.stderr
+    assert "torch" not in imported
 
 
 def test_in_a_terminal_help_and_a_mistyped_command_answer_as_through_a_pipe(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_nothing_is_a_preview_where_nothing_was_lifted():
 def test_a_model_that_no_rule_applies_to_is_told_so_in_plain_words():
     with torch.no_grad():
         summary = graphex.explain(nn.Linear(4, 4), (torch.ones(2, 4),)).summary()
-    assert "On the CPU no fusion rule applied and no region was compiled" in summary
+    assert "On the CPU no fusion rule applied and no region is in use" in summary
 
 
 def test_a_rule_of_the_users_own_that_applies_is_not_denied():

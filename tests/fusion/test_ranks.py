@@ -51,7 +51,7 @@ def explained(rule: graphex.fusion.rule.Rule, *shape: int) -> graphex.Report:
 
 @pytest.mark.parametrize("replace", [any_rank, matrices_only])
 @pytest.mark.parametrize("example", [(4, 8), (2, 4, 8)], ids=str)
-@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (3, 2, 5, 8)], ids=str)
 def test_a_rule_that_works_row_by_row_applies_to_arguments_of_another_rank(replace, example, shape):
     if replace is matrices_only and len(example) > 2:
         with pytest.raises(graphex.RuleError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional as F
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
@@ -25,6 +26,17 @@ def explain_llama(**options: Any) -> graphex.Report:
     given = (torch.tensor([[1]]), torch.tensor([3]), model.new_caches(1))
     with torch.no_grad():
         return graphex.explain(model, given, options={"lift_idioms": "always", **options})
+
+
+def explain_missed_llama() -> graphex.Report:
+    """The same with a rule that every linear layer nearly fits."""
+    rule = graphex.replacement(
+        lambda x, weight: F.linear(x, weight) + 1.0,
+        lambda x, weight: 1.0 + F.linear(x, weight),
+        [torch.ones(4, 8), torch.ones(8, 8)],
+        name="linear_plus_one",
+    )
+    return explain_llama(fusion_rules=[rule])
 
 
 class Mlp(nn.Module):

@@ -206,7 +206,7 @@ def _numbers(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, An
 
 def _device_ops(graphs: list[dict[str, Any]]) -> int:
     """A fused op is one, with a kernel here or not: a comparison is about what rewrites make of a model."""
-    return device_ops(graphs, preview=True)
+    return device_ops(graphs, "elsewhere")
 
 
 def _moved(graphs: list[dict[str, Any]]) -> int:

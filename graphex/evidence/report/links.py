@@ -21,6 +21,8 @@ _PAGES = {
     "intermediate memory": "memory",
     "device graphs": "captures",
 }
+# Words of the summary -> the pass that they are about.
+_OF_A_PASS = {"compiled region": "compile_regions", "compiled regions": "compile_regions", "regions": "compile_regions"}
 _QUOTED = re.compile(r"'([\w.]+)'")
 _LINE = re.compile(r"([\w.-]+\.py):(\d+)")
 
@@ -42,12 +44,13 @@ def _kept(links: Iterator[Link]) -> list[Link]:
 
 
 class _Known:
-    """What a sentence can name: rules by title or name, passes, nodes, files."""
+    """What a sentence can name: rules by title or name, passes, nodes, ops outside of regions, files."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.rules: dict[str, Link] = {}
         self.passes: dict[str, Link] = {}
         self.nodes: dict[str, Link] = {}
+        self.borders: dict[str, Link] = {}  # ops that stay outside of compiled regions
         self.files = {file["name"]: number for number, file in enumerate(data["files"])}
         for number, graph in enumerate(data["graphs"]):
             for each in (*graph["rules"], *graph["rewrites"], *graph["refusals"], *graph["near_misses"]):
@@ -55,14 +58,20 @@ class _Known:
                     self.rules.setdefault(name, {"rule": each["rule"], "graph": number})
             for place, ran in enumerate(graph["passes"]):
                 self.passes.setdefault(ran["name"], {"pass": place, "graph": number})
+            for each in graph["more"]:
+                if each["kind"] == "region border":
+                    self.borders.setdefault(each["op"], {"node": each["node"], "graph": number})
             for node in graph["nodes"]:
                 self.nodes.setdefault(node["name"], {"node": node["name"], "graph": number})
 
     def links(self, text: str) -> Iterator[Link]:
         for words, page in _PAGES.items():
             yield from _found(text, words, {"tab": page})
-        for name, link in (*self.rules.items(), *self.passes.items()):
+        for name, link in (*self.rules.items(), *self.passes.items(), *self.borders.items()):
             yield from _found(text, name, link)
+        for words, name in _OF_A_PASS.items():
+            if name in self.passes:
+                yield from _found(text, words, self.passes[name])
         for found in _QUOTED.finditer(text):
             if known := self.nodes.get(found[1]) or self.passes.get(found[1]):
                 yield {"at": list(found.span(1)), **known}

@@ -20,7 +20,8 @@ from graphex.debug.history import Made
 from graphex.records import GraphCompiled, Journal
 from graphex.torch_private.dynamo import FrameTimes, frame_times
 
-STAGES = ("passes", "program", "kernels")
+STAGES = ("passes", "regions", "program", "kernels")
+_REGIONS = "compile_regions"  # a pass whose time is Inductor's
 _PACKAGES = ("triton", "transformers")
 
 
@@ -70,6 +71,10 @@ class CompileTime:
             return
         for stage, seconds in made.seconds.items():
             self.ours[stage] += seconds
+        regions = sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph and ran.name == _REGIONS)
+        if made.seconds:  # empty for a graph that was not compiled to the end
+            self.ours["passes"] -= regions
+            self.ours["regions"] += regions
         for frame in frame_times():
             if frame.compile_id == graph.compile_id and frame.started <= made.began <= frame.ended:
                 self.frames[frame] = None

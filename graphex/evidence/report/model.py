@@ -103,7 +103,8 @@ def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
 def _graph(graph: GraphCompiled, journal: Journal, history: GraphHistory, files: dict[str, set[int]]) -> Data:
     snapshots = history.graphs.get(graph.graph, Snapshots())
     made = history.made.get(graph.graph)
-    data: Data = {**asdict(graph), "name": graph.graph, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
+    of = {"name": graph.graph, "version_of": journal.versions.get(graph.graph, "")}
+    data: Data = {**asdict(graph), **of, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
     number = 0
     for record in journal.records:
         if journal.pieces.get(record.graph, record.graph) != graph.graph:
@@ -178,7 +179,7 @@ def _snapshots(snapshots: Snapshots, files: dict[str, set[int]]) -> Data:
 
 
 def _node(facts: NodeFacts, module: int, place: int) -> Data:
-    """A node without what most have not: a stream, an event, memory that is not its own."""
+    """A node without what most have not: a stream, an event, memory that is not its own, other counts of device ops."""
     data: Data = {
         "name": facts.name,
         "op": facts.op,
@@ -191,10 +192,11 @@ def _node(facts: NodeFacts, module: int, place: int) -> Data:
         "place": place,
         "memory": None if facts.memory == (facts.name,) else facts.memory,  # None: its own
         "origins": None if facts.origins == (facts.name,) else facts.origins,  # None: itself
-        "computes": facts.computes,
+        "computes": facts.device_ops.here,
     }
-    if facts.by_reference:
-        data["by_reference"] = 1
+    for name, count in (("given", facts.device_ops.given), ("elsewhere", facts.device_ops.elsewhere)):
+        if count != facts.device_ops.here:
+            data[name] = count
     if facts.stream:
         data["stream"] = facts.stream
     if facts.event:

@@ -10,7 +10,7 @@ Each sentence has a tone: good, bad (there is something to do) or plain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.evidence.tables import size_text
@@ -22,6 +22,7 @@ _TITLES = {
     "grouped_attention": "repeated keys and values",
 }
 _WRITES_INPUTS = "restore_input_writes"
+_REGION = "region"  # the rule that puts compiled regions in place, and the kind of their records
 _MOST = 5  # sentences about one thing
 
 Sentence = dict[str, str]
@@ -34,7 +35,7 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
         return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
     now = as_they_run(graphs)
     parts = [
-        (_origins, graphs),
+        (_origins, [graph for graph in graphs if not graph["version_of"]]),
         *((part, now) for part in (_ops, _regions, _fusions, _remarks, _input_updates, _memory)),
     ]
     parts += [(_running, graphs), (_verdicts, graphs)]
@@ -43,9 +44,14 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
 
 
 def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The graphs without those that verification replaced, and without what it undid in the others."""
-    replaced = {verdict["graph"] for graph in graphs for verdict in graph["verifications"] if verdict["runs"]}
-    return [_without_the_undone(graph) for graph in graphs if graph["name"] not in replaced]
+    """One version of each graph: without those that verification replaced or `auto_streams` tried beside it.
+
+    What verification undid in a graph is left out too.
+    """
+    verdicts = [verdict for graph in graphs for verdict in graph["verifications"] if verdict["runs"]]
+    replaced, runs = ({verdict[name] for verdict in verdicts} for name in ("graph", "runs"))
+    kept = [graph for graph in graphs if graph["name"] not in replaced]
+    return [_without_the_undone(graph) for graph in kept if not graph["version_of"] or graph["name"] in runs]
 
 
 def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
@@ -61,20 +67,17 @@ def title_of(rule: str) -> str:
     return _TITLES.get(rule) or op_title(rule.removeprefix("lift_")) or rule
 
 
-def device_ops(graphs: Iterable[dict[str, Any]], *, given: bool = False, preview: bool = False) -> int:
-    """The ops this device runs for one call of each graph, as given or as it runs; 0 for a graph without snapshots.
+def device_ops(graphs: Iterable[dict[str, Any]], count: str = "computes") -> int:
+    """The ops this device runs for one call of each graph as it runs; 0 for a graph without snapshots.
 
-    An op of ours without a kernel here counts as what its reference runs, or, in a preview, as one. As given, an op of
-    graphex is one too: it stands for one call of the user's, which was lifted before there was a graph.
+    `count` is ``given`` for the graphs as given, which no option changes, or ``elsewhere`` for a device with kernels
+    for the ops of graphex.
     """
-    taken = [(graph, graph["pictures"][0 if given else graph["runs"]]) for graph in graphs if graph["pictures"]]
+    taken = [
+        (graph, graph["pictures"][0 if count == "given" else graph["runs"]]) for graph in graphs if graph["pictures"]
+    ]
     nodes = [graph["nodes"][place] for graph, snapshot in taken for place in snapshot]
-    return sum(
-        min(node["computes"], 1)
-        if (preview and "by_reference" in node) or (given and node["target"].startswith("graphex."))
-        else node["computes"]
-        for node in nodes
-    )
+    return sum(node.get(count, node["computes"]) for node in nodes)
 
 
 def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -141,10 +144,10 @@ def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
-        before, after = device_ops(shown, given=True), device_ops(shown)
+        before, after = device_ops(shown, "given"), device_ops(shown)
         where = "the final graph" if len(shown) == 1 else f"the {len(shown)} final graphs"
         yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
-        if (elsewhere := device_ops(shown, preview=True)) < after:
+        if (elsewhere := device_ops(shown, "elsewhere")) < after:
             yield _sentence(
                 "plain",
                 f"A preview: {elsewhere} device ops on a device with kernels for the ops of graphex. "
@@ -164,22 +167,23 @@ def _devices(graphs: list[dict[str, Any]]) -> str:
 
 
 def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """Say plainly that a model runs as it would in eager: nothing fused, no region compiled, no device graph."""
-    fused = any(each["effect"] == "fused" for graph in graphs for each in graph["rewrites"])
-    regions = any(each["kind"] == "region" for graph in graphs for each in graph["more"])
+    """Say plainly that a model runs as it would in eager: nothing fused, no region in use, no device graph."""
+    made = [each for graph in graphs for each in graph["rewrites"] if each["effect"] == "fused"]
+    fused = [each for each in made if each["rule"] != _REGION]
     captured = any(counts.get("captured") for graph in graphs for counts in graph["counts"].values())
-    if not (fused or regions or captured) and _devices(graphs) == "The CPU":
+    if captured or _devices(graphs) != "The CPU" or not all(each["preview"] for each in fused):
+        return
+    if fused:
         yield _sentence(
             "plain",
-            "On the CPU no fusion rule applied and no region was compiled: this is straight-line code of eager's ops. "
+            "What is fused here is a preview, and no faster on the CPU: leave lift_idioms at 'auto' to run here.",
+        )
+    elif not made:
+        yield _sentence(
+            "plain",
+            "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops. "
             "Expect 0.85 to 1.0 times the speed of eager.",
         )
-
-
-def _is_preview(graph: dict[str, Any], rewrite: dict[str, Any]) -> bool:
-    """Whether a fusion made an op that has no kernel on its device."""
-    into = set(rewrite["into"])
-    return any(node.get("by_reference") for node in graph["nodes"] if node["name"] in into)
 
 
 def _was(status: str) -> str:
@@ -202,8 +206,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 
 def _previews(graphs: list[dict[str, Any]], rule: str) -> int:
     """How many sites of a rule became an op that has no kernel on its device."""
-    made = ((graph, each) for graph in graphs for each in graph["rewrites"] if each["rule"] == rule)
-    return sum(_is_preview(graph, each) for graph, each in made)
+    return sum(each["preview"] for graph in graphs for each in graph["rewrites"] if each["rule"] == rule)
 
 
 def _can_be_helped(graphs: list[dict[str, Any]], rule: str) -> bool:
@@ -231,11 +234,16 @@ def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
 
 
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """The reasons that passes give for changing nothing, each once."""
-    said = {(ran["name"], ran["reason"]) for graph in graphs for ran in graph["passes"] if ran["status"] == "unchanged"}
-    for name, reason in sorted(said):
-        if reason:
-            yield _sentence("plain", f"{name} changed nothing: {reason}.")
+    """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for graph in graphs:
+        for ran in graph["passes"]:
+            if ran["status"] == "unchanged" and ran["reason"]:
+                said.setdefault((ran["name"], ran["reason"]), []).append(graph["name"])
+    for (name, reason), where in sorted(said.items()):
+        others = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        within = "" if len(where) == len(graphs) else f" in '{where[0]}'{others}"
+        yield _sentence("plain", f"{name} changed nothing{within}: {reason}.")
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -303,17 +311,42 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """What runs in regions that Inductor compiled, and the ops that stay outside for a reason."""
-    used = [each for each in _records(graphs, "region") if each["region"]]
+    """What runs in regions that Inductor compiled, what that cost and gains, and the ops that stay outside."""
+    tried = _records(graphs, _REGION)
+    used = [each for each in tried if each["region"]]
+    seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
-        seconds = sum(each["seconds"] for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
-        yield _sentence("good", f"{calls} ops run in {where}; compiling took {seconds:.1f} s.")
+        yield _sentence("good", f"{calls} ops run in {where}. {_gain(used)}")
+    if slower := len(tried) - len(used):
+        what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
+        yield _sentence("plain", f"{what} slower than single ops, which run instead.")
+    if tried:
+        yield _sentence(
+            "plain", f"Compiling regions took {seconds:.1f} s; regions=False or GRAPHEX_REGIONS=off does without."
+        )
     for each in _records(graphs, "region border") if used else ():
         times = f"{each['op']}" if each["count"] == 1 else f"{each['op']} and {each['count'] - 1} more"
-        yield _sentence("plain", f"Outside of regions: {times}, because {each['reason']}.")
+        yield _sentence("plain", f"Outside of compiled regions: {times}, because {each['reason']}.")
+
+
+def _gain(used: list[dict[str, Any]]) -> str:
+    """The speed to expect of compiled regions, from their trials."""
+    measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
+    compiled, single = (sum(each[name] for each in measured) for name in ("seconds_compiled", "seconds_single"))
+    if not measured:
+        return "They were not measured: expect about the speed of Inductor."
+    some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
+    return (
+        f"Measured here: {single / compiled:.2g} times the speed of single ops, {_milliseconds(compiled)} instead of "
+        f"{_milliseconds(single)} a call{some}. Expect at least eager's speed."
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -326,20 +359,26 @@ _ROUNDING = 1e-3  # the most that compiled regions may round differently from ea
 def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
     """The differences from eager that `explain` found, and the values it could not compare."""
     facts = data.get("facts") or {}
-    rounded = bool(_records(data["graphs"], "region")) and 0 < facts.get("worst_difference", 0) < _ROUNDING
+    differences, worst = facts.get("differences", ()), facts.get("worst_difference", 0)
+    if _records(data["graphs"], _REGION) and 0 < worst < _ROUNDING:
+        yield _rounded(differences, worst)
+        differences = ()
+    unknown = [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())]
     for title, found, tone in (
-        (
-            "Rounded differently from eager" if rounded else "Different from eager",
-            facts.get("differences", ()),
-            "plain" if rounded else "bad",
-        ),
-        (
-            "Not compared with eager",
-            [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())],
-            "plain",
-        ),
+        ("Different from eager", differences, "bad"),
+        ("Not compared with eager", unknown, "plain"),
     ):
         for said in found[:_MOST]:
             yield _sentence(tone, f"{title}: {said}.")
         if len(found) > _MOST:
             yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")
+
+
+def _rounded(differences: Sequence[str], worst: float) -> Sentence:
+    """One sentence on all that compiled regions round differently; the report has the list."""
+    values = "1 value is" if len(differences) == 1 else f"{len(differences)} values are"
+    return _sentence(
+        "plain",
+        f"{values} rounded differently from eager, by up to {worst:.3g}: compiled regions add and multiply in another "
+        "order. regions=False rounds as eager does.",
+    )

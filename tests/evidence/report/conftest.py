@@ -11,7 +11,7 @@ import pytest
 import graphex
 from graphex.evidence.report.page import write_page
 from tests.harness import browser as browsers
-from tests.harness.reports import explain_llama, large_report
+from tests.harness.reports import explain_llama, explain_missed_llama, large_report
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +42,16 @@ def llama() -> graphex.Report:
 @pytest.fixture(scope="session")
 def llama_page(llama: graphex.Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama.save(tmp_path_factory.mktemp("llama") / "report.html")
+
+
+@pytest.fixture(scope="session")
+def missed() -> graphex.Report:
+    return explain_missed_llama()
+
+
+@pytest.fixture(scope="session")
+def missed_page(missed: graphex.Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return missed.save(tmp_path_factory.mktemp("missed") / "report.html")
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,8 @@ def test_the_first_view_says_what_happened(chrome: Browser, llama_page: Path) ->
     assert len(chrome.texts(".timeline .pass")) == 14
 
 
-def test_every_sentence_of_the_overview_leads_to_what_it_names(chrome: Browser, llama_page: Path) -> None:
-    chrome.open(llama_page)
+def test_every_sentence_of_the_overview_leads_to_what_it_names(chrome: Browser, missed_page: Path) -> None:
+    chrome.open(missed_page)
     chrome.click(".summary .link", "residual add + RMSNorm")
     assert chrome.run("return document.querySelector('[role=tabpanel]:not([hidden])').id") == "panel-rules"
     assert chrome.run("return document.querySelector('.rule[data-rule=\"add_rms_norm\"]').open")
@@ -107,15 +107,15 @@ def test_a_list_of_differences_starts_with_the_differences(chrome: Browser, larg
     assert len(chrome.run(seen)) > 4000
 
 
-def test_a_rule_names_the_modules_and_not_the_same_line_again(chrome: Browser, llama_page: Path) -> None:
-    chrome.open(llama_page, "tab=rules")
+def test_a_rule_names_the_modules_and_not_the_same_line_again(chrome: Browser, missed_page: Path) -> None:
+    chrome.open(missed_page, "tab=rules")
     chrome.click('.rule[data-rule="lift_rotary"] summary')
     assert chrome.texts('.rule[data-rule="lift_rotary"] td .module') == [
         *("layers.0.attention", "layers.0.attention"),
         *("layers.1.attention", "layers.1.attention"),
     ]
-    misses = chrome.texts('.rule[data-rule="linears"] .miss')
-    lines = chrome.texts('.rule[data-rule="linears"] .miss .mono')
+    misses = chrome.texts('.rule[data-rule="linear_plus_one"] .miss')
+    lines = chrome.texts('.rule[data-rule="linear_plus_one"] .miss .mono')
     assert len(misses) == len(lines) == len(set(lines)) < 15
     assert any("layers.0.attention.q" in text and "layers.1.attention.q" in text for text in misses)
 

@@ -312,8 +312,8 @@ def leads_of(data: dict) -> dict:
     return {text[slice(*link["at"])]: {key: link[key] for key in link if key != "at"} for text, link in links}
 
 
-def test_sentences_of_the_summary_lead_to_what_they_name(llama: graphex.Report, tmp_path: Path) -> None:
-    data = data_of(llama, tmp_path)
+def test_sentences_of_the_summary_lead_to_what_they_name(missed: graphex.Report, tmp_path: Path) -> None:
+    data = data_of(missed, tmp_path)
     leads = leads_of(data)
     assert leads["RMSNorm"] == {"rule": "lift_rms_norm", "graph": 0}
     (place,) = (lead for text, lead in leads.items() if text.startswith("tiny_llama.py:55"))

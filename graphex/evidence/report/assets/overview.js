@@ -62,6 +62,7 @@ const STAGES = {
   Dynamo: "torch reads the Python program, and makes guards",
   AOTAutograd: "torch traces ATen ops, and the backward",
   passes: "graphex rewrites the graph",
+  regions: "Inductor compiles what no rule fused, and both ways are measured",
   program: "graphex writes the program that runs",
   kernels: "Triton compiles kernels",
   capture: "the device records the graphs that are replayed",
