@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
+    from graphex.loops.decode_loop import decode_loop
+    from graphex.loops.generate import generate
     from graphex.loops.replayer import replayer
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
@@ -53,7 +55,9 @@ __all__ = [
     "StreamError",
     "Work",
     "compile_fx",
+    "decode_loop",
     "explain",
+    "generate",
     "get_backend",
     "graph_pass",
     "journal",
@@ -84,6 +88,8 @@ _NAMES = {
     ),
     "evidence.explain": ("Report", "explain"),
     "fusion.register": ("node_info", "register_replacement", "replacement"),
+    "loops.decode_loop": ("decode_loop",),
+    "loops.generate": ("generate",),
     "loops.replayer": ("replayer",),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
