@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from graphex.loops.decode_loop import decode_loop
     from graphex.loops.generate import generate
     from graphex.loops.replayer import replayer
+    from graphex.loops.report import GenerationReport, generation
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
     from graphex.rewrite.adapter import Rewrite, graph_pass
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "CompilerConfig",
+    "GenerationReport",
     "GraphPass",
     "GraphexError",
     "GraphexWarning",
@@ -58,6 +60,7 @@ __all__ = [
     "decode_loop",
     "explain",
     "generate",
+    "generation",
     "get_backend",
     "graph_pass",
     "journal",
@@ -91,6 +94,7 @@ _NAMES = {
     "loops.decode_loop": ("decode_loop",),
     "loops.generate": ("generate",),
     "loops.replayer": ("replayer",),
+    "loops.report": ("GenerationReport", "generation"),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),

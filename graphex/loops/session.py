@@ -47,6 +47,7 @@ class Sessions:
         self._model = weakref.ref(model)
         self._idle: OrderedDict[tuple[Any, ...], list[Session]] = OrderedDict()
         self._made: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._last: weakref.ref[Session] | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -71,6 +72,7 @@ class Sessions:
             session.free()
             raise
         with self._lock:
+            self._last = weakref.ref(session)
             self._idle.setdefault(key, []).append(session)
             self._idle.move_to_end(key)
             if sum(map(len, self._idle.values())) <= KEPT:
@@ -80,6 +82,11 @@ class Sessions:
             if not self._idle[oldest]:
                 del self._idle[oldest]
         spare.free()
+
+    @property
+    def last(self) -> Session | None:
+        """The session that was used last, if it is still there."""
+        return None if self._last is None else self._last()
 
     @property
     def compiled(self) -> list[Journal]:
@@ -123,7 +130,7 @@ class Session:
     def __init__(self, model: Any, wanted: Wanted, options: Mapping[str, Any] | None) -> None:
         where, batch = wanted.input_ids.device, wanted.batch
         self.device = device_of({where})
-        self._model = weakref.ref(model)
+        self._reference = weakref.ref(model)
         self.cache = LoopCache.of(model.config, wanted.room, where, padded=wanted.mask is not None)
         self.tokens = torch.zeros((batch, wanted.room + 2), dtype=torch.long, device=where)
         self.token = torch.zeros((batch, 1), dtype=torch.long, device=where)
@@ -139,6 +146,11 @@ class Session:
         self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
         self._counts: dict[str, int] = {}
 
+    @property
+    def _model(self) -> Any:
+        """The session goes with the model, and does not keep it."""
+        return self._reference()
+
     # -- before the loop -----------------------------------------------------------------------------------------------
 
     def prefill(self, wanted: Wanted, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
@@ -150,7 +162,7 @@ class Session:
         config = copy.copy(config)
         config.disable_compile = True
         given = {**model_kwargs, "past_key_values": self.cache}
-        found = self._model()._prefill(wanted.input_ids, config, given, is_first_iteration=True)
+        found = self._model._prefill(wanted.input_ids, config, given, is_first_iteration=True)
         logits: Tensor = found.logits[:, -1]
         self._begin(wanted)
         return logits
@@ -172,7 +184,7 @@ class Session:
 
     def forward(self) -> Tensor:
         """The logits after `token`, which is one more in the cache unless the sequences were finished before."""
-        logits = self._step(self._model(), self.token, self.position, self.mask, self.cache, self._extra)
+        logits = self._step(self._model, self.token, self.position, self.mask, self.cache, self._extra)
         live = ~self.done
         self.cache.place.length.add_(live)
         if self.position is not None:
@@ -194,10 +206,8 @@ class Session:
 
     def take(self, wanted: Wanted, scores: Tensor) -> Tensor:
         """The tokens that scores lead to, written behind those that are there."""
-        if wanted.sample:
-            tokens = torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
-        else:
-            tokens = scores.argmax(-1)
+        drawn = wanted.sample
+        tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0] if drawn else scores.argmax(-1)
         if wanted.pad is not None:
             tokens = torch.where(self.unfinished, tokens, wanted.pad)
         self.tokens.index_copy_(1, self.length.view(1), tokens[:, None])
@@ -226,10 +236,15 @@ class Session:
 
     def _state(self) -> Hashable:
         """The graphs that ran since this was last asked, and where the weights are: a capture is right for these."""
-        model, counts = self._model(), {name: found["calls"] for name, found in self.journal.counts.items()}
+        model, counts = self._model, {name: found["calls"] for name, found in self.journal.counts.items()}
         ran = tuple(name for name, count in counts.items() if count != self._counts.get(name, 0))
         self._counts = counts
         return ran, tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+
+    @property
+    def newest(self) -> FixedCall | None:
+        """The captured part that was used last."""
+        return next(reversed(self._calls.values()), None)
 
     def free(self) -> None:
         for call in self._calls.values():

@@ -15,8 +15,8 @@ from graphex.loops.processors import Process, Stop, described, on_device, stop_o
 class Wanted:
     """`host` is the processor or criterion that has to run on the host; empty if all can be part of a captured step.
 
-    `position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` goes to the model
-    in every step. `past` positions are in the `cache` already, and `room` is the size of one for all that may come.
+    `position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to the
+    model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
     """
 
     input_ids: Tensor
