@@ -40,13 +40,17 @@ class Place:
 class LoopLayer(CacheLayerMixin):
     """Keys and values of all positions, [B, H, L, D]."""
 
-    is_compileable = True
     is_croppable = False
 
     def __init__(self, place: Place, size: int, *, is_sliding: bool) -> None:
         super().__init__()
         self.place, self.size, self.is_sliding = place, size, is_sliding
         self.start = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether what `update` returns has the size of the cache; a prefill gets what is there, no more."""
+        return self.place.decoding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys = _zeros(key_states, self.size)

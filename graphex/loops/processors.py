@@ -85,7 +85,7 @@ def described(given: Any) -> tuple[Any, ...]:
 def _plain(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
-    content = hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    content = hashlib.sha256(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return repr((value.dtype, tuple(value.shape), content))
 
 
