@@ -11,6 +11,7 @@ for tokens in graphex.decode_loop(step, state, max_steps=128):
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -25,6 +26,8 @@ from graphex.records import Captured, FellBack, Journal
 from graphex.torch_private.symbolic import pytree
 
 AHEAD = 3
+
+_compiling = threading.RLock()  # torch takes what another thread traces for a part of what this one calls
 
 Step = Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -59,21 +62,24 @@ class FixedCall:
         return self._replay is not None
 
     def __call__(self) -> Any:
-        if self._failed:
-            return self._body()
         if not self._rehearsed:
-            self._rehearsed = True
-            result = self._body()
-            if (state := self._state()) != self._captured_in:
-                self.free()
-                self._captured_in = state
-            return result
-        if self._replay is None:
-            self._capture()
+            with _compiling:
+                return self._rehearsal()
+        if self._replay is None and not self._failed:
+            with _compiling:
+                self._capture()
         if self._replay is None:
             return self._body()
         self._replay.replay()
         return self._result
+
+    def _rehearsal(self) -> Any:
+        self._rehearsed = True
+        result = self._body()
+        if (state := self._state()) != self._captured_in:
+            self.free()
+            self._captured_in = state
+        return result
 
     def rehearse(self) -> None:
         """The next call runs as it is again, for instance to find out whether the capture is still right."""

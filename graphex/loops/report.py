@@ -33,8 +33,9 @@ class GenerationReport:
 
     @property
     def last(self) -> Generated | None:
-        """The last generation; None if all were left to transformers."""
-        return self.generations[-1] if self.generations else None
+        """The last generation, of more than one token if there is such; None if all were left to transformers."""
+        longer = [each for each in self.generations if each.tokens > 1]
+        return next(reversed(longer or self.generations), None)
 
     @property
     def token_seconds(self) -> float | None:

@@ -72,7 +72,8 @@ class Sessions:
             session.free()
             raise
         with self._lock:
-            self._last = weakref.ref(session)
+            if session.newest is not None:
+                self._last = weakref.ref(session)
             self._idle.setdefault(key, []).append(session)
             self._idle.move_to_end(key)
             if sum(map(len, self._idle.values())) <= KEPT:
