@@ -103,9 +103,10 @@ def chosen(match, place, first, TILE: tl.constexpr):
 
 @triton.jit
 def inside_all(experts, place, there, count):
-    """Stop if a number of an expert is none."""
-    for pair in range(0, tl.sum(there.to(tl.int32), axis=0)):
-        inside(expert_of(experts, pair, count, True), count)
+    """Stop if one of the numbers is none of an expert."""
+    found = expert_of(experts, place, count, there)
+    outside = tl.max(((found < 0) | (found >= count)).to(tl.int64), axis=0)
+    inside(outside * count, count)
 
 
 @triton.jit
