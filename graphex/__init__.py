@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
+    from graphex.loops.decode_loop import decode_loop
+    from graphex.loops.generate import generate
     from graphex.loops.replayer import replayer
+    from graphex.loops.report import GenerationReport, generation
     from graphex.loops.train_step import train_step
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "CompilerConfig",
+    "GenerationReport",
     "GraphPass",
     "GraphexError",
     "GraphexWarning",
@@ -54,7 +58,10 @@ __all__ = [
     "StreamError",
     "Work",
     "compile_fx",
+    "decode_loop",
     "explain",
+    "generate",
+    "generation",
     "get_backend",
     "graph_pass",
     "journal",
@@ -86,8 +93,11 @@ _NAMES = {
     ),
     "evidence.explain": ("Report", "explain"),
     "fusion.register": ("node_info", "register_replacement", "replacement"),
+    "loops.decode_loop": ("decode_loop",),
+    "loops.generate": ("generate",),
     "loops.replayer": ("replayer",),
     "loops.train_step": ("train_step",),
+    "loops.report": ("GenerationReport", "generation"),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),

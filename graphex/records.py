@@ -234,6 +234,22 @@ class OptimizerPrepared(Record):
 
 
 @dataclass(frozen=True)
+class Generated(Record):
+    """One call of `model.generate(custom_generate=graphex.generate)`: `tokens` new ones for each of `batch` sequences.
+
+    `first_token_seconds` is the time from the call to the first token on the host, `seconds` the time of all others.
+    """
+
+    kind: ClassVar[str] = "generation"
+    batch: int
+    prompt: int
+    tokens: int
+    first_token_seconds: float
+    seconds: float
+    captured: bool
+
+
+@dataclass(frozen=True)
 class Cut(Record):
     """An op that a device graph cannot hold: it runs by itself, and the pieces around it are captured.
 

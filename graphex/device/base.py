@@ -100,6 +100,14 @@ class Replay(ABC):
         """Give the graph's memory back, and only then let go of what it reads. It may still be running."""
 
 
+class Done:
+    """The event of a device that works while it is called: everything before it is done."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Cores(NamedTuple):
     """Cores for matrix and for vector work. Where there is one kind, both are its number."""
 
@@ -174,6 +182,14 @@ class Device:
 
     def synchronize(self) -> None:
         """Wait for everything that was given to the device."""
+
+    def event(self) -> Any:
+        """Something to `record` on the current stream, and to `synchronize` with."""
+        return Done()
+
+    def host_buffer(self, like: Tensor) -> Tensor:
+        """Memory of the host, of this shape and type, that the device writes to without a wait."""
+        return torch.empty_like(like, device="cpu")
 
     def reserved_bytes(self) -> int:
         """The memory the process has reserved on the device."""

@@ -140,6 +140,12 @@ class GpuDevice(Device):
     def synchronize(self) -> None:
         self.runtime.synchronize(self._index)
 
+    def event(self) -> Any:
+        return self.runtime.Event()
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
     def reserved_bytes(self) -> int:
         return int(self.runtime.memory_reserved(self._index))
 

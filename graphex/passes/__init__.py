@@ -3,6 +3,7 @@
     place, torch_streams                     scopes, records, waits and torch's streams become metadata and events
     noop, clean                              no-ops, redundant copies, dead code, common subexpressions
     fuse                                     lift idioms to named ops, fuse named ops; `graphex.fusion` has the rules
+    experts                                  mixtures of experts as one op
     projections, projection_plans            linear layers of few rows, with the norms and gates around them
     cat                                      the parts of a concatenation are computed where they belong
     updates, input_reinplace, reinplace      inputs, then dead intermediate values, are written in place again
@@ -14,6 +15,7 @@
 
 from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveRedundantCopies
+from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.noop import RemoveNoops
@@ -34,6 +36,7 @@ __all__ = [
     "GraphPass",
     "JoinRotaryAndAttention",
     "LiftAttention",
+    "LiftExperts",
     "LiftIdioms",
     "MergeCommonSubexpressions",
     "PlaceBranches",

@@ -36,6 +36,7 @@ from graphex.passes import (
     GraphPass,
     JoinRotaryAndAttention,
     LiftAttention,
+    LiftExperts,
     LiftIdioms,
     MergeCommonSubexpressions,
     PlaceBranches,
@@ -60,6 +61,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("clean", RemoveRedundantCopies()),
     ("clean", RemoveDeadCode()),
     ("lift", LiftAttention()),
+    ("lift", LiftExperts()),  # before what is inside of them
     ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
     ("fuse", FoldProjections()),  # before a residual add joins the norm behind it

@@ -55,6 +55,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "is_whole",
+    "mark_static_address",
     "modes_enabled",
     "profiler_enabled",
     "register_backend",
@@ -144,6 +145,9 @@ _NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile r
 _NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
 
 flatten_graph_inputs = private("torch._dynamo.utils.flatten_graph_inputs")
+mark_static_address = private(
+    "torch._dynamo.mark_static_address", lambda tensor: None, lost="caches of a generation are inputs like others"
+)
 TensorifyScalarRestartAnalysis = private("torch._dynamo.exc.TensorifyScalarRestartAnalysis")
 _register = private(
     "torch._dynamo.backends.registry.register_backend",

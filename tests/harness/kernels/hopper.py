@@ -33,6 +33,7 @@ MODULES = {
     "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
     "gated": ("gated", "silu_mul_kernel"),
     "embedding": ("embedding", "embedding_kernel"),
+    "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel"),
     "rotary": ("rotary", "rotary_kernel"),
 }
 
@@ -109,6 +110,12 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:
 
 def compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> str:
     """The code of the kernel that an op would launch."""
+    (code,) = all_compiled(name, sample, monkeypatch)
+    return code
+
+
+def all_compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The code of each launch of an op."""
     kernel = SPECS[name].kernel
     assert kernel is not None
     module, *kernels = MODULES[kernel.partition(".")[0]]
@@ -117,8 +124,7 @@ def compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> str:
     for kernel_name, compiler in compilers.items():
         monkeypatch.setattr(home, kernel_name, compiler)
     assert not isinstance(launcher(name)(*sample.args, **sample.options), Declined)
-    (code,) = (text for compiler in compilers.values() for text in compiler.code)
-    return code
+    return [text for compiler in compilers.values() for text in compiler.code]
 
 
 MOST_SHARED = 232_448  # bytes a program may have on an H100 or H200

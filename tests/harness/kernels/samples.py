@@ -150,6 +150,21 @@ def embedding(make: Maker) -> Iterator[Sample]:
     yield Sample((make(1, 1), make.index(0)))
 
 
+def experts(make: Maker) -> Iterator[Sample]:
+    """One token, some, and so many that several share an expert; both layouts and gates."""
+    for tokens, times, transposed, bias in ((1, 2, False, False), (3, 2, True, True), (20, 2, False, True)):
+        count, hidden, inner = 5, 24, 20
+        gate_up, down = (hidden, 2 * inner), (inner, hidden)
+        if not transposed:
+            gate_up, down = gate_up[::-1], down[::-1]
+        chosen = torch.arange(tokens * times, device=make.device) * 3 % count
+        weights = torch.rand(tokens * times, device=make.device).to(make(1).dtype if bias else torch.float32)
+        biases = (make(count, 2 * inner), make(count, hidden)) if bias else (None, None)
+        how = (transposed, "clamped" if transposed else "silu")
+        stacked = (make(count, *gate_up), biases[0], make(count, *down), biases[1])
+        yield Sample((make(tokens, hidden), chosen, weights, *stacked, *how))
+
+
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
     for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
         yield Sample(sample.args, options)
@@ -354,6 +369,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::add_rms_norm_static_quant": add_rms_norm_static_quant,
     "graphex::silu_mul": silu_mul,
     "graphex::embedding": embedding,
+    "graphex::experts": experts,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
     "graphex::linears": linears,

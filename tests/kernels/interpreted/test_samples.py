@@ -14,6 +14,7 @@ WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
 NOT_INTERPRETED = (torch.float8_e4m3fn,)
 ONLY_16_BIT = "x is torch.float32: how exactly its products are computed is for the library to say"
 DECLINED = {
+    "graphex::experts": {"x is torch.float32, the experts are torch.float32"},
     "graphex::linears": {ONLY_16_BIT},
     "graphex::rms_norm_linears": {ONLY_16_BIT},
     "graphex::silu_mul_linears": {ONLY_16_BIT},

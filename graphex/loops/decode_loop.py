@@ -1,0 +1,211 @@
+"""A loop on the device: one captured graph a step, launched ahead, read back without a wait.
+
+for tokens in graphex.decode_loop(step, state, max_steps=128):
+    print(tokens)                           # on the host, while the device is some steps ahead
+
+    host    launch 1  launch 2  launch 3  read 1, launch 4  read 2, launch 5 ...
+    device            step 1    step 2    step 3            step 4           ...
+
+`FixedCall` captures a call on fixed memory, `DecodeLoop` launches it and reads back. `generate` is made of both.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.device import Device, device_of
+from graphex.errors import CaptureError, InputError
+from graphex.records import Captured, FellBack, Journal
+from graphex.torch_private.symbolic import pytree
+
+AHEAD = 3
+
+_compiling = threading.RLock()  # torch takes what another thread traces for a part of what this one calls
+
+Step = Callable[[], tuple[Tensor, Tensor | None]]
+
+
+class FixedCall:
+    """A function without arguments that reads and writes the same memory in every call.
+
+    The first call runs as it is: kernels are compiled and tuned. The second one is captured, and all are replays from
+    then on, until `rehearse`. Where there are no device graphs, or a capture failed, every call runs as it is.
+    """
+
+    def __init__(
+        self,
+        body: Callable[[], Any],
+        device: Device,
+        journal: Journal,
+        name: str,
+        state: Callable[[], Hashable] = lambda: None,
+    ) -> None:
+        """`state` is asked after a rehearsal: a capture is right as long as it is the same."""
+        self._body, self._device, self._journal, self._name = body, device, journal, name
+        self._state = state
+        self._captured_in: Hashable = None
+        self._rehearsed = False
+        self._replay: Any = None
+        self._pool: Any = None
+        self._result: Any = None
+        self._failed = not device.captures
+
+    @property
+    def is_captured(self) -> bool:
+        return self._replay is not None
+
+    def __call__(self) -> Any:
+        if not self._rehearsed:
+            with _compiling:
+                return self._rehearsal()
+        if self._replay is None and not self._failed:
+            with _compiling:
+                self._capture()
+        if self._replay is None:
+            return self._body()
+        self._replay.replay()
+        return self._result
+
+    def _rehearsal(self) -> Any:
+        self._rehearsed = True
+        result = self._body()
+        if (state := self._state()) != self._captured_in:
+            self.free()
+            self._captured_in = state
+        return result
+
+    def rehearse(self) -> None:
+        """The next call runs as it is again, for instance to find out whether the capture is still right."""
+        self._rehearsed = False
+
+    def _capture(self) -> None:
+        started, reserved = time.perf_counter(), self._device.reserved_bytes()
+        try:
+            self._pool = self._device.pool()
+            self._replay, self._result = self._device.capture(self._body, self._pool, "thread_local")
+        except CaptureError as error:
+            self._failed = True
+            self._journal.fall_back(FellBack(self._name, "the loop runs without capture", str(error)))
+            return
+        seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
+        self._journal.add(Captured(self._name, "captured", "a step of the loop", seconds, 0, 0, "", grown))
+
+    def free(self) -> None:
+        """Give the capture back; the next call but one makes another."""
+        if self._replay is not None:
+            self._replay.free()
+            self._replay = self._result = None
+
+
+class DecodeLoop:
+    """The steps of a loop, launched `ahead` of the ones that were read. Iterating runs it.
+
+    `step` returns what is read back: a tensor, and a boolean tensor that is True once the loop is finished. What was
+    launched after that step runs too, and changes nothing if `step` sees to it.
+    """
+
+    def __init__(self, step: Step, device: Device, *, max_steps: int, ahead: int = AHEAD) -> None:
+        self._step, self._device, self._max_steps = step, device, max_steps
+        self._ahead = ahead if device.captures else 1
+        self.steps = 0  # that were read
+        self.finished = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        waiting: deque[Reading] = deque()
+        spare: list[Reading] = []
+        launched = 0
+        while not self.finished and (waiting or launched < self._max_steps):
+            while launched < self._max_steps and len(waiting) < self._ahead:
+                waiting.append(self._launch(spare))
+                launched += 1
+            reading = waiting.popleft()
+            tokens, self.finished = reading.wait()
+            spare.append(reading)
+            self.steps += 1
+            yield tokens
+
+    def _launch(self, spare: list[Reading]) -> Reading:
+        tokens, finished = self._step()
+        reading = spare.pop() if spare else Reading(tokens, self._device)
+        reading.send(tokens, finished)
+        return reading
+
+
+class Reading:
+    """The result of one step on its way to the host."""
+
+    def __init__(self, like: Tensor, device: Device) -> None:
+        self._tokens = device.host_buffer(like)
+        self._finished = device.host_buffer(torch.zeros((), dtype=torch.bool, device=like.device))
+        self._event = device.event()
+
+    def send(self, tokens: Tensor, finished: Tensor | None) -> None:
+        self._tokens.copy_(tokens, non_blocking=True)
+        if finished is None:
+            self._finished.fill_(False)
+        else:
+            self._finished.copy_(finished, non_blocking=True)
+        self._event.record()
+
+    def wait(self) -> tuple[Tensor, bool]:
+        self._event.synchronize()
+        return self._tokens.clone(), bool(self._finished)
+
+
+class _Loop:
+    """What `decode_loop` returns: an iterator over the tokens of each step, with the journal of its capture."""
+
+    def __init__(self, loop: DecodeLoop, journal: Journal) -> None:
+        self.journal = journal
+        self._loop = loop
+        self._tokens = iter(loop)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        with torch.no_grad():
+            return next(self._tokens)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were read."""
+        return self._loop.steps
+
+
+def decode_loop(
+    step: Callable[[Any], Tensor | tuple[Tensor, Tensor]], state: Any, *, max_steps: int, ahead: int = AHEAD
+) -> Iterator[Tensor]:
+    """Run `step(state)` again and again on the device, and yield what it returns, on the host.
+
+    `step` is torch code, compiled or not, that reads and writes the tensors in `state` in place (caches, the token to
+    go on from, positions) and returns the tokens of this step, or these and a boolean tensor that is True when the loop
+    is finished. On a GPU it is called twice, once as it is and once to be captured as one CUDA graph, which is replayed
+    from then on; so it must not look at values on the host. The host launches up to `ahead` steps before it has read
+    the first of them: a step that runs after the finished one must leave `state` as it is, or `ahead` must be 1. On a
+    CPU every step is called, and none runs after the finished one.
+    """
+    if not callable(step):
+        raise InputError(f"decode_loop takes a function of the state, got {type(step).__name__}.")
+    if not isinstance(max_steps, int) or max_steps < 0:
+        raise InputError(f"max_steps is a number of steps, got {max_steps!r}.")
+    if not isinstance(ahead, int) or ahead < 1:
+        raise InputError(f"ahead is how many steps may be in flight, at least 1, got {ahead!r}.")
+    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise InputError("the state of a decode_loop holds the tensors that its steps read and write; there are none.")
+    device, journal = device_of({tensor.device for tensor in tensors}), Journal()
+
+    def body() -> tuple[Tensor, Tensor | None]:
+        found = step(state)
+        return found if isinstance(found, tuple) else (found, None)
+
+    call = FixedCall(torch.no_grad()(body), device, journal, "decode_loop")
+    return _Loop(DecodeLoop(call, device, max_steps=max_steps, ahead=ahead), journal)

@@ -1,0 +1,152 @@
+"""Generation with a model of transformers, as one captured graph a token.
+
+tokens = model.generate(prompt, max_new_tokens=128, custom_generate=graphex.generate)
+
+transformers prepares inputs, processors and stopping criteria, and calls `generate` instead of its own loop. Here:
+
+    prefill    the prompt, as transformers does it, into a `LoopCache`
+    first      its logits are processed, and a token is chosen
+    steps      model, processors, choice, stopping criteria and all counting: a `DecodeLoop`
+
+What the device cannot do is done by the host between two captured parts (a processor of the user's, for instance), or
+the whole call is left to transformers. Both are on record: `graphex.generation(model)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.loops.generation import Generation
+from graphex.loops.session import Sessions, sessions_of
+from graphex.loops.wanted import Wanted
+from graphex.records import FellBack
+
+ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
+_OWN_INPUTS = ("Phi3ForCausalLM", "PhimoeForCausalLM")  # theirs differ for prompts beyond the first table of angles
+_LEFT = "generation is left to transformers"
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    graphex_options: Mapping[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """A decoding loop for `model.generate(..., custom_generate=graphex.generate)`.
+
+    Greedy search and sampling, with the tokens that transformers' own loop would give. `graphex_options` are the
+    options of the backend that compiles the step; they are passed to `model.generate` too.
+    """
+    streamer = streamer if streamer is not None else _from_caller("streamer")
+    sessions = sessions_of(model)
+    given = (input_ids, logits_processor, stopping_criteria, generation_config)
+    reason = why_not(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    if reason:
+        return _left_to_transformers(sessions, reason, model, given, synced_gpus, streamer, model_kwargs)
+    if _from_caller("assistant_model") is not None or generation_config.prompt_lookup_num_tokens is not None:
+        record = FellBack("generation", "tokens are not guessed ahead", "the loop has no use for an assistant")
+        sessions.journal.fall_back(record)
+    wanted = Wanted.of(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    if isinstance(wanted, str):
+        return _left_to_transformers(sessions, wanted, model, given, synced_gpus, streamer, model_kwargs)
+    decoding = getattr(model, "_optimize_model_for_decode", nullcontext)
+    started = time.perf_counter()
+    with _on_device_of(input_ids), sessions.borrowed(wanted, graphex_options) as session:
+        logits = session.prefill(wanted, generation_config, model_kwargs)
+        with decoding():
+            return Generation(session, wanted, sessions.journal, streamer).run(logits, started)
+
+
+def why_not(
+    model: Any, input_ids: Tensor, criteria: Any, config: Any, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> str:
+    """Why a call is not one for this loop, as far as it can be told from the call alone."""
+    from transformers.generation.utils import GenerationMixin
+
+    mode = config.get_generation_mode().value
+    if mode not in ("greedy_search", "sample", "assisted_generation"):
+        return f"the decoding mode is {mode}"
+    if model.config.is_encoder_decoder:
+        return "the model has an encoder and a decoder"
+    if synced_gpus:
+        return "several processes generate together"
+    if not config.use_cache or model_kwargs.get("past_key_values") is None:
+        return "no cache is used"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "attentions or hidden states are wanted"
+    if criteria.max_length is None:
+        return "no maximum length is given"
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if own and type(model).__name__ not in _OWN_INPUTS:
+        return f"{type(model).__name__} prepares the inputs of a step in its own way"
+    short = getattr(model.config, "original_max_position_embeddings", None)
+    if own and short is not None and criteria.max_length > short:
+        return f"{type(model).__name__} switches its angles at {short} positions"
+    if input_ids.device != model.device or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "the model and the prompt are not on one device"
+    others = [name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and isinstance(value, Tensor)]
+    return f"the model is called with '{others[0]}'" if others else ""
+
+
+def _left_to_transformers(
+    sessions: Sessions,
+    reason: str,
+    model: Any,
+    given: tuple[Any, ...],
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """transformers' own method for this mode of decoding, with a record and one warning."""
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    sessions.journal.fall_back(FellBack("generation", _LEFT, reason))
+    input_ids, processors, criteria, config = given
+    name = GENERATION_MODES_MAPPING.get(config.get_generation_mode(), "_sample")
+    if "/" in name or name == "_assisted_decoding":
+        name = "_sample"  # an assistant guesses the tokens that this gives
+    method = getattr(type(model), name)
+    extra = {"streamer": streamer} if "streamer" in inspect.signature(method).parameters else {}
+    return method(
+        model,
+        input_ids,
+        logits_processor=processors,
+        stopping_criteria=criteria,
+        generation_config=config,
+        synced_gpus=synced_gpus,
+        **extra,
+        **model_kwargs,
+    )
+
+
+def _from_caller(name: str) -> Any:
+    """An argument of the `model.generate` that called: transformers does not hand these to a custom loop."""
+    from transformers.generation.utils import GenerationMixin
+
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code is code:
+            return frame.f_locals.get(name)
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _on_device_of(tensor: Tensor) -> Any:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,259 @@
+"""Logits processors and stopping criteria of transformers, for a sequence whose length is a number on the device.
+
+transformers calls them with the tokens so far, a tensor that grows. A captured step has a buffer of fixed size instead,
+and its length as a tensor. Most processors look at the scores alone, and are called as they are (`SCORES_ALONE`). Those
+that look at tokens or count them are written again here (`TRANSLATED`), with the same results. All others are the
+host's work: `on_device` says which.
+
+`Sequence` is what a translation reads. Only the very classes of transformers are taken: a subclass may do anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PROCESSORS = "transformers.generation.logits_process"
+CRITERIA = "transformers.generation.stopping_criteria"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens [B, room] of which the first `length`, a tensor, are there. `newest` [B] are the last of them."""
+
+    tokens: Tensor
+    length: Tensor
+    newest: Tensor
+
+    def last(self, count: int, otherwise: int = 0) -> Tensor:
+        """The last tokens, [B, count]; where there are fewer, the first of these are `otherwise`."""
+        at = self.length - count + torch.arange(count, device=self.tokens.device)
+        found = self.tokens.index_select(1, at.clamp(min=0))
+        return torch.where(at >= 0, found, otherwise)
+
+    def is_there(self) -> Tensor:
+        """Which places of `tokens` are taken, [room]."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.length
+
+
+Process = Callable[[Sequence, Tensor], Tensor]
+Stop = Callable[[Sequence], Tensor]
+
+SCORES_ALONE = {
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+
+
+def on_device(processor: Any, device: torch.device) -> Process | None:
+    """A processor as part of a captured step; None if only the host can call it."""
+    kind = type(processor)
+    if kind.__module__ != PROCESSORS:
+        return None
+    if kind.__name__ in SCORES_ALONE:
+        return lambda sequence, scores: processor(sequence.tokens, scores)
+    translate = TRANSLATED.get(kind.__name__)
+    return None if translate is None else translate(processor, device)
+
+
+def stop_on_device(criterion: Any, device: torch.device) -> Stop | None:
+    """A stopping criterion as part of a captured step; None if only the host can call it."""
+    kind = type(criterion)
+    translate = STOPS.get(kind.__name__) if kind.__module__ == CRITERIA else None
+    return None if translate is None else translate(criterion, device)
+
+
+def described(given: Any) -> tuple[Any, ...]:
+    """What a processor or a criterion was made with: two that are equal in it do the same."""
+    return (type(given).__name__, *sorted((name, _plain(value)) for name, value in vars(given).items()))
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    content = hashlib.sha256(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return repr((value.dtype, tuple(value.shape), content))
+
+
+# -- processors --------------------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """Some tokens as a mask over the vocabulary, made in the first call: looking for many of them waits for a GPU."""
+
+    def __init__(self, tokens: Any, device: torch.device) -> None:
+        self._tokens = tokens.to(device).view(-1)
+        self._mask: Tensor | None = None
+
+    def mask(self, scores: Tensor) -> Tensor:
+        if self._mask is None:
+            self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self._tokens)
+        return self._mask
+
+
+def _without(tokens: Any, device: torch.device, applies: Callable[[Sequence], Tensor] | None = None) -> Process:
+    """Rule out some tokens, always or while `applies`."""
+    banned = _Chosen(tokens, device)
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        mask = banned.mask(scores) if applies is None else banned.mask(scores) & applies(sequence)
+        return torch.where(mask, -math.inf, scores)
+
+    return process
+
+
+def _min_length(given: Any, device: torch.device) -> Process:
+    least = given.min_length
+    return _without(given.eos_token_id, device, lambda sequence: sequence.length < least)
+
+
+def _min_new_tokens(given: Any, device: torch.device) -> Process:
+    least = given.prompt_length_to_skip + given.min_new_tokens
+    return _without(given.eos_token_id, device, lambda sequence: sequence.length < least)
+
+
+def _suppress_at_begin(given: Any, device: torch.device) -> Process:
+    begin = given.begin_index
+    return _without(given.begin_suppress_tokens, device, lambda sequence: sequence.length == begin)
+
+
+def _forced(tokens: Any, device: torch.device, length: int) -> Process:
+    """Rule out all other tokens at one length."""
+    wanted = _Chosen(tokens, device)
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        only = torch.where(wanted.mask(scores), 0.0, -math.inf).to(scores.dtype)
+        return torch.where(sequence.length == length, only, scores)
+
+    return process
+
+
+def _repetition_penalty(given: Any, device: torch.device) -> Process | None:
+    if given.logits_indices is not None or given.cu_seq_lens_q is not None:
+        return None
+    penalty, ignored = given.penalty, given.prompt_ignore_length or 0
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        size = scores.shape[-1]
+        counts = sequence.is_there() & (torch.arange(sequence.tokens.shape[1], device=scores.device) >= ignored)
+        tokens = torch.where(counts, sequence.tokens.clamp(max=size), size)
+        padded = functional.pad(scores, (0, 1))
+        found = torch.gather(padded, 1, tokens)
+        found = torch.where(found < 0, found * penalty, found / penalty)
+        return padded.scatter(1, tokens, found)[..., :size]
+
+    return process
+
+
+def _no_repeated_ngram(given: Any, device: torch.device) -> Process:
+    count = given.ngram_size
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        if sequence.tokens.shape[1] < count:
+            return scores
+        size = scores.shape[-1]
+        windows = sequence.tokens.unfold(1, count, 1)
+        matches = (windows[..., :-1] == sequence.last(count - 1).unsqueeze(1)).all(-1)
+        matches &= sequence.is_there()[count - 1 :]  # a window is there if its last token is
+        tokens = torch.where(matches, windows[..., -1].clamp(max=size), size)
+        banned = scores.new_zeros((scores.shape[0], size + 1), dtype=torch.bool).scatter_(1, tokens, True)
+        return scores.masked_fill(banned[:, :size], -math.inf)
+
+    return process
+
+
+def _sequence_bias(given: Any, device: torch.device) -> Process:
+    single = {tokens[0]: bias for tokens, bias in given.sequence_bias.items() if len(tokens) == 1}
+    longer = [
+        (torch.tensor(tokens[:-1], device=device), tokens[-1], bias)
+        for tokens, bias in given.sequence_bias.items()
+        if len(tokens) > 1
+    ]
+    once: list[Tensor] = []
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        if not once:
+            given._prepare_bias_variables(scores)  # raises for tokens that the model does not have
+            once.append(given.length_1_bias if single else torch.zeros(scores.shape[-1], device=scores.device))
+        bias = torch.zeros_like(scores) + once[0]
+        for prefix, token, value in longer:
+            found = (sequence.last(len(prefix)) == prefix).all(1) & (sequence.length >= len(prefix))
+            bias[:, token] += torch.where(found, value, 0.0)
+        return scores + bias
+
+    return process
+
+
+def _exponential_decay(given: Any, device: torch.device) -> Process:
+    start, factor, ends = given.regulation_start, given.regulation_factor, given.eos_token_id.to(device)
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        beyond = (sequence.length - start).clamp(min=0)
+        found = scores[:, ends]
+        penalty = found.abs() * (torch.pow(factor, beyond.double()) - 1).to(scores.dtype)
+        penalty = penalty.masked_fill(~torch.isfinite(found), 0.0)
+        return scores.index_add(1, ends, penalty)
+
+    return process
+
+
+def _eta(given: Any, device: torch.device) -> Process:
+    epsilon, least, fill = given.epsilon.to(device), given.min_tokens_to_keep, given.filter_value
+
+    def process(sequence: Sequence, scores: Tensor) -> Tensor:
+        logs = scores - scores.logsumexp(-1, keepdim=True)
+        probabilities = scores.softmax(-1)
+        entropy = -(logs.clamp(min=torch.finfo(logs.dtype).min) * logs.softmax(-1)).sum(-1)
+        eta = torch.min(epsilon, torch.sqrt(epsilon) * torch.exp(-entropy))[..., None]
+        kept = torch.topk(scores, min(least, scores.shape[-1]))[0][..., -1, None]
+        return scores.masked_fill((probabilities < eta) & (scores < kept), fill)
+
+    return process
+
+
+TRANSLATED: dict[str, Callable[[Any, torch.device], Process | None]] = {
+    "EtaLogitsWarper": _eta,
+    "ExponentialDecayLengthPenalty": _exponential_decay,
+    "ForcedBOSTokenLogitsProcessor": lambda given, device: _forced(torch.tensor([given.bos_token_id]), device, 1),
+    "ForcedEOSTokenLogitsProcessor": lambda given, device: _forced(given.eos_token_id, device, given.max_length - 1),
+    "MinLengthLogitsProcessor": _min_length,
+    "MinNewTokensLengthLogitsProcessor": _min_new_tokens,
+    "NoBadWordsLogitsProcessor": _sequence_bias,
+    "NoRepeatNGramLogitsProcessor": _no_repeated_ngram,
+    "RepetitionPenaltyLogitsProcessor": _repetition_penalty,
+    "SequenceBiasLogitsProcessor": _sequence_bias,
+    "SuppressTokensAtBeginLogitsProcessor": _suppress_at_begin,
+    "SuppressTokensLogitsProcessor": lambda given, device: _without(given.suppress_tokens, device),
+}
+
+
+# -- stopping criteria -------------------------------------------------------------------------------------------------
+
+
+def _eos(given: Any, device: torch.device) -> Stop:
+    ends = given.eos_token_id.to(device)
+    return lambda sequence: torch.isin(sequence.newest, ends)
+
+
+def _stop_strings(given: Any, device: torch.device) -> Stop:
+    """Where there are fewer tokens than it looks at, the others are none of the vocabulary, which match nothing."""
+    unknown = given.embedding_vec.shape[0]
+    given.embedding_vec, given.target_lens = given.embedding_vec.to(device), given.target_lens.to(device)
+    return lambda sequence: given(sequence.last(given.maximum_token_len, otherwise=unknown), None)
+
+
+STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"EosTokenCriteria": _eos, "StopStringCriteria": _stop_strings}

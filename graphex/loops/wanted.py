@@ -1,0 +1,112 @@
+"""What one generation asks for, read from the arguments that transformers hands to a decoding loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from graphex.loops.loop_cache import why_not
+from graphex.loops.processors import Process, Stop, described, on_device, stop_on_device
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`host` is the processor or criterion that has to run on the host; empty if all can be part of a captured step.
+
+    `position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to the
+    model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
+    """
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    processors: list[Process]
+    stops: list[Stop]
+    limits: list[Any]  # criteria that look at the clock
+    host: str
+    key: tuple[Any, ...]
+    sample: bool
+    pad: Tensor | None
+    max_steps: int
+    keeps_scores: bool
+    keeps_logits: bool
+    returns_dict: bool
+    cache: Any
+    past: int
+    room: int
+    mask: Tensor | None
+    position: Tensor | None
+    extra: dict[str, Any]
+    returns_cache: bool
+
+    @classmethod
+    def of(
+        cls, input_ids: Tensor, processors: Any, criteria: Any, config: Any, model_kwargs: dict[str, Any]
+    ) -> Wanted | str:
+        """What a call of transformers asks for, or why that cannot be done here."""
+        cache = model_kwargs["past_key_values"]
+        if reason := why_not(cache):
+            return reason
+        steps = criteria.max_length - input_ids.shape[1]
+        if steps < 1 or not input_ids.shape[0]:
+            return "there is nothing to generate"
+        device = input_ids.device
+        timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
+        counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
+        others = [each for each in criteria if each not in timed and each not in counted]
+        made = [on_device(each, device) for each in processors]
+        stops = [stop_on_device(each, device) for each in others]
+        host = [type(each).__name__ for each, found in zip(processors, made, strict=True) if found is None]
+        host += [type(each).__name__ for each, found in zip(others, stops, strict=True) if found is None]
+        has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
+        past = int(cache.get_seq_length())
+        embeds = model_kwargs.get("inputs_embeds")
+        prompt = max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
+        return cls(
+            input_ids=input_ids,
+            logits_processor=processors,
+            stopping_criteria=criteria,
+            processors=[each for each in made if each is not None],
+            stops=[each for each in stops if each is not None],
+            limits=timed,
+            host=host[0] if host else "",
+            key=() if host else tuple(map(described, (*processors, *others))),
+            sample=bool(config.do_sample),
+            pad=config._pad_token_tensor.to(device) if has_eos else None,
+            max_steps=steps,
+            keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
+            keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
+            returns_dict=bool(config.return_dict_in_generate),
+            cache=cache,
+            past=past,
+            room=bucket(past + prompt + steps),
+            mask=model_kwargs.get("attention_mask"),
+            position=model_kwargs.get("position_ids"),
+            extra={name: model_kwargs[name] for name in ("logits_to_keep",) if name in model_kwargs},
+            returns_cache=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
+        )
+
+    @property
+    def batch(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def step_key(self) -> tuple[Any, ...]:
+        """What a captured step depends on, besides the memory that it works on."""
+        pad = None if self.pad is None else tuple(self.pad.view(-1).tolist())
+        return bool(self.host), self.sample, pad, self.key
+
+    @property
+    def memory_key(self) -> tuple[Any, ...]:
+        """What the memory of a generation depends on."""
+        position = None if self.position is None else (*self.position.shape[:-1], self.position.dtype)
+        mask = None if self.mask is None else self.mask.dtype
+        return self.batch, self.room, str(self.input_ids.device), position, mask, repr(self.extra)
+
+
+def bucket(length: int) -> int:
+    """The size of a cache for so many positions: four sizes for every power of two, so that few are compiled."""
+    step = max(64, 1 << max(0, length.bit_length() - 3))
+    return -(-length // step) * step

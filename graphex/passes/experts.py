@@ -1,0 +1,272 @@
+"""Mixtures of experts become one op, which reads the weights of chosen experts where they are.
+
+    x -> repeat -> bmm with gate_up[experts] -> (+ bias) -> gate -> bmm with down[experts] -> (+ bias)
+      -> times weights -> view [T, k, H] -> sum over k -> (cast)           graphex.experts(x, experts, weights, ...)
+
+`gate_up[experts]` copies the weights of every chosen expert of every token before they are multiplied with, which takes
+longer than all else. The form is that of transformers ("batched_mm"); how tokens choose experts does not matter. Gates
+are `silu(gate) * up` of two halves, and GPT-OSS's, which alternate and are limited.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graphex.analysis import node_line
+from graphex.analysis.source import placement
+from graphex.ops.experts import CLAMPED, SILU
+from graphex.passes.fuse import IdiomPass, pays
+from graphex.records import RuleTried
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit_all
+
+aten = torch.ops.aten
+
+
+class LiftExperts(IdiomPass):
+    name = "lift_experts"
+    rule = "lift_experts"
+
+    def rules(self) -> tuple[str, ...]:
+        return (self.rule,)
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(node.target is aten.bmm.default for node in graph.nodes)
+
+    def apply(self, work: Work) -> None:
+        if work.phase != "inference" or not work.allows(self.rule):
+            return
+        found = [site for site in map(_site, list(work.graph.nodes)) if site and pays(work, "experts", site.end)]
+        made = 0
+        for site in found:
+            refusal = site.refusal()
+            if refusal is not None:
+                work.refuse(site.end, refusal, rule=self.rule)
+            else:
+                self._replace(work, site)
+                made += 1
+        if found:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(found)))
+
+    def _replace(self, work: Work, site: Site) -> None:
+        nodes = [node for node in work.graph.nodes if node in site.inner]
+        with work.graph.inserting_before(site.end):
+            new = work.graph.call_function(torch.ops.graphex.experts.default, site.arguments)
+        inherit_all(new, nodes)
+        new.meta["val"] = site.end.meta["val"]
+        line = node_line(site.end)
+        site.end.replace_all_uses_with(new)
+        names = [node.name for node in nodes]
+        for node in reversed(nodes):
+            work.graph.erase_node(node)
+        because = "the weights of chosen experts are read where they are, instead of being copied first"
+        work.fused(names, [new], rule=self.rule, because=because, line=line)
+
+
+@dataclass
+class Site:
+    """A mixture of experts that ends with `end`. `inner` are all its nodes, which go with it."""
+
+    end: Node
+    inner: set[Node]
+    x: Node
+    experts: Node
+    weights: Node
+    up: Linear
+    down: Linear
+    activation: str
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        stacked = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        how = (self.up.transposed, self.activation, self.alpha, self.limit)
+        return (self.x, self.experts, self.weights, *stacked, *how)
+
+    def refusal(self) -> Refusal | None:
+        if self.up.transposed != self.down.transposed:
+            return Refusal("the weights of the two projections lie in different orders")
+        if self.up.experts is not self.experts or self.down.experts is not self.experts:
+            return Refusal("the two projections are those of different experts")
+        elsewhere = [(node, user) for node in self.inner - {self.end} for user in node.users if user not in self.inner]
+        if elsewhere:
+            node, user = elsewhere[0]
+            return Refusal(f"'{node.name}' is also used by '{user.name}'")
+        if len({placement(node) for node in self.inner}) > 1:
+            return Refusal("its parts are on several streams")
+        if self.end.meta["val"].dtype != self.x.meta["val"].dtype:
+            return Refusal("the sum over experts is used in another type than the tokens have")
+        return None
+
+
+@dataclass
+class Linear:
+    """`x` times the weights of the experts that were chosen for each row."""
+
+    x: Node
+    weight: Node
+    bias: Node | None
+    experts: Node
+    transposed: bool
+    inner: set[Node] = field(default_factory=set)
+
+
+def _site(node: Any) -> Site | None:
+    """A mixture of experts whose sum is `node`."""
+    if node.target is not aten.sum.dim_IntList or list(node.args[1]) != [1] or len(node.args) > 2 or node.kwargs:
+        return None
+    view = _call(node.args[0], aten.view.default)
+    times = None if view is None else _call(view.args[0], aten.mul.Tensor)
+    if view is None or times is None or len(view.meta["val"].shape) != 3:
+        return None
+    weights = _call(times.args[1], aten.unsqueeze.default)
+    down = _linear(times.args[0])
+    if weights is None or down is None or weights.args[1] not in (-1, 1) or weights.args[0].meta["val"].dim() != 1:
+        return None
+    inner = {node, view, times, weights, *down.inner}
+    gate = _silu(down.x, inner) or _clamped(down.x, inner)
+    if gate is None:
+        return None
+    projected, activation, numbers = gate
+    up = _linear(projected)
+    if up is None:
+        return None
+    x = _repeated(up.x, inner, view.meta["val"].shape[1])
+    if x is None:
+        return None
+    cast = next(iter(node.users)) if len(node.users) == 1 else None
+    end = node
+    if cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) == {"dtype"}:
+        end = cast
+        inner.add(cast)
+    return Site(end, inner | up.inner, x, down.experts, weights.args[0], up, down, activation, *numbers)
+
+
+def _call(node: Any, target: Any) -> Any:
+    """The node, if it calls this op, to take apart."""
+    return node if isinstance(node, Node) and node.target is target else None
+
+
+def _linear(node: Any) -> Linear | None:
+    """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias."""
+    inner: set[Node] = set()
+    node = _through(node, inner)
+    bias = None
+    if (added := _call(node, aten.add.Tensor)) is not None and not added.kwargs:
+        bias = _call(added.args[1], aten.index.Tensor)
+        if bias is None:
+            return None
+        inner |= {added, bias}
+        node = added.args[0]
+    squeezed = _call(node, aten.squeeze.dim)
+    product = None if squeezed is None else _call(squeezed.args[0], aten.bmm.default)
+    if squeezed is None or product is None:
+        return None
+    transposed = _call(product.args[1], aten.index.Tensor) is not None
+    chosen, row = product.args[::-1] if transposed else product.args
+    chosen, row = _call(chosen, aten.index.Tensor), _call(row, aten.unsqueeze.default)
+    dim = 1 if transposed else 2
+    if chosen is None or row is None or row.args[1] % 3 != dim or squeezed.args[1] % 3 != dim:
+        return None
+    experts = _only_index(chosen)
+    if experts is None or (bias is not None and _only_index(bias) is not experts):
+        return None
+    stacked = None if bias is None else bias.args[0]
+    found = Linear(row.args[0], chosen.args[0], stacked, experts, transposed)
+    found.inner = inner | {squeezed, product, chosen, row}
+    return found
+
+
+def _only_index(node: Any) -> Node | None:
+    """The numbers by which the first dimension is indexed, if that is all."""
+    indices = node.args[1]
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], Node):
+        return None
+    value = indices[0].meta["val"]
+    return indices[0] if value.dim() == 1 and value.dtype in (torch.int64, torch.int32) else None
+
+
+def _through(node: Any, inner: set[Node]) -> Any:
+    """What `squeeze(unsqueeze(x, d), d)` was made of."""
+    while (outer := _call(node, aten.squeeze.dim)) is not None:
+        back = _call(outer.args[0], aten.unsqueeze.default)
+        if back is None or back.args[1] % 3 != outer.args[1] % 3:
+            break
+        inner |= {outer, back}
+        node = back.args[0]
+    return node
+
+
+def _silu(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
+    product = _call(node, aten.mul.Tensor)
+    silu = None if product is None else _call(product.args[0], aten.silu.default)
+    if product is None or silu is None:
+        return None
+    gate, up = _call(silu.args[0], operator.getitem), _call(product.args[1], operator.getitem)
+    split = None if gate is None else _call(gate.args[0], aten.split.Tensor)
+    if gate is None or up is None or split is None or up.args[0] is not split or (gate.args[1], up.args[1]) != (0, 1):
+        return None
+    if len(split.meta["val"]) != 2 or gate.meta["val"].shape != up.meta["val"].shape:
+        return None
+    if (split.args[2] if len(split.args) > 2 else 0) % 2 != 1:
+        return None
+    inner |= {product, silu, gate, up, split}
+    return split.args[0], SILU, ()
+
+
+def _clamped(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
+    """`(up + 1) * (gate * sigmoid(gate * alpha))`"""
+    product = _call(node, aten.mul.Tensor)
+    plus = None if product is None else _call(product.args[0], aten.add.Tensor)
+    swish = None if product is None else _call(product.args[1], aten.mul.Tensor)
+    if product is None or plus is None or swish is None or plus.args[1] != 1 or plus.kwargs:
+        return None
+    gate, sigmoid = _call(swish.args[0], aten.clamp.default), _call(swish.args[1], aten.sigmoid.default)
+    up = _call(plus.args[0], aten.clamp.default)
+    scaled = None if sigmoid is None else _call(sigmoid.args[0], aten.mul.Tensor)
+    if gate is None or up is None or scaled is None or sigmoid is None or scaled.args[0] is not gate:
+        return None
+    alpha, limit = scaled.args[1], up.args[2]
+    if not isinstance(alpha, float) or tuple(up.args[1:]) != (-limit, limit) or tuple(gate.args[1:]) != (None, limit):
+        return None
+    even, odd = _call(gate.args[0], aten.slice.Tensor), _call(up.args[0], aten.slice.Tensor)
+    if even is None or odd is None or not _alternate(even, 0) or not _alternate(odd, 1):
+        return None
+    found: set[Node] = set()
+    projected = _through(even.args[0], found)
+    if projected is not _through(odd.args[0], found):
+        return None
+    inner |= {product, plus, swish, gate, sigmoid, up, scaled, even, odd, *found}
+    return projected, CLAMPED, (alpha, float(limit))
+
+
+def _alternate(node: Any, first: int) -> bool:
+    """Whether a slice takes every second element of a row."""
+    given: tuple[Any, ...] = (*node.args[1:], *(0, None, 2**63 - 1, 1)[len(node.args) - 1 :])
+    dim, start, end, step = given
+    width = node.args[0].meta["val"].shape[-1]
+    return bool(dim % 2 == 1 and (start or 0) == first and (end is None or end >= width) and step == 2)
+
+
+def _repeated(node: Any, inner: set[Node], times: Any) -> Node | None:
+    """The tokens of which each stands there several times in a row."""
+    view = _call(node, aten.view.default)
+    copy = None if view is None else _call(view.args[0], aten.clone.default)
+    expanded = _call(copy.args[0] if copy is not None else None, aten.expand.default)
+    added = None if expanded is None else _call(expanded.args[0], aten.unsqueeze.default)
+    if view is None or copy is None or expanded is None or added is None or added.args[1] % 3 != 1:
+        return None
+    shape = expanded.meta["val"].shape
+    if len(shape) != 3 or shape[1] != times or len(view.meta["val"].shape) != 2:
+        return None
+    if view.meta["val"].shape[1] != shape[2] or added.args[0].meta["val"].dim() != 2:
+        return None
+    inner |= {view, copy, expanded, added}
+    found: Node = added.args[0]
+    return found

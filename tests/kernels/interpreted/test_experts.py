@@ -1,0 +1,132 @@
+"""Mixtures of experts: few and many tokens, both layouts, biases, both activations, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphex.kernels.experts import FEW, MOST_TOKENS
+from graphex.ops.definition import SPECS, Declined
+from tests.harness.kernels.compare import launcher
+
+experts = launcher("graphex::experts")
+reference = SPECS["graphex::experts"].reference
+
+
+def arguments(
+    tokens: int,
+    times: int,
+    *,
+    count: int = 6,
+    hidden: int = 24,
+    inner: int = 20,
+    transposed: bool = False,
+    bias: bool = False,
+    activation: str = "silu",
+    wide: bool = True,
+    dtype: torch.dtype = torch.float16,  # the interpreter has no products of matrices in bfloat16
+) -> dict[str, Any]:
+    torch.manual_seed(tokens * 8 + times)
+
+    def made(*shape: int) -> Tensor:
+        return (torch.randn(shape) / 2).to(dtype)
+
+    gate_up, down = made(count, 2 * inner, hidden), made(count, hidden, inner)
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    chosen = torch.stack([torch.randperm(count)[:times] for _ in range(tokens)]).view(-1)
+    return {
+        "x": made(tokens, hidden),
+        "experts": chosen,
+        "weights": torch.rand(tokens * times, dtype=torch.float32 if wide else dtype),
+        "gate_up": gate_up,
+        "gate_up_bias": made(count, 2 * inner) if bias else None,
+        "down": down,
+        "down_bias": made(count, hidden) if bias else None,
+        "transposed": transposed,
+        "activation": activation,
+    }
+
+
+def check(given: dict[str, Any]) -> None:
+    found, wanted = experts(**given), reference(**given)
+    assert isinstance(found, Tensor)
+    assert (found.shape, found.dtype, found.is_contiguous()) == (wanted.shape, wanted.dtype, True)
+    exact = reference(**{name: each.double() if _is_float(each) else each for name, each in given.items()})
+    scale = float(exact.abs().max())
+    near = 3e-2 if found.dtype == torch.bfloat16 else 1e-2
+    torch.testing.assert_close(found.double(), exact, rtol=near, atol=near * scale)
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=1e-2 * scale)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, FEW // 2, FEW // 2 + 1, 40])
+@pytest.mark.parametrize(("transposed", "bias", "activation"), [(False, False, "silu"), (True, True, "clamped")])
+def test_few_and_many_tokens(tokens, transposed, bias, activation):
+    check(arguments(tokens, 2, transposed=transposed, bias=bias, activation=activation))
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (65, 33), (130, 70)])
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_sizes_that_fit_no_block(sizes, tokens):
+    check(arguments(tokens, 2, hidden=sizes[0], inner=sizes[1], bias=True))
+    check(arguments(tokens, 2, hidden=sizes[0], inner=sizes[1], transposed=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_one_expert_a_token_and_all_to_one_expert(tokens):
+    check(arguments(tokens, 1))
+    given = arguments(tokens, 1)
+    given["experts"] = torch.full_like(given["experts"], 5)
+    check(given)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(2, torch.float16), (24, torch.float16), (2, torch.bfloat16)])
+def test_weights_of_the_same_type_are_rounded_with(tokens, dtype):
+    check(arguments(tokens, 2, wide=False, dtype=dtype))
+
+
+@pytest.mark.parametrize("tokens", [2, 24])
+def test_numbers_of_experts_count_from_the_end_too(tokens):
+    given = arguments(tokens, 2)
+    given["experts"] = given["experts"] - 6
+    check(given)
+
+
+@pytest.mark.parametrize("tokens", [2, 24])
+@pytest.mark.parametrize("number", [6, -7])
+def test_an_expert_that_is_not_there_is_not_read(tokens, number):
+    given = arguments(tokens, 2)
+    given["experts"][1] = number
+    with pytest.raises(Exception, match="outside of the table"):
+        experts(**given)
+
+
+@pytest.mark.parametrize("tokens", [3, 24])
+def test_the_same_call_gives_the_same_bits(tokens):
+    given = arguments(tokens, 2)
+    assert torch.equal(experts(**given), experts(**given))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda given: {"x": given["x"].float()}, "x is torch.float32"),
+        (lambda given: {"weights": given["weights"].double()}, "the weights are torch.float64"),
+        (lambda given: {"gate_up": given["gate_up"][:, :, ::2]}, "not adjacent"),
+        (lambda given: {"down": given["down"][:, :-1]}, "do not fit"),
+        (lambda given: arguments(MOST_TOKENS + 1, 2), "more than"),
+    ],
+    ids=["type", "weights", "layout", "sizes", "tokens"],
+)
+def test_what_is_declined_is_declined_with_a_reason(change, reason):
+    given = arguments(2, 2)
+    found = experts(**{**given, **change(given)})
+    assert isinstance(found, Declined)
+    assert reason in found.reason

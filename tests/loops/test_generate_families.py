@@ -1,0 +1,55 @@
+"""The tokens of many families of decoders: graphex's loop gives those of transformers, captured and compiled."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import graphex
+from tests.harness.generating import FAMILIES, GREEDY, built, looped, prompt, reasons
+
+COMPILED = ("llama", "mistral", "gemma3", "gpt_oss")
+
+
+@pytest.mark.usefixtures("captures", "uncompiled")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_captured_loop_gives_transformers_tokens(name):
+    model = built(name)
+    mask = torch.ones_like(prompt())
+    mask[0, :3] = 0
+    for extra in ({}, {"attention_mask": mask}):
+        assert torch.equal(looped(model, prompt(), **GREEDY, **extra), model.generate(prompt(), **GREEDY, **extra))
+    assert reasons(model) == []
+    assert all(record.captured for record in graphex.generation(model).generations)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COMPILED else pytest.mark.full) for name in FAMILIES]
+)
+def test_a_compiled_step_serves_all_tokens(name):
+    model = built(name)
+    wanted = GREEDY | {"max_new_tokens": 20}
+    assert torch.equal(looped(model, prompt(), **wanted), model.generate(prompt(), **wanted))
+    journal = graphex.generation(model).journal
+    assert len(journal.graphs) == 1
+    assert journal.fallbacks == []
+    assert looped(model, prompt(length=4), **wanted).shape == (2, 24)
+    assert len(journal.graphs) == 1
+
+
+def test_generations_in_threads():
+    model = built("llama", num_hidden_layers=1)
+    wanted = [model.generate(prompt(batch), **GREEDY) for batch in (1, 2, 1)]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda batch: looped(model, prompt(batch), **GREEDY), (1, 2, 1)))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_options_of_the_backend_compile_the_step():
+    model = built("llama", num_hidden_layers=1)
+    looped(model, prompt(), graphex_options={"verify": True}, **GREEDY)
+    assert {record.status for record in graphex.generation(model).journal.verifications} == {"equal"}
+    with pytest.raises(graphex.OptionError, match="unknown option"):
+        looped(model, prompt(), graphex_options={"verfy": True}, **GREEDY)
