@@ -138,6 +138,8 @@ class ServedModule(ModuleType):
             setattr(self, each.name.rpartition(".")[2], value(each) if each.home else NotOffered(each))
 
     def __getattr__(self, name: str) -> Any:
+        if self.__name__ == "torch_npu" and not name.startswith("__") and hasattr(torch.ops.npu, name):
+            return getattr(torch.ops.npu, name)  # an op that the user has defined
         raise AttributeError(f"module '{self.__name__}', which graphex serves, has no '{name}'. See docs/ascend.md.")
 
 
