@@ -306,6 +306,13 @@ def _attached(owner: object | None, code: CodeType | None = None) -> _Attached:
         return found
 
 
+def journal_being_written() -> Journal:
+    """The journal of what `torch.compile` is compiling now, also where no graph of it has reached the backend yet."""
+    owner = dynamo.compiling_backend()
+    called = dynamo.called_by(owner)
+    return called.journal if isinstance(called, Backend) else _attached(owner).journal
+
+
 def register() -> None:
     """Make the name "graphex" known to torch.compile where no entry point does."""
     dynamo.register_backend(graphex_backend, name="graphex")

@@ -35,8 +35,11 @@ class PassError(GraphexError):
     """A user's pass raised, or left the graph broken. `__cause__` is the user's exception, if there was one."""
 
 
-class RuleError(GraphexError):
-    """A fusion rule cannot work as it was written: it can never match, changes results, or its check raised."""
+class RuleError(GraphexError, RuntimeError):
+    """A fusion rule cannot work as it was written: it can never match, changes results, or its check raised.
+
+    A RuntimeError, as torch raises for a duplicate.
+    """
 
 
 class StreamError(GraphexError):

@@ -111,20 +111,24 @@ class Order:
             return True
         return self._before[second].get(stream_of(first), -1) >= self._position[first]
 
-    def first_unordered(self, writer: Node, uses: Mapping[Hashable, list[Node]]) -> Node | None:
+    def first_unordered(
+        self, writer: Node, uses: Mapping[Hashable, list[Node]], *, behind_by: Order | None = None
+    ) -> Node | None:
         """The first of some nodes, given for each stream in order, that nothing puts before or behind `writer`.
 
         What a stream knows of another only grows: of those before the writer all that it does not know to have finished
-        are unordered, and of those behind it none if the first of them waits for it.
+        are unordered, and of those behind it none if the first of them waits for it. Whether one behind it waits is
+        asked of `behind_by`, if that is given.
         """
         place = self._position.__getitem__
+        waits = behind_by or self
         here, clock = place(writer), self._before[writer]
         found = []
         for stream, nodes in uses.items():
             before, behind = (bisect_right(nodes, at, key=place) for at in (clock.get(stream, -1), here))
             found += [node for node in nodes[before : before + 1] if place(node) < here]
             found += [
-                node for node in nodes[behind : behind + 1] if self._before[node].get(stream_of(writer), -1) < here
+                node for node in nodes[behind : behind + 1] if waits._before[node].get(stream_of(writer), -1) < here
             ]
         return min(found, key=place, default=None)
 

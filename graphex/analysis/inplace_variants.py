@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from graphex.errors import InputError
+from graphex.ops import INPLACE, SPECS
 from graphex.torch_private.schemas import overload_of
 
 # `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_inplace_variants.py), except on
@@ -281,3 +282,13 @@ def _arguments(op: Op) -> list[tuple[str, str]]:
 
 def _types(results: Sequence[Any]) -> str:
     return ", ".join(str(result.type) for result in results)
+
+
+def _declare_ours() -> None:
+    """The pairs among torch_npu's ops that are defined here; where torch_npu defines them, their schemas may differ."""
+    for functional, inplace in INPLACE:
+        if SPECS[f"npu::{functional}"].defined_here and SPECS[f"npu::{inplace}"].defined_here:
+            register_inplace_variant(getattr(torch.ops.npu, functional), getattr(torch.ops.npu, inplace))
+
+
+_declare_ours()

@@ -8,7 +8,7 @@ leave its result in the memory of that argument?
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -175,8 +175,28 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
         return None
     tables = (uses for value in values for uses in aliases.work_on(value))
     user = next((found for uses in tables if (found := order.first_unordered(writer, uses)) is not None), None)
-    if user is None:
+    return None if user is None else _unordered_with(user)
+
+
+def unordered_update(
+    order: Order, with_data: Order, aliases: Aliases, writer: Node, values: Iterable[Node], leaving_out: Container[Node]
+) -> Refusal | None:
+    """The same for a write that makes a new version of `values` in their place; uses in `leaving_out` are not asked.
+
+    What reads the new version waits for it, whichever stream it is on: it is a value that another stream makes. What
+    reads the version before has to be ordered by events: the write gives it nothing to wait for.
+    """
+    if order.one_stream:
         return None
+    for value in values:
+        for uses in aliases.work_on(value):
+            others = {stream: [node for node in nodes if node not in leaving_out] for stream, nodes in uses.items()}
+            if (user := order.first_unordered(writer, others, behind_by=with_data)) is not None:
+                return _unordered_with(user)
+    return None
+
+
+def _unordered_with(user: Node) -> Refusal:
     reason = f"'{user.name}' uses the same memory on another stream, and nothing orders the two"
     return Refusal(_with_line(reason, user), user)
 

@@ -75,6 +75,7 @@ def stream_name(stream: object) -> str:
 
 
 ORIGINS = "graphex_origins"
+MERGED = "graphex_merged"  # on a node that stands for several equal calls of the user's program
 
 
 def origins(node: Node) -> tuple[str, ...]:

@@ -90,6 +90,11 @@ def use_internal_format_weight(model: Any) -> None:
     """Nothing: the NPU's private memory formats do not exist here, so weights stay as they are."""
 
 
+def npu_format_cast(self: Any, acl_format: int, *args: Any, **kwargs: Any) -> Any:
+    """The tensor as it is: the NPU's private memory formats do not exist here."""
+    return self
+
+
 def _checked(config: object) -> Group:
     if config is None:
         return CompilerConfig()

@@ -98,13 +98,22 @@ NAMES: tuple[Name, ...] = (
         " npu_scatter_nd_update_ _npu_dtype_cast npu_dtype_cast=_npu_dtype_cast",
         "docs/ops.md",
     ),
+    *served(
+        "torch_npu",
+        "torch.ops.npu",
+        "npu_fused_infer_attention_score npu_fused_infer_attention_score_v2 npu_kv_rmsnorm_rope_cache"
+        " npu_kv_rmsnorm_rope_cache_v2 npu_kv_rmsnorm_rope_cache_v2_functional npu_mla_prolog npu_mla_prolog_v2"
+        " npu_mla_prolog_v3 npu_mla_prolog_v3_functional scatter_update scatter_update_ npu_add_rms_norm_v2"
+        " npu_add_rms_norm_v2_functional npu_quant_matmul npu_weight_quant_batchmatmul npu_moe_gating_top_k_softmax"
+        " npu_moe_gating_top_k npu_moe_init_routing npu_moe_init_routing_v2 npu_moe_compute_expert_tokens"
+        " npu_moe_finalize_routing npu_grouped_matmul",
+        "docs/ops.md; a reference in plain ATen, which says what it does not take",
+    ),
+    *served("torch_npu", ".api", "npu_format_cast", "private formats are the NPU's", does_nothing=True),
     *not_offered(
         "torch_npu",
-        "npu_fused_infer_attention_score npu_fused_infer_attention_score_v2 npu_fusion_attention"
-        " npu_prompt_flash_attention npu_incre_flash_attention _npu_paged_attention npu_grouped_matmul"
-        " npu_moe_gating_top_k npu_kv_rmsnorm_rope_cache npu_mla_prolog_v3"
-        " npu_weight_quant_batchmatmul npu_quant_matmul scatter_update"
-        " npu_quant_scatter npu_format_cast save_npugraph_tensor print_npugraph_tensor",
+        "npu_fusion_attention npu_prompt_flash_attention npu_incre_flash_attention _npu_paged_attention"
+        " npu_quant_scatter print_npugraph_tensor",
         "graphex has no reference for it yet; define it with torch.library in the namespace `npu`",
     ),
     *served(

@@ -7,21 +7,26 @@ installed package of that name; the finder makes a module of the catalogue's nam
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from graphex.analysis.source import Frame
 from graphex.ascend.catalogue import NAMES, PACKAGES, Name, modules
 from graphex.errors import InputError, NotOfferedError
+from graphex.ops.scope import LABEL
+from graphex.records import FellBack
+from graphex.torch_private.model_streams import build_with, know_classes, tell_of_broken_scopes
 
 VARIABLE = "GRAPHEX_NPU"
 TARGETS = ("simulated", "cuda", "cpu")
@@ -38,9 +43,14 @@ def install(target: str | None = None) -> None:
     """Serve what is not installed. `target` says what "npu" is: a simulated device, the GPU or the CPU."""
     target = _checked(target or os.environ.get(VARIABLE, TARGETS[0]))
     with _installing:
-        if is_installed("torch_npu") or any(isinstance(finder, Finder) for finder in sys.meta_path):
-            return  # the real device brings the rest along; or all this has been done
+        if is_installed("torch_npu"):
+            _let_dynamo_know(getattr(torch, "npu", None))
+            return  # the real device brings the rest along
+        if any(isinstance(finder, Finder) for finder in sys.meta_path):
+            return  # all this has been done
         npu = _install_device(target)
+        _let_dynamo_know(npu)
+        build_with(npu.Stream, npu.Event)
         sys.meta_path.append(Finder())
         npu.npugraph_ex = import_module("npugraph_ex")  # type: ignore[attr-defined]
         _register_backend()
@@ -86,6 +96,27 @@ def _value(name: Name, target: str) -> Any:
     return with_device_mapped(theirs, torch.device(target)) if attribute in _TAKE_A_DEVICE.split() else theirs
 
 
+@functools.cache
+def _let_dynamo_know(npu: Any) -> None:
+    """Streams and events may be made in compiled functions; a graph break inside of a stream's scope is told."""
+    know_classes(getattr(npu, "Stream", None), getattr(npu, "Event", None))
+    tell_of_broken_scopes(_broken)
+
+
+def _broken(scope: Mapping[str, Any], frame: Any) -> None:
+    from graphex.backend import journal_being_written
+
+    if not scope.keys() & {LABEL, "stream"}:
+        return
+    line = str(Frame(frame.filename, frame.lineno or 0, frame.name, frame.line or ""))
+    what = "the graph breaks inside of a stream's scope"
+    reason = "what the scope says is lost, and torch may run the whole function uncompiled; take this line out of it"
+    record = FellBack("-", what, reason, line=line)
+    journal = journal_being_written()
+    if record not in journal.fallbacks:  # torch traces the function again up to the break
+        journal.fall_back(record)
+
+
 def _register_backend() -> None:
     from graphex.ascend.api import npugraph_ex_backend
     from graphex.torch_private.dynamo import register_backend
@@ -107,6 +138,8 @@ class ServedModule(ModuleType):
             setattr(self, each.name.rpartition(".")[2], value(each) if each.home else NotOffered(each))
 
     def __getattr__(self, name: str) -> Any:
+        if self.__name__ == "torch_npu" and not name.startswith("__") and hasattr(torch.ops.npu, name):
+            return getattr(torch.ops.npu, name)  # an op that the user has defined
         raise AttributeError(f"module '{self.__name__}', which graphex serves, has no '{name}'. See docs/ascend.md.")
 
 

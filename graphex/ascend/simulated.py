@@ -17,6 +17,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ METADATA_ONLY = (
 
 aten = torch.ops.aten
 INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index})
+NUMBERS = (int, float, complex)
 _libraries: list[torch.library.Library] = []
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -71,6 +73,8 @@ def install_kernels() -> None:
 
 def run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any op: the CPU's kernel on the memory of the arguments."""
+    places = tuple(place for place, value in enumerate(args) if type(value) in NUMBERS)
+    op = _taking_numbers(op, places) if places else op
     call = _Call(op)
     host_args = [call.to_host(value) for value in args]
     host_kwargs = {name: call.to_host(value) for name, value in kwargs.items()}
@@ -79,6 +83,20 @@ def run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     for host, tensor in call.given.values():
         _grown(host, tensor)
     return call.from_host(result)
+
+
+@cache
+def _taking_numbers(op: Any, places: tuple[int, ...]) -> Any:
+    """The overload that takes numbers at these places: torch hands `x % 5` over as the one for two tensors."""
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    if all(kinds[place] != "Tensor" for place in places):
+        return op
+    wanted = ["number" if place in places and kind == "Tensor" else kind for place, kind in enumerate(kinds)]
+    for name in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, name)
+        if [str(argument.type) for argument in other._schema.arguments] == wanted:
+            return other
+    return op
 
 
 class _Call:

@@ -19,7 +19,7 @@ from graphex.analysis import is_effectful, known_equal, known_true, node_line, p
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_kernel
-from graphex.analysis.source import text_of
+from graphex.analysis.source import MERGED, text_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
 from graphex.fusion.mismatch import Mismatch
@@ -78,9 +78,12 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Mismatch | Refusal:
         return Mismatch(rule.pattern.size, found.match.nodes[-1], rule.why_not.reason, rule.why_not.edit)
     outputs = [found.match.ctx.pattern_to_node.get(output) for output in found.pattern.outputs]
     nodes = sorted(found.match.nodes)
-    for refusal in (_escapes(rule, nodes, outputs), _streams(nodes)):
-        if refusal is not None:
+    staying = _staying(rule, nodes, outputs)
+    for refusal in (staying, _streams(nodes)):
+        if isinstance(refusal, Refusal):
             return refusal
+    assert not isinstance(staying, Refusal)
+    nodes = [node for node in nodes if node not in staying]
     if (refusal := _checked(rule, found.match)) is not None:
         return refusal
     return _planned(rule, nodes, outputs, found, site)
@@ -199,18 +202,28 @@ _KEPT = {
 }
 
 
-def _escapes(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> Refusal | None:
-    """A value that would disappear must not be used by anybody else."""
+def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> set[Node] | Refusal:
+    """The nodes that are used outside of the match and stay, beside the replacement; a `Refusal` if one may not.
+
+    A view stays: it costs nothing. A call that stands for several equal ones of the user's program stays for the others
+    of them: what `unify` has merged, a rule takes apart again. Nothing else is computed twice.
+    """
     inside, kept = set(nodes), set(outputs)
-    for node in nodes:
+    staying: set[Node] = set()
+    for node in reversed(nodes):
         if node in kept:
             continue
-        stranger = next((user for user in node.users if not _within(user, inside)), None)
-        if stranger is not None:
+        stranger = next((user for user in node.users if user in staying or not _within(user, inside)), None)
+        if stranger is None:
+            continue
+        if is_kernel(node) and not node.meta.get(MERGED):
+            while stranger in staying:  # say who is behind it
+                node, stranger = stranger, next(u for u in stranger.users if u in staying or not _within(u, inside))
             where = f" ({line})" if (line := node_line(stranger)) else ""
             what = "returned" if stranger.op == "output" else f"used by '{stranger.name}'{where}"
             return Refusal(f"'{node.name}' would disappear, and it is also {what}", node, _KEPT.get(rule.origin, ""))
-    return None
+        staying.add(node)
+    return staying
 
 
 def _within(user: Node, inside: set[Node]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, Calls, is_nothing, op_of, targets_of, value_of
+from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, SPLITS, Calls, is_nothing, op_of, targets_of, value_of
 from graphex.fusion.mismatch import CHANGES, Mismatch, OtherOp, Words, describe, op_title, show
 from graphex.torch_private.patterns import (
     CallFunction,
@@ -274,10 +274,12 @@ def _ops_in(part: Any) -> int:
 
 
 def _users_through(node: Node) -> Iterator[Node]:
-    """Who uses a value, directly or through what does nothing."""
+    """Who uses a value, directly, through what does nothing, or as a part of a split, which is a slice."""
     for user in node.users:
         yield user
-        if user.op == "call_function" and is_nothing(user):
+        if user.target in SPLITS:
+            yield from user.users
+        elif user.op == "call_function" and is_nothing(user):
             yield from _users_through(user)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import node_line, placement
@@ -24,7 +25,7 @@ from graphex.torch_private.patterns import PatternExpr, fwd_only
 def register_replacement(
     search_fn: Callable[..., Any],
     replace_fn: Callable[..., Any],
-    example_inputs: Sequence[Any],
+    example_inputs: Iterable[Any],
     trace_fn: TraceFn = fwd_only,
     extra_check: Check | None = None,
     search_fn_pattern: PatternExpr | None = None,
@@ -42,7 +43,8 @@ def register_replacement(
     pattern in torch's own classes, `search_fn` only says what the arguments are called.
 
     The rule is tried out before it is registered (`self_test`): it must match its own trace, and where the functions
-    can run here they must agree. The handle takes the registration back: `handle.remove()`, or use it with `with`.
+    can run here they must agree, on the examples and on random values. The handle takes the registration back:
+    `handle.remove()`, or use it with `with`.
     """
     rule = replacement(
         search_fn,
@@ -69,7 +71,7 @@ def register_replacement(
 def replacement(
     search_fn: Callable[..., Any],
     replace_fn: Callable[..., Any],
-    example_inputs: Sequence[Any],
+    example_inputs: Iterable[Any],
     trace_fn: TraceFn = fwd_only,
     extra_check: Check | None = None,
     search_fn_pattern: PatternExpr | None = None,
@@ -96,13 +98,13 @@ def replacement(
     if name is not None and not isinstance(name, str):
         raise RuleError(f"the name of a rule is a word, got {name!r}.")
     _check_workaround(parameters, scalar_workaround)
-    if not isinstance(example_inputs, (list, tuple)):
-        raise RuleError(f"example_inputs must be a list or a tuple, got {type(example_inputs).__name__}.")
+    if not isinstance(example_inputs, Iterable) or isinstance(example_inputs, (str, Tensor)):
+        raise RuleError(f"example_inputs must be a list of tensors and numbers, got {type(example_inputs).__name__}.")
     rule = Rule(
         name or str(getattr(search_fn, "__name__", type(search_fn).__name__)),
         search_fn,
         replace_fn,
-        example_inputs,
+        tuple(example_inputs),
         extra_check,
         trace_fn,
         search_fn_pattern,

@@ -68,7 +68,8 @@ class Rule(AnyRule):
     """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
 
     A rule with `why_not` replaces nothing: it is there to say why. `ranks` are variants for other ranks than the
-    example has (`graphex.fusion.ranks`).
+    example has (`graphex.fusion.ranks`). `held` are arguments whose example values belong together, as the rule
+    relies on (`graphex.fusion.self_test`).
     """
 
     name: str
@@ -83,6 +84,7 @@ class Rule(AnyRule):
     requires: frozenset[str] = frozenset()
     why_not: WhyNot | None = None
     ranks: Sequence[AnyRule] = ()
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def joint(self) -> bool:
@@ -94,26 +96,34 @@ class Rule(AnyRule):
         return list(inspect.signature(self.search).parameters)
 
     @cached_property
-    def example_values(self) -> list[Any]:
-        """One value for each parameter. Tensors are fake; numbers are the marks that stand for them in a trace."""
+    def given_values(self) -> list[Any]:
+        """One value for each parameter, as it was given."""
         given = list(self.examples() if callable(self.examples) else self.examples)
         defaults = inspect.signature(self.search).parameters
         values: list[Any] = []
-        for index, name in enumerate(self.parameters):
+        for name in self.parameters:
             if name in self.scalar_workaround:
                 values.append(self.scalar_workaround[name])
-            elif not given and isinstance(default := defaults[name].default, (int, float)):
-                values.append(self._marked(index, name, default))
-            elif not given:
-                raise RuleError(f"rule '{self.name}': there is no example input for the argument '{name}'.")
+            elif given:
+                values.append(given.pop(0))
+            elif isinstance(default := defaults[name].default, (int, float)):
+                values.append(default)
             else:
-                values.append(self._marked(index, name, given.pop(0)))
+                raise RuleError(f"rule '{self.name}': there is no example input for the argument '{name}'.")
         if given:
             raise RuleError(
                 f"rule '{self.name}' has {len(given)} more example inputs than its search function has arguments "
                 f"({', '.join(self.parameters)})."
             )
         return values
+
+    @cached_property
+    def example_values(self) -> list[Any]:
+        """One value for each parameter. Tensors are fake; numbers are the marks that stand for them in a trace."""
+        return [
+            value if name in self.scalar_workaround else self._marked(index, name, value)
+            for index, (name, value) in enumerate(zip(self.parameters, self.given_values, strict=True))
+        ]
 
     @cached_property
     def scalars(self) -> dict[str, float]:

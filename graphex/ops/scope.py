@@ -40,8 +40,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _wait_on_the_host() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is not None:
+        torch.get_device_module(device).synchronize()
 
 
 def _moment(*, device: torch.device | None = None) -> Tensor:

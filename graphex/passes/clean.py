@@ -15,7 +15,7 @@ next one would draw other numbers), asserts, collectives, scopes, events and eve
 
 Two calls are equal if the op, its arguments and its stream are, nothing they read was written in between, and the op
 is known to be a pure function. Where both results reach the user, or one of them is written to, merging would let the
-user see shared memory.
+user see shared memory. A rule may take one of the calls apart again: `MERGED` on the call that is kept says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from graphex.analysis import is_effectful, known_equal, placement, same_layout
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.analysis.source import value_key
+from graphex.analysis.source import MERGED, value_key
 from graphex.rewrite.base import GraphPass, Work
 
 # -- redundant copies --------------------------------------------------------------------------------------------------
@@ -188,6 +188,7 @@ class MergeCommonSubexpressions(GraphPass):
                 work.refuse(node, f"equal to '{kept.name}', but {reason}", rule=self.rule)
             else:
                 work.replace(node, kept, rule=self.rule, because=f"computes the same as '{kept.name}'")
+                kept.meta[MERGED] = True
 
 
 def _is_mergeable(node: Node) -> bool:

@@ -26,7 +26,7 @@ from graphex.analysis import Aliases, known_equal, node_line, same_layout, writt
 from graphex.analysis.aliasing import Storage, shares_offset_with
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
 from graphex.analysis.inplace_variants import has_unproven_variant, inplace_variant
-from graphex.analysis.memory import bytes_of, unordered
+from graphex.analysis.memory import bytes_of, unordered_update
 from graphex.analysis.program import NO_WRITES, writes_to
 from graphex.analysis.shapes import same_offset
 from graphex.passes import reinplace
@@ -294,8 +294,11 @@ class _Proof:
                 return refusal, update
             before = update.places
         steps = [place.node for place in chain.places if place.node is not chain.target]
+        # The copy will be gone, and each update reads what the one before it has left.
+        ordered = {chain.epilogue, *map(_writer, chain.steps)}
         for step in steps:
-            refusal = unordered(self.work.order, aliases, _writer(step), [chain.target, *steps])
+            orders = self.work.order, self.work.order_with_data
+            refusal = unordered_update(*orders, aliases, _writer(step), [chain.target, *steps], ordered)
             if refusal is not None:
                 return replace(refusal, node=step), None
         if any(aliases.is_handed_out(step, chain.target) for step in steps):

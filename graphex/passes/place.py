@@ -122,6 +122,10 @@ class Scopes:
             if placement(node) != stream and is_work(node):
                 self._work.changes += 1
             node.meta["custom"] = custom
+        if stream is not None:
+            node.meta["stream_label"] = label_of(stream)  # where checks written for other compilers look
+        else:
+            node.meta.pop("stream_label", None)
 
     def _same_priority(self, node: Node, stream: object, priority: int) -> int:
         known = self._priorities.setdefault(stream, priority)

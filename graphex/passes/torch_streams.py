@@ -70,7 +70,7 @@ def inline_control(work: Work) -> None:
     """Take the wrapped ops out of their wrapping."""
     for node in list(work.graph.nodes):
         body = control_body(node)
-        if body is None or synchronisation(node) is None:
+        if body is None or (synchronisation(node) is None and not any(map(_waits_on_host, body.graph.nodes))):
             continue
         with work.graph.inserting_before(node):
             results = _inlined(work, body, list(node.args[2:]))
@@ -81,6 +81,11 @@ def inline_control(work: Work) -> None:
         node.replace_all_uses_with(results[0])
         work.graph.erase_node(node)
         work.changes += 1
+
+
+def _waits_on_host(node: Node) -> bool:
+    op = operator_of(node)
+    return op is not None and op._schema.name.startswith("streams::synchronize")
 
 
 def _inlined(work: Work, body: GraphModule, values: list[Any]) -> list[Any]:
@@ -108,7 +113,7 @@ def lower_torch_events(work: Work, writer: Writer) -> None:
         if op._schema.name == "streams::record_stream":
             value, number = node.args
             writer.used_on(value, stream_of(number), before=node)
-        elif op._schema.name.startswith("streams::synchronize"):
+        elif _waits_on_host(node):
             with work.graph.inserting_before(node):
                 work.graph.call_function(torch.ops.graphex.host_wait.default).meta.update(node.meta)
         elif (sync := synchronisation(node)) is None:

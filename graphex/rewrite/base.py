@@ -54,6 +54,7 @@ class Work:
         self._write = write
         self._aliases = aliases
         self._order: Order | None = None
+        self._order_with_data: Order | None = None
         self._raising: Raising | None = None
 
     @property
@@ -75,6 +76,13 @@ class Work:
         if self._order is None:
             self._order = Order(self.graph, data=False)
         return self._order
+
+    @property
+    def order_with_data(self) -> Order:
+        """The same where data dependencies count: for readers of a value that stay its readers."""
+        if self._order_with_data is None:
+            self._order_with_data = Order(self.graph)
+        return self._order_with_data
 
     @property
     def raising(self) -> Raising:

@@ -27,7 +27,7 @@ from graphex.rewrite.base import inherit
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
 
 MADE_BY = "graphex_made_by"  # the user's pass that put a node there
-_INHERITED = ("stack_trace", "custom", "nn_module_stack", "seq_nr", "partitioner_tag")
+_INHERITED = ("stack_trace", "custom", "stream_label", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
 def stamp_origins(graph: Graph) -> None:

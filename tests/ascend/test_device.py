@@ -250,3 +250,24 @@ def test_conjugated_tensors(how):
     found, wanted = CONJUGATED[how](z.npu()), CONJUGATED[how](z)
     assert found.is_conj() == wanted.is_conj()
     assert torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x % 5,
+        lambda x: x & 1,
+        lambda x: x.fmod(3),
+        lambda x: x.bitwise_left_shift(1),
+        lambda x: (x / 2).xlogy(2.0),
+        lambda x: (x.double() * 0.1) % 0.3,
+        lambda x: x.half().copysign(-2.5),
+        lambda x: x.clone().remainder_(3),
+    ],
+)
+def test_numbers_stand_for_tensors(compute):
+    x = torch.arange(-3, 5)
+    wanted = compute(x)
+    found = compute(x.npu())
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found.cpu(), wanted, equal_nan=True)

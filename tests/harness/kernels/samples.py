@@ -357,6 +357,129 @@ def npu_scatter_nd_update(make: Maker) -> Iterator[Sample]:
     yield Sample((make(6, 4, 3), make.index(0, 3, 2, 1).view(2, 2), make(2, 3)))
 
 
+def npu_fused_infer_attention_score(make: Maker) -> Iterator[Sample]:
+    heads: dict[str, Any] = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.5}
+    yield Sample((make(2, 3, 32), make(2, 5, 16), make(2, 5, 16)), heads)
+    yield Sample((make(2, 4, 3, 8), make(2, 2, 5, 8), make(2, 2, 5, 8)), {**heads, "input_layout": "BNSD"})
+    yield Sample(
+        (make(2, 3, 4, 8), make(2, 5, 2, 8), make(2, 5, 2, 6)),
+        {**heads, "input_layout": "BSND", "sparse_mode": 3, "softmax_lse_flag": True},
+    )
+    yield Sample(
+        (make(2, 4, 3, 8), make(2, 2, 5, 8), make(2, 2, 5, 8)),
+        {**heads, "input_layout": "BNSD_BSND", "atten_mask": torch.ones(3, 5, dtype=torch.bool).triu(1)},
+    )
+    table = make.index(3, 1, 0, 2).view(2, 2)
+    paged = {"block_table": table, "block_size": 4, "actual_seq_lengths_kv": [7, 5]}
+    yield Sample((make(2, 1, 32), make(4, 4, 16), make(4, 4, 16)), {**heads, **paged})
+    yield Sample(
+        (make(3, 4, 8), make(4, 2, 4, 8), make(4, 2, 4, 8)),
+        {**heads, **paged, "input_layout": "TND", "actual_seq_lengths": [1, 3], "softmax_lse_flag": True},
+    )
+
+
+def npu_fused_infer_attention_score_v2(make: Maker) -> Iterator[Sample]:
+    options = {"num_query_heads": 4, "num_key_value_heads": 2, "softmax_scale": 0.5, "input_layout": "BNSD"}
+    yield Sample((make(2, 4, 3, 8), make(2, 2, 5, 8), make(2, 2, 5, 8)), options)
+
+
+def npu_kv_rmsnorm_rope_cache(make: Maker) -> Iterator[Sample]:
+    angles = make.angles(2, 1, 3, 4)
+    slots = make.index(0, 2, 4, 1, 3, 5).view(2, 3)
+    yield Sample((make(2, 1, 3, 12), make(8), *angles, slots, make(2, 1, 6, 4), make(2, 1, 6, 8)))
+    pages = make.index(11, 0, 4, -1, 7, 2)
+    yield Sample(
+        (make(2, 1, 3, 12), make(8), *angles, pages, make(3, 4, 1, 4), make(3, 4, 1, 8)),
+        {"cache_mode": "PA", "is_output_kv": True},
+    )
+
+
+def _prolog(make: Maker) -> tuple[Tensor, ...]:
+    weights = make(16, 6), make(6, 2 * (5 + 4)), make(2, 5, 8), make(16, 8 + 4), make(6), make(8)
+    return make(3, 16), *weights, *reversed(make.angles(3, 4))
+
+
+def npu_mla_prolog_v3(make: Maker) -> Iterator[Sample]:
+    caches = make(3, 4, 1, 8), make(3, 4, 1, 4)
+    yield Sample((*_prolog(make), *caches), {"cache_index": make.index(5, 0, 7)})
+    yield Sample((*_prolog(make), *caches), {"cache_index": make.index(5, -1, 7), "query_norm_flag": True})
+
+
+def npu_mla_prolog(make: Maker) -> Iterator[Sample]:
+    yield Sample((*_prolog(make), make.index(5, 0, 7), make(3, 4, 1, 8), make(3, 4, 1, 4)))
+
+
+def scatter_update(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 6, 4), make.index(0, 3), make(2, 3, 2, 4), -2))
+    yield Sample((make(2, 6), make.index(1, 5), make(2, 1), 1))
+
+
+def npu_add_rms_norm_v2(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 3, 8), make(2, 3, 8), make(8)))
+
+
+def _bytes(make: Maker, *shape: int) -> Tensor:
+    return (make(*shape, dtype=torch.float32) * 40).clamp(-128, 127).detach().to(torch.int8)
+
+
+def npu_quant_matmul(make: Maker) -> Iterator[Sample]:
+    a, b = _bytes(make, 3, 16), _bytes(make, 16, 5)
+    yield Sample((a, b, make.positive(5) / 100))
+    bias = _bytes(make, 5).to(torch.int32)
+    yield Sample(
+        (a, b, make.positive(5)),
+        {"pertoken_scale": make.positive(3), "bias": bias, "output_dtype": torch.bfloat16},
+    )
+
+
+def npu_weight_quant_batchmatmul(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 16), _bytes(make, 16, 5), make(5), make(5)), {"bias": make(5)})
+    yield Sample((make(3, 16), _bytes(make, 16, 5), make(2, 5)), {"antiquant_group_size": 8})
+
+
+def npu_moe_gating_top_k_softmax(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(5, 8),), {"k": 3})
+    yield Sample((make(3, 8), make.index(0, 1, 0).bool(), 2))
+
+
+def npu_moe_gating_top_k(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(5, 8), 2))
+    options = {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5}
+    yield Sample((make(5, 16), 3), {**options, "bias": make(16)})
+
+
+def npu_moe_init_routing(make: Maker) -> Iterator[Sample]:
+    experts = make.index(2, 0, 1, 2, 0, 1).view(3, 2).int()
+    yield Sample((make(3, 8), make.index(0, 3, 1, 4, 2, 5).view(3, 2).int(), experts, 3))
+
+
+def npu_moe_init_routing_v2(make: Maker) -> Iterator[Sample]:
+    experts = make.index(2, 0, 1, 2, 0, 3).view(3, 2).int()
+    yield Sample((make(3, 8), experts), {"expert_num": 4})
+    options = {"expert_num": 4, "active_expert_range": [1, 3], "expert_tokens_num_type": 1, "row_idx_type": 1}
+    yield Sample((make(3, 8), experts), options)
+
+
+def npu_moe_compute_expert_tokens(make: Maker) -> Iterator[Sample]:
+    yield Sample((make.index(0, 0, 1, 3, 3).int(), 4))
+
+
+def npu_moe_finalize_routing(make: Maker) -> Iterator[Sample]:
+    place = make.index(0, 3, 1, 4, 2, 5).int()
+    yield Sample((make(6, 8), None, None, None, make(3, 2), place, None))
+    experts = make.index(2, 0, 1, 2, 0, 1).view(3, 2).int()
+    yield Sample((make(6, 8), make(3, 8), make(3, 8), make(3, 8), make(3, 2), place, experts, 2))
+
+
+def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
+    yield Sample(([make(2, 8), make(3, 8)], [make(8, 4), make(8, 4)]))
+    grouped = {"split_item": 3, "group_type": 0, "group_list": make.index(1, 1, 5)}
+    yield Sample(([make(6, 8)], [make(3, 8, 4)]), {**grouped, "bias": [make(3, 4)]})
+    quantised = {"scale": [make.positive(3, 4)], "per_token_scale": [make.positive(6)], "output_dtype": torch.float16}
+    counted = {**grouped, **quantised, "group_list": make.index(1, 0, 4), "group_list_type": 1}
+    yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 8, 4)]), counted)
+
+
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rms_norm": rms_norm,
     "graphex::add_rms_norm": add_rms_norm,
@@ -396,6 +519,28 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "npu::_npu_dtype_cast": npu_dtype_cast,
     "npu::npu_scatter_nd_update": npu_scatter_nd_update,
     "npu::npu_scatter_nd_update_": npu_scatter_nd_update,
+    "npu::npu_fused_infer_attention_score": npu_fused_infer_attention_score,
+    "npu::npu_fused_infer_attention_score_v2": npu_fused_infer_attention_score_v2,
+    "npu::npu_kv_rmsnorm_rope_cache": npu_kv_rmsnorm_rope_cache,
+    "npu::npu_kv_rmsnorm_rope_cache_v2": npu_kv_rmsnorm_rope_cache,
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional": npu_kv_rmsnorm_rope_cache,
+    "npu::npu_mla_prolog": npu_mla_prolog,
+    "npu::npu_mla_prolog_v2": npu_mla_prolog,
+    "npu::npu_mla_prolog_v3": npu_mla_prolog_v3,
+    "npu::npu_mla_prolog_v3_functional": npu_mla_prolog_v3,
+    "npu::scatter_update": scatter_update,
+    "npu::scatter_update_": scatter_update,
+    "npu::npu_add_rms_norm_v2": npu_add_rms_norm_v2,
+    "npu::npu_add_rms_norm_v2_functional": npu_add_rms_norm_v2,
+    "npu::npu_quant_matmul": npu_quant_matmul,
+    "npu::npu_weight_quant_batchmatmul": npu_weight_quant_batchmatmul,
+    "npu::npu_moe_gating_top_k_softmax": npu_moe_gating_top_k_softmax,
+    "npu::npu_moe_gating_top_k": npu_moe_gating_top_k,
+    "npu::npu_moe_init_routing": npu_moe_init_routing,
+    "npu::npu_moe_init_routing_v2": npu_moe_init_routing_v2,
+    "npu::npu_moe_compute_expert_tokens": npu_moe_compute_expert_tokens,
+    "npu::npu_moe_finalize_routing": npu_moe_finalize_routing,
+    "npu::npu_grouped_matmul": npu_grouped_matmul,
 }
 
 

@@ -1,0 +1,544 @@
+"""torch_npu's attention ops, and what they read: caches, whole or in pages, and the ops that write to them.
+
+A page table says where a sequence lies in a cache of blocks. The ops that write caches come in three forms: with the
+caches written in place (`_v2`, `_v3`), functional (`_functional`, whose last results are the new caches), and under
+their first names, which are the in-place form with the caches among its results. `INPLACE` has the pairs.
+
+Rotary embedding takes pairs of neighbours apart first, as the checkpoints of these models have them:
+
+    r = x[..., 0::2], x[..., 1::2] concatenated;  rope(x) = r * cos + rotate_half(r) * sin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.ops.definition import op
+from graphex.ops.npu import npu_rms_norm
+from graphex.ops.rotary import rotate_half
+from graphex.torch_private.schemas import require, require_implemented
+
+INPLACE = (
+    ("npu_kv_rmsnorm_rope_cache_v2_functional", "npu_kv_rmsnorm_rope_cache_v2"),
+    ("npu_mla_prolog_v3_functional", "npu_mla_prolog_v3"),
+)
+
+LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
+_LEFT_UP, _RIGHT_DOWN = 2, 3
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def _check_layout(layout: str, sparse_mode: int, refused: Sequence[Any]) -> None:
+    require(layout in LAYOUTS, lambda: f"input_layout must be one of {', '.join(LAYOUTS)}; it is '{layout}'")
+    require_implemented(
+        sparse_mode in (0, 1, _LEFT_UP, _RIGHT_DOWN),
+        lambda: f"npu_fused_infer_attention_score has no reference for sparse_mode {sparse_mode}: use 0 to 3",
+    )
+    require_implemented(
+        all(each is None for each in refused),
+        lambda: "npu_fused_infer_attention_score has no reference for quantised, padded or shared-prefix inputs",
+    )
+
+
+def _head_size(value: Tensor, layout: str, kv_heads: int, *, paged: bool) -> int:
+    if (paged and value.dim() == 3) or (not paged and layout == "BSH"):
+        return value.shape[-1] // kv_heads
+    return value.shape[-1]
+
+
+def _fake_npu_fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    num_heads: int = 1,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    softmax_lse_flag: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_layout(input_layout, sparse_mode, ())
+    width = _head_size(value, input_layout, num_key_value_heads or num_heads, paged=block_table is not None)
+    shape, rows = list(query.shape), list(query.shape)
+    if input_layout == "BSH":
+        shape[-1], rows = num_heads * width, [shape[0], num_heads, shape[1]]
+    else:
+        shape[-1] = width
+        rows = [shape[0], shape[2], shape[1]] if input_layout == "BSND" else shape[:-1]
+    if input_layout == "BNSD_BSND":
+        shape = [shape[0], shape[2], shape[1], width]
+    lse = [*rows, 1] if softmax_lse_flag else [1]
+    return query.new_empty(shape), query.new_empty(lse, dtype=torch.float32)
+
+
+def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> list[Tensor]:
+    """One tensor [heads, positions, size] for each sequence of a batch; `ends` are cumulative in the layout TND."""
+    if layout == "TND":
+        require(ends is not None, lambda: "the layout TND needs actual_seq_lengths and actual_seq_lengths_kv")
+        assert ends is not None
+        return [x[start:end].transpose(0, 1) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+    if layout == "BSH":
+        x = x.unflatten(-1, (heads, x.shape[-1] // heads))
+    rows = x.transpose(1, 2) if layout in ("BSH", "BSND") else x
+    lengths = [rows.shape[2]] * rows.shape[0] if ends is None else list(ends)
+    lengths = lengths * rows.shape[0] if len(lengths) == 1 else lengths
+    return [row[:, :length] for row, length in zip(rows, lengths, strict=False)]
+
+
+def _paged(cache: Tensor, heads: int, block_table: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The same of a cache [blocks, block size, heads * size] or [blocks, heads, block size, size]."""
+    if cache.dim() == 3:
+        cache = cache.unflatten(-1, (heads, cache.shape[-1] // heads)).transpose(1, 2)
+    blocks = (cache[table.long()] for table in block_table)
+    return [block.transpose(0, 1).flatten(1, 2)[:, :length] for block, length in zip(blocks, lengths, strict=False)]
+
+
+def _mask_for(mask: Tensor | None, sparse_mode: int, number: int, query: Tensor, key: Tensor) -> Tensor | None:
+    """Where query rows of sequence `number` do not look: [positions, keys]."""
+    rows, columns = query.shape[1], key.shape[1]
+    if sparse_mode in (_LEFT_UP, _RIGHT_DOWN):
+        past = columns - rows if sparse_mode == _RIGHT_DOWN else 0
+        return torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(past + 1)
+    if mask is None:
+        return None
+    if mask.dim() == 4:
+        mask = mask[number % mask.shape[0], 0]
+    elif mask.dim() == 3:
+        mask = mask[number % mask.shape[0]]
+    return mask[:rows, :columns].to(torch.bool)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(query @ key^T * scale) @ value in float32, and the logarithms of the sums; a row without keys is zero."""
+    times = query.shape[0] // key.shape[0]
+    key, value = (cache.to(torch.float32).repeat_interleave(times, 0) for cache in (key, value))
+    scores = query.to(torch.float32) @ key.transpose(1, 2) * scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
+    return weights @ value, lse
+
+
+@op(
+    "npu::npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None,"
+    " Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None,"
+    " Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None,"
+    " Tensor? quant_offset2=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None,"
+    " Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None,"
+    " Tensor? value_antiquant_offset=None, Tensor? block_table=None, Tensor? query_padding_size=None,"
+    " Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None,"
+    " SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None,"
+    " Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1.0, int pre_tokens=2147483647,"
+    ' int next_tokens=2147483647, str input_layout="BSH", int num_key_value_heads=0, int sparse_mode=0,'
+    " int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0,"
+    " int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+    fake=_fake_npu_fused_infer_attention_score,
+)
+def npu_fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    softmax_lse_flag: bool = False,
+    pse_shift: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one or many queries to keys, whole or in pages, with grouped heads: (result, lse).
+
+        scores = query @ key^T * scale          and the product of query_rope and key_rope, if they are given
+        result = softmax(scores in float32, where atten_mask is 0) @ value, in the type and layout of query
+
+    sparse_mode 2 and 3 look at no later position, counted from the first and from the last one; the mask says nothing
+    then. `actual_seq_lengths` and `actual_seq_lengths_kv` are lengths, in the layout TND the ends of the sequences (of
+    keys in pages: lengths). `block_table[b]` has the pages of sequence b. lse is empty without `softmax_lse_flag`.
+    """
+    refused = [pse_shift, *(each for each in others.values() if isinstance(each, (Tensor, list)))]
+    _check_layout(input_layout, sparse_mode, refused)
+    kv_heads = num_key_value_heads or num_heads
+
+    def read(cache: Tensor) -> list[Tensor]:
+        if block_table is None:
+            return _sequences(cache, input_layout, kv_heads, actual_seq_lengths_kv)
+        require(actual_seq_lengths_kv is not None, lambda: "keys in pages need actual_seq_lengths_kv")
+        assert actual_seq_lengths_kv is not None
+        return _paged(cache, kv_heads, block_table, actual_seq_lengths_kv)
+
+    queries = _sequences(query, input_layout, num_heads, actual_seq_lengths)
+    keys, values = read(key), read(value)
+    if query_rope is not None and key_rope is not None:
+        turned = _sequences(query_rope, input_layout, num_heads, actual_seq_lengths), read(key_rope)
+        queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
+        keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
+    options: dict[str, Any] = {"block_table": block_table, "num_heads": num_heads, "num_key_value_heads": kv_heads}
+    result, lse = _fake_npu_fused_infer_attention_score(
+        query, key, value, input_layout=input_layout, softmax_lse_flag=True, **options
+    )
+    result.zero_()
+    lse.zero_()
+    by_heads = result.unflatten(-1, (num_heads, -1)) if input_layout == "BSH" else result
+    is_packed, heads_first = input_layout == "TND", input_layout == "BNSD"
+    start = 0
+    for number, parts in enumerate(zip(queries, keys, values, strict=False)):
+        mask = _mask_for(atten_mask, sparse_mode, number, parts[0], parts[1])
+        made, sums = _attended(*parts, mask, scale)
+        end = start + made.shape[1]
+        place = by_heads[start:end] if is_packed else by_heads[number].narrow(1 if heads_first else 0, 0, end - start)
+        place.copy_(made if heads_first else made.transpose(0, 1))
+        (lse[start:end] if is_packed else lse[number, :, : end - start]).copy_(
+            sums.transpose(0, 1) if is_packed else sums
+        )
+        start = end if is_packed else 0
+    return result, lse if softmax_lse_flag else lse.new_zeros(1)
+
+
+@op(
+    "npu::npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None,"
+    " Tensor? key_rope=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None,"
+    " Tensor? block_table=None, int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1.0,"
+    ' str input_layout="BSH", int sparse_mode=0, int block_size=0, bool return_softmax_lse=False) -> (Tensor, Tensor)',
+    is_composite=True,
+)
+def npu_fused_infer_attention_score_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    num_query_heads: int = 1,
+    softmax_scale: float = 1.0,
+    return_softmax_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`npu_fused_infer_attention_score` with other names for its arguments. torch traces through it."""
+    made: tuple[Tensor, Tensor] = torch.ops.npu.npu_fused_infer_attention_score(
+        query,
+        key,
+        value,
+        actual_seq_lengths=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        num_heads=num_query_heads,
+        scale=softmax_scale,
+        softmax_lse_flag=return_softmax_lse,
+        **options,
+    )
+    return made
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    apart = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+    return (apart * cos + rotate_half(apart) * sin).to(x.dtype)
+
+
+def _written(cache: Tensor, rows: Tensor, index: Tensor, cache_mode: str) -> Tensor:
+    """A copy of a cache with `rows` [rows, heads, size] at the slots `index`; -1 is no slot.
+
+    Norm: cache [batch, heads, length, size], index [batch, positions]. PA: cache [blocks, block size, heads, size],
+    and `index` counts slots through all blocks.
+    """
+    require_implemented(
+        cache_mode in ("Norm", "PA", "PA_BNSD", "PA_BSND"),
+        lambda: f"there is no reference for cache_mode '{cache_mode}': use 'Norm' or 'PA'",
+    )
+    if cache_mode == "Norm":
+        batch, _, length, _ = cache.shape
+        places = torch.arange(batch, device=index.device)[:, None] * length + index.view(batch, -1)
+        index = torch.where(index.view(batch, -1) < 0, -1, places)
+        slots = cache.transpose(1, 2).flatten(0, 1)
+    else:
+        slots = cache.flatten(0, 1)
+    index = index.reshape(-1).long()
+    spare = slots.new_empty((1, *slots.shape[1:]))  # takes what has no slot
+    target = torch.where(index < 0, slots.shape[0], index)
+    new = torch.cat((slots, spare)).index_copy(0, target, rows.to(cache.dtype))[:-1]
+    if cache_mode == "Norm":
+        new = new.unflatten(0, (batch, length)).transpose(1, 2)
+    return new.reshape(cache.shape).contiguous()
+
+
+def _normed_and_turned(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(k_rope, c_kv) of kv [..., size of gamma + size of cos]"""
+    split = [gamma.shape[0], kv.shape[-1] - gamma.shape[0]]
+    latent, turning = kv.split(split, -1)
+    return rope(turning, cos, sin), npu_rms_norm(latent, gamma, epsilon)[0]
+
+
+_KV_ARGUMENTS = (
+    "(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor{a} k_cache, Tensor{b} ckv_cache, *,"
+    " Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, Tensor? c_kv_offset=None,"
+    ' float epsilon=1e-05, str cache_mode="Norm", bool is_output_kv=False)'
+)
+
+
+def _fake_kv(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    k_rope, c_kv = (kv.new_empty((*kv.shape[:-1], size)) for size in (kv.shape[-1] - gamma.shape[0], gamma.shape[0]))
+    if not options.get("is_output_kv"):
+        k_rope, c_kv = kv.new_empty(0), kv.new_empty(0)
+    return k_rope, c_kv, torch.empty_like(k_cache), torch.empty_like(ckv_cache)
+
+
+@op(
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional"
+    + _KV_ARGUMENTS.format(a="", b="")
+    + " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_kv,
+)
+def npu_kv_rmsnorm_rope_cache_v2_functional(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+    **quantised: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The latent and the rotary half of keys and values, written to copies of their caches: (k_rope, c_kv, k_cache,
+    ckv_cache).
+
+        k_rope = rope(kv[..., D:], cos, sin)           D is the size of gamma
+        c_kv   = npu_rms_norm(kv[..., :D], gamma, epsilon)[0]
+        k_cache and ckv_cache hold them at the slots `index`; -1 is no slot
+
+    cache_mode Norm: caches [batch, heads, length, size], index [batch, positions]; PA: caches [blocks, block size,
+    heads, size], index counts slots. Without `is_output_kv` the first two results are empty.
+    """
+    require_implemented(
+        all(each is None for each in quantised.values()),
+        lambda: "npu_kv_rmsnorm_rope_cache has no reference for quantised caches",
+    )
+    k_rope, c_kv = _normed_and_turned(kv, gamma, cos, sin, epsilon)
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in (k_rope, c_kv)]
+    new = [_written(cache, part, index, cache_mode) for cache, part in zip((k_cache, ckv_cache), rows, strict=True)]
+    if not is_output_kv:
+        k_rope, c_kv = kv.new_empty(0), kv.new_empty(0)
+    return k_rope, c_kv, new[0], new[1]
+
+
+@op(
+    "npu::npu_kv_rmsnorm_rope_cache_v2" + _KV_ARGUMENTS.format(a="(a!)", b="(b!)") + " -> (Tensor, Tensor)",
+    fake=lambda *args, **options: _fake_kv(*args, **options)[:2],
+)
+def npu_kv_rmsnorm_rope_cache_v2(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`npu_kv_rmsnorm_rope_cache_v2_functional` with the caches written in place: (k_rope, c_kv)."""
+    made = npu_kv_rmsnorm_rope_cache_v2_functional(kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
+    k_cache.copy_(made[2])
+    ckv_cache.copy_(made[3])
+    return made[0], made[1]
+
+
+@op(
+    "npu::npu_kv_rmsnorm_rope_cache"
+    + _KV_ARGUMENTS.format(a="(a!)", b="(b!)")
+    + " -> (Tensor(a!), Tensor(b!), Tensor, Tensor)",
+    is_composite=True,
+)
+def npu_kv_rmsnorm_rope_cache(
+    kv: Tensor,
+    gamma: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    k_cache: Tensor,
+    ckv_cache: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`npu_kv_rmsnorm_rope_cache_v2` that returns the caches too: (k_cache, ckv_cache, k_rope, c_kv)."""
+    made = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
+    return k_cache, ckv_cache, made[0], made[1]
+
+
+# -- the beginning of latent attention ---------------------------------------------------------------------------------
+
+
+_PROLOG = (
+    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr,"
+    " Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos,"
+)
+_PROLOG_OPTIONS = (
+    "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None,"
+    " Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None,"
+    " Tensor? smooth_scales_cq=None, float rmsnorm_epsilon_cq=1e-05, float rmsnorm_epsilon_ckv=1e-05,"
+    ' str cache_mode="PA_BSND"'
+)
+_PROLOG_V3 = (
+    f"({_PROLOG} Tensor%s kv_cache, Tensor%s kr_cache, *, Tensor? cache_index=None, {_PROLOG_OPTIONS},"
+    " bool query_norm_flag=False)"
+)
+_PROLOG_V1 = f"({_PROLOG} Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, {_PROLOG_OPTIONS})"
+
+
+def _fake_prolog(
+    token_x: Tensor, weight_dq: Tensor, weight_uq_qr: Tensor, weight_uk: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    rope_cos, kv_cache, kr_cache = rest[4:7]
+    heads, _, latent = weight_uk.shape
+    query = token_x.new_empty((*token_x.shape[:-1], heads, latent))
+    query_rope = token_x.new_empty((*token_x.shape[:-1], heads, rope_cos.shape[-1]))
+    is_wanted = options.get("query_norm_flag", False)
+    normed = token_x.new_empty((*token_x.shape[:-1], weight_dq.shape[1]) if is_wanted else 0)
+    nothing = (token_x.new_empty(0, dtype=torch.float32) for _ in range(2))
+    return (
+        query,
+        query_rope,
+        next(nothing),
+        normed,
+        next(nothing),
+        torch.empty_like(kv_cache),
+        torch.empty_like(kr_cache),
+    )
+
+
+@op(
+    "npu::npu_mla_prolog_v3_functional" + _PROLOG_V3 % ("", "") + f" -> ({', '.join(['Tensor'] * 7)})",
+    fake=_fake_prolog,
+)
+def npu_mla_prolog_v3_functional(
+    token_x: Tensor,
+    weight_dq: Tensor,
+    weight_uq_qr: Tensor,
+    weight_uk: Tensor,
+    weight_dkv_kr: Tensor,
+    rmsnorm_gamma_cq: Tensor,
+    rmsnorm_gamma_ckv: Tensor,
+    rope_sin: Tensor,
+    rope_cos: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    *,
+    cache_index: Tensor | None = None,
+    rmsnorm_epsilon_cq: float = 1e-5,
+    rmsnorm_epsilon_ckv: float = 1e-5,
+    cache_mode: str = "PA_BSND",
+    query_norm_flag: bool = False,
+    **quantised: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The queries of latent attention, and the caches of its keys and values: (query, query_rope, a scale, query_norm,
+    a scale, kv_cache, kr_cache).
+
+        c_q                = npu_rms_norm(token_x @ weight_dq, gamma_cq)[0]
+        q, r               = (c_q @ weight_uq_qr) by heads, split into the sizes of weight_uk and rope_cos
+        query, query_rope  = q @ weight_uk, rope(r)
+        kv_cache, kr_cache = npu_kv_rmsnorm_rope_cache(token_x @ weight_dkv_kr, gamma_ckv) at the slots `cache_index`
+
+    query_norm is c_q with `query_norm_flag`, else empty. The scales belong to quantised results and are empty.
+    """
+    require_implemented(
+        cache_index is not None and all(each is None for each in quantised.values()),
+        lambda: "npu_mla_prolog has no reference without cache_index, nor for quantised inputs",
+    )
+    assert cache_index is not None
+    heads, size, _ = weight_uk.shape
+    c_q = npu_rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)[0]
+    by_heads = (c_q @ weight_uq_qr).unflatten(-1, (heads, -1))
+    plain, turning = by_heads.split([size, by_heads.shape[-1] - size], -1)
+    query = (plain.unsqueeze(-2) @ weight_uk).squeeze(-2)
+    query_rope = rope(turning, rope_cos.unsqueeze(-2), rope_sin.unsqueeze(-2))
+    latent = token_x @ weight_dkv_kr
+    k_rope, c_kv = _normed_and_turned(latent, rmsnorm_gamma_ckv, rope_cos, rope_sin, rmsnorm_epsilon_ckv)
+    caches = [
+        _written(cache, rows.reshape(-1, 1, rows.shape[-1]), cache_index, cache_mode)
+        for cache, rows in ((kv_cache, c_kv), (kr_cache, k_rope))
+    ]
+    nothing = (token_x.new_empty(0, dtype=torch.float32) for _ in range(2))
+    normed = c_q if query_norm_flag else token_x.new_empty(0)
+    return query.contiguous(), query_rope.contiguous(), next(nothing), normed, next(nothing), caches[0], caches[1]
+
+
+@op(
+    "npu::npu_mla_prolog_v3" + _PROLOG_V3 % ("(a!)", "(b!)") + f" -> ({', '.join(['Tensor'] * 5)})",
+    fake=lambda *args, **options: _fake_prolog(*args, **options)[:5],
+)
+def npu_mla_prolog_v3(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`npu_mla_prolog_v3_functional` with the caches written in place: its first five results."""
+    *made, kv_cache, kr_cache = npu_mla_prolog_v3_functional(*args, **options)
+    args[9].copy_(kv_cache)
+    args[10].copy_(kr_cache)
+    return tuple(made)
+
+
+@op("npu::npu_mla_prolog" + _PROLOG_V1 + " -> (Tensor, Tensor, Tensor(a!), Tensor(b!))", is_composite=True)
+def npu_mla_prolog(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`npu_mla_prolog_v3` that returns the caches: (query, query_rope, kv_cache, kr_cache)."""
+    *inputs, cache_index, kv_cache, kr_cache = args
+    made = torch.ops.npu.npu_mla_prolog_v3(*inputs, kv_cache, kr_cache, cache_index=cache_index, **options)
+    return made[0], made[1], kv_cache, kr_cache
+
+
+@op("npu::npu_mla_prolog_v2" + _PROLOG_V1 + " -> (Tensor, Tensor, Tensor(a!), Tensor(b!), Tensor)", is_composite=True)
+def npu_mla_prolog_v2(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`npu_mla_prolog` with an empty scale behind the caches."""
+    *inputs, cache_index, kv_cache, kr_cache = args
+    made = torch.ops.npu.npu_mla_prolog_v3(*inputs, kv_cache, kr_cache, cache_index=cache_index, **options)
+    return made[0], made[1], kv_cache, kr_cache, made[2]
+
+
+# -- updates along an axis ---------------------------------------------------------------------------------------------
+
+
+def _along(axis: int, indices: Tensor, updates: Tensor) -> Tensor:
+    """The place along `axis` of each element of `updates`."""
+    places = indices.reshape(-1, 1).long() + torch.arange(updates.shape[axis], device=updates.device)
+    shape = [1] * updates.dim()
+    shape[0], shape[axis] = places.shape
+    return places.view(shape).expand_as(updates)
+
+
+def _fake_scatter_update(self: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(self)
+
+
+@op("npu::scatter_update(Tensor self, Tensor indices, Tensor updates, int axis) -> Tensor", fake=_fake_scatter_update)
+def scatter_update(self: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """A copy of `self` in which updates[b] begins at position indices[b] of dimension `axis`, for every b."""
+    return self.scatter(axis, _along(axis, indices, updates), updates)
+
+
+@op("npu::scatter_update_(Tensor(a!) self, Tensor indices, Tensor updates, int axis) -> Tensor(a!)", is_composite=True)
+def scatter_update_(self: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """`scatter_update` in place. torch traces through it: a graph shows its `scatter`."""
+    return self.scatter_(axis, _along(axis, indices, updates), updates)

@@ -1,0 +1,468 @@
+"""torch_npu's ops of quantised layers and of layers with experts: routing, grouped matmuls, and back.
+
+    y, expert, row = npu_moe_gating_top_k_softmax(logits, k=2)          k experts for each token
+    x2, place, by  = npu_moe_init_routing(x, row, expert, tokens)       tokens in the order of their experts
+    ends           = npu_moe_compute_expert_tokens(by, experts)
+    (x3,)          = npu_grouped_matmul([x2], [weight], group_list=ends, split_item=3, group_type=0)
+    out            = npu_moe_finalize_routing(x3, None, None, None, y, place, expert)
+
+Expanded rows are numbered expert by expert; `place[j * tokens + i]` is where the row of token i for choice j went.
+No op here asks the device for a number, so all of them can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphex.ops.definition import op
+from graphex.ops.norms import wide_dtype
+from graphex.ops.npu import npu_add_rms_norm
+from graphex.ops.quant import ranged
+from graphex.torch_private.schemas import require, require_implemented
+
+INPLACE = (("npu_add_rms_norm_v2_functional", "npu_add_rms_norm_v2"),)
+
+# -- norm in place -----------------------------------------------------------------------------------------------------
+
+
+@op(
+    "npu::npu_add_rms_norm_v2_functional(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def npu_add_rms_norm_v2_functional(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`npu_add_rms_norm` with its results in another order: (rstd, y, x)."""
+    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    return rstd, y, total
+
+
+@op(
+    "npu::npu_add_rms_norm_v2(Tensor(a!) x1, Tensor(b!) x2, Tensor gamma, float epsilon=1e-06) -> Tensor",
+    fake=lambda x1, x2, gamma, epsilon=1e-6: x1.sum(tuple(range(-gamma.dim(), 0)), keepdim=True, dtype=wide_dtype(x1)),
+)
+def npu_add_rms_norm_v2(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """`npu_add_rms_norm` in place: x1 becomes y, x2 becomes the sum, and rstd is returned."""
+    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    x1.copy_(y)
+    x2.copy_(total)
+    return rstd
+
+
+# -- quantised matmuls -------------------------------------------------------------------------------------------------
+
+
+def _product_shape(x1: Tensor, x2: Tensor) -> list[int]:
+    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    return [*batch, x1.shape[-2], x2.shape[-1]]
+
+
+def _fake_npu_quant_matmul(
+    x1: Tensor, x2: Tensor, scale: Tensor, *, output_dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
+    return x1.new_empty(_product_shape(x1, x2), dtype=output_dtype or torch.int8)
+
+
+@op(
+    "npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None,"
+    " Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor",
+    fake=_fake_npu_quant_matmul,
+)
+def npu_quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of two int8 matrices, scaled: exact up to the scaling, then in float32, rounded once.
+
+        y = (x1 @ x2 [+ bias, if it is int32]) * scale [* pertoken_scale, one for each row] [+ bias, if it is a float]
+
+    Without `output_dtype` the result is int8: y [+ offset], rounded and clamped.
+    """
+    exact = x1.to(torch.float64) @ x2.to(torch.float64)  # of int32: a CUDA device has no matmul of these
+    if bias is not None and not bias.dtype.is_floating_point:
+        exact = exact + bias
+    y = exact.to(torch.float32) * scale.to(torch.float32)
+    if pertoken_scale is not None:
+        y = y * pertoken_scale.to(torch.float32).unsqueeze(-1)
+    if bias is not None and bias.dtype.is_floating_point:
+        y = y + bias.to(torch.float32)
+    if output_dtype in (None, torch.int8):
+        return ranged(y if offset is None else y + offset.to(torch.float32), -128.0, 127.0, torch.int8)
+    if output_dtype == torch.int32:
+        return exact.to(torch.int32)
+    return y.to(output_dtype)
+
+
+def _fake_npu_weight_quant_batchmatmul(
+    x: Tensor, weight: Tensor, antiquant_scale: Tensor, *args: Any, **_: Any
+) -> Tensor:
+    return x.new_empty(_product_shape(x, weight))
+
+
+@op(
+    "npu::npu_weight_quant_batchmatmul(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None,"
+    " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0,"
+    " int inner_precise=0) -> Tensor",
+    fake=_fake_npu_weight_quant_batchmatmul,
+)
+def npu_weight_quant_batchmatmul(
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None = None,
+    quant_scale: Tensor | None = None,
+    quant_offset: Tensor | None = None,
+    bias: Tensor | None = None,
+    antiquant_group_size: int = 0,
+    inner_precise: int = 0,
+) -> Tensor:
+    """A matmul with an int8 weight: x @ ((weight [+ antiquant_offset]) * antiquant_scale) [+ bias], in the type of x.
+
+    Scales are one for each column, or one for each column and each `antiquant_group_size` rows.
+    """
+    require_implemented(
+        quant_scale is None and quant_offset is None,
+        lambda: "npu_weight_quant_batchmatmul has no reference for quantised results",
+    )
+
+    def by_rows(values: Tensor) -> Tensor:
+        if antiquant_group_size and values.dim() > 1:
+            values = values.repeat_interleave(antiquant_group_size, -2)[..., : weight.shape[-2], :]
+        return values
+
+    wide = weight.to(x.dtype)
+    if antiquant_offset is not None:
+        wide = wide + by_rows(antiquant_offset)
+    y = x @ (wide * by_rows(antiquant_scale)).to(x.dtype)
+    return y if bias is None else (y + bias).to(x.dtype)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _row_numbers(tokens: int, k: int, device: torch.device) -> Tensor:
+    """[tokens, k]: choices of one number are next to each other."""
+    return torch.arange(tokens * k, device=device, dtype=torch.int32).view(k, tokens).t().contiguous()
+
+
+def _fake_gating_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], k]
+    expert, row = (x.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    return x.new_empty(shape), expert, row
+
+
+@op(
+    "npu::npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_gating_softmax,
+)
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest of softmax(x), their numbers, and the numbers of their rows: (y, expert, row).
+
+    y, expert = topk(softmax(x in float32), k);  row[i, j] = j * tokens + i
+    Tokens that are `finished` get the number behind the last expert.
+    """
+    y, expert = x.to(torch.float32).softmax(-1).topk(k, -1)
+    expert = expert.to(torch.int32)
+    if finished is not None:
+        expert = torch.where(finished.unsqueeze(-1), x.shape[-1], expert).to(torch.int32)
+    row = _row_numbers(x.numel() // max(x.shape[-1], 1), k, x.device)
+    return y.to(x.dtype), expert, row.view(expert.shape)
+
+
+def _fake_gating(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], k]
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
+
+
+@op(
+    "npu::npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, int k_group=1, int group_count=1,"
+    " int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, float routed_scaling_factor=1.0,"
+    " float eps=1e-20) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_gating,
+)
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k experts of each token, chosen within the best groups: (y, expert, scores).
+
+    scores = softmax(x) (norm_type 0) or sigmoid(x) (1), in float32;  chosen by scores [+ bias]
+    a group counts by its largest score (group_select_mode 0) or by its two largest (1); `k_group` groups stay
+    y      = scores of the chosen [/ (their sum + eps), for sigmoid or with renorm] * routed_scaling_factor
+    """
+    scores = x.to(torch.float32)
+    scores = scores.sigmoid() if norm_type == 1 else scores.softmax(-1)
+    choice = scores if bias is None else scores + bias.to(torch.float32)
+    if group_count > 1:
+        groups = choice.unflatten(-1, (group_count, -1))
+        worth = groups.amax(-1) if group_select_mode == 0 else groups.topk(2, -1).values.sum(-1)
+        stay = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(k_group, -1).indices, True)
+        choice = groups.masked_fill(~stay.unsqueeze(-1), -torch.inf).flatten(-2)
+    expert = choice.topk(k, -1).indices
+    y = scores.gather(-1, expert)
+    if norm_type == 1 or renorm:
+        y = y / (y.sum(-1, keepdim=True) + eps)
+    return (y * routed_scaling_factor).to(x.dtype), expert.to(torch.int32), scores.clone()
+
+
+def _fake_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = expert_idx.numel()
+    rows = min(active_num, x.shape[0]) * expert_idx.shape[-1]
+    place, by = (expert_idx.new_empty(count, dtype=torch.int32) for _ in range(2))
+    return x.new_empty((rows, x.shape[-1])), place, by
+
+
+@op(
+    "npu::npu_moe_init_routing(Tensor x, Tensor row_idx, Tensor expert_idx, SymInt active_num)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_init_routing,
+)
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens in the order of their experts: (expanded x, place, expert of each expanded row).
+
+    order = stable argsort(expert_idx, flat)
+    expanded x[i] = x[row_idx[order[i]] % tokens];  place[row_idx[order[i]]] = i
+    """
+    by, order = expert_idx.reshape(-1).sort(stable=True)
+    row = row_idx.reshape(-1)[order].long()
+    place = torch.zeros_like(row).scatter(0, row, torch.arange(row.shape[0], device=row.device))
+    count = min(active_num, x.shape[0]) * expert_idx.shape[-1]
+    return x[row[:count] % x.shape[0]], place.to(torch.int32), by.to(torch.int32)
+
+
+def _fake_init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, expert_num: int = -1, active_num: int = -1, **options: Any
+) -> tuple[Tensor, ...]:
+    count = expert_idx.numel()
+    start, end = options.get("active_expert_range") or (0, expert_num)
+    return (
+        x.new_empty((count, x.shape[-1])),
+        expert_idx.new_empty(count, dtype=torch.int32),
+        expert_idx.new_empty(end - start, dtype=torch.int64),
+        x.new_empty(0, dtype=torch.float32),
+    )
+
+
+@op(
+    "npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None,"
+    " SymInt active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0,"
+    " int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1,"
+    " int[2] active_expert_range=[], int row_idx_type=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_init_routing_v2,
+)
+def npu_moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens in the order of their experts: (expanded x, place, tokens of each expert, an empty scale).
+
+    order = stable argsort(expert_idx, flat), experts out of `active_expert_range` last
+    expanded x[i] = x[order[i] // k]
+    place: where row i * k + j went (row_idx_type 0), or the row that stands at i (1)
+    tokens of each expert: counted (expert_tokens_num_type 1) or where each ends (0)
+    """
+    require_implemented(
+        quant_mode == -1 and drop_pad_mode == 0 and scale is None,
+        lambda: "npu_moe_init_routing_v2 has a reference for quant_mode -1 and drop_pad_mode 0 alone",
+    )
+    start, end = active_expert_range or (0, expert_num)
+    flat = expert_idx.reshape(-1).long()
+    is_active = (flat >= start) & (flat < end)
+    by, order = torch.where(is_active, flat, expert_num).sort(stable=True)
+    numbers = torch.arange(flat.shape[0], device=flat.device)
+    place = order if row_idx_type == 1 else torch.zeros_like(order).scatter(0, order, numbers)
+    experts = torch.arange(start, end, device=flat.device)
+    ends = torch.searchsorted(by, experts, right=True)
+    tokens = ends if expert_tokens_num_type == 0 else ends - torch.searchsorted(by, experts)
+    return x[order // expert_idx.shape[-1]], place.to(torch.int32), tokens, x.new_empty(0, dtype=torch.float32)
+
+
+@op(
+    "npu::npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor",
+    fake=lambda sorted_expert_for_source_row, num_expert: sorted_expert_for_source_row.new_empty(
+        num_expert, dtype=torch.int32
+    ),
+)
+def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expert: int) -> Tensor:
+    """Where the rows of each expert end, in a sorted list of the experts of rows."""
+    experts = torch.arange(num_expert, device=sorted_expert_for_source_row.device, dtype=torch.int32)
+    return torch.searchsorted(sorted_expert_for_source_row, experts, right=True).to(torch.int32)
+
+
+def _fake_finalize(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+) -> Tensor:
+    k = 1 if scales is None else scales.shape[-1]
+    tokens = expanded_src_to_dst_row.shape[0] // k
+    return expanded_permuted_rows.new_empty((tokens, expanded_permuted_rows.shape[-1]))
+
+
+@op(
+    "npu::npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias,"
+    " Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0) -> Tensor",
+    fake=_fake_finalize,
+)
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+) -> Tensor:
+    """The rows of a token's experts, brought back and added up, in float32 and rounded once.
+
+        out[i] = [skip1[i] +] [skip2[i] +] sum over j of scales[i, j] * (row at place (i, j) [+ bias[expert (i, j)]])
+
+    drop_pad_mode 0 and 1: place (i, j) is expanded_src_to_dst_row[j * tokens + i]; 2 and 3: [i * k + j]. A place of -1
+    is none.
+    """
+    k = 1 if scales is None else scales.shape[-1]
+    wide = torch.float32
+    place = expanded_src_to_dst_row.long()
+    tokens = place.shape[0] // k
+    place = place.view(tokens, k) if (drop_pad_mode or 0) >= 2 else place.view(k, tokens).t()
+    flat = expanded_permuted_rows.reshape(-1, expanded_permuted_rows.shape[-1])
+    rows = flat[place.clamp(min=0)].to(wide)
+    if bias is not None:
+        require(export_for_source_row is not None, lambda: "bias needs export_for_source_row, the experts of tokens")
+        assert export_for_source_row is not None
+        rows = rows + bias.to(wide)[export_for_source_row.long()]
+    rows = rows.masked_fill((place < 0).unsqueeze(-1), 0.0)
+    out = rows.sum(1) if scales is None else (rows * scales.to(wide).unsqueeze(-1)).sum(1)
+    for skip in (skip1, skip2):
+        if skip is not None:
+            out = out + skip.to(wide)
+    return out.to(expanded_permuted_rows.dtype)
+
+
+# -- grouped matmul ----------------------------------------------------------------------------------------------------
+
+
+def _weights(weight: Sequence[Tensor]) -> list[Tensor]:
+    """One matrix for each group, given as a list or as one stack."""
+    return list(weight[0].unbind(0)) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
+
+
+def _fake_npu_grouped_matmul(
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, output_dtype: torch.dtype | None = None, **_: Any
+) -> list[Tensor]:
+    matrices = _weights(weight)
+    dtype = output_dtype or x[0].dtype
+    if len(x) > 1 or len(matrices) == 1:
+        return [a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype) for a, b in zip(x, matrices, strict=True)]
+    return [x[0].new_empty((*x[0].shape[:-1], matrices[0].shape[-1]), dtype=dtype)]
+
+
+@op(
+    "npu::npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None,"
+    " Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None,"
+    " Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None,"
+    " Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0,"
+    " int? group_type=-1, int? group_list_type=0, int? act_type=0, ScalarType? output_dtype=None) -> Tensor[]",
+    fake=_fake_npu_grouped_matmul,
+)
+def npu_grouped_matmul(
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
+    *,
+    bias: Sequence[Tensor] | None = None,
+    scale: Sequence[Tensor] | None = None,
+    per_token_scale: Sequence[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = -1,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> list[Tensor]:
+    """Matmuls of groups of rows, each with a weight of its own: one result, or one for each x.
+
+        rows of group g:  x @ weight[g] [* scale[g] * per_token_scale, if x is int8] [+ bias[g]]
+
+    `group_list` says where each group ends (group_list_type 0) or how long it is (1); rows behind the last group are
+    zero. Several x are groups of their own and need no list.
+    """
+    require_implemented(
+        not act_type and all(each is None for each in others.values()) and group_list_type in (0, 1),
+        lambda: "npu_grouped_matmul has no reference for activations, offsets and antiquantisation",
+    )
+    matrices, dtype = _weights(weight), output_dtype or x[0].dtype
+    biases = _weights_or_none(bias, len(matrices))
+    scales = _weights_or_none(scale, len(matrices))
+
+    def product(rows: Tensor, group: int) -> Tensor:
+        if rows.dtype != torch.int8:
+            y = rows @ matrices[group]
+        else:
+            y = (rows.to(torch.float64) @ matrices[group].to(torch.float64)).to(torch.float32)
+            if scales is not None:
+                y = y * scales[group].to(torch.float32)
+            if per_token_scale is not None:
+                y = y * per_token_scale[0].to(torch.float32).reshape(-1, 1)
+        return (y if biases is None else y + biases[group]).to(dtype)
+
+    if len(x) > 1 or len(matrices) == 1:
+        return [product(rows, group) for group, rows in enumerate(x)]
+    require(group_list is not None, lambda: "one x and several weights need a group_list")
+    assert group_list is not None
+    ends = group_list.long() if group_list_type == 0 else group_list.long().cumsum(0)
+    group_of = torch.searchsorted(ends, torch.arange(x[0].shape[0], device=x[0].device), right=True)
+    result = x[0].new_zeros((*x[0].shape[:-1], matrices[0].shape[-1]), dtype=dtype)
+    for group in range(len(matrices)):
+        result = torch.where((group_of == group).unsqueeze(-1), product(x[0], group), result)
+    return [result]
+
+
+def _weights_or_none(values: Sequence[Tensor] | None, count: int) -> list[Tensor] | None:
+    if not values:
+        return None
+    return list(values[0].unbind(0)) if len(values) == 1 and count > 1 else list(values)

@@ -1,0 +1,88 @@
+"""Streams and events that a compiled function makes itself, and scopes of streams in which its graph breaks.
+
+Dynamo has a table of the classes whose objects it may make while it traces, and code that makes them anew in every
+call: `build_stream` and `build_event`, which know torch's own accelerator. It keeps what it has made for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphex.torch_private.dynamo import disable
+from graphex.torch_private.lookup import private
+
+__all__ = ["build_with", "know_classes", "tell_of_broken_scopes"]
+
+_NO_CLASSES = "a graph breaks where a compiled function makes a stream or an event of the npu"
+_known = private(
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable._in_graph_classes", set, lost=_NO_CLASSES
+)
+_utils: Any = private("torch._dynamo.utils", None, lost=_NO_CLASSES)
+_objects: Any = private("torch._dynamo.graph_bytecode_inputs", None, lost=_NO_CLASSES)
+_scope: Any = private(
+    "torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable",
+    None,
+    lost="a graph break in a scope of a stream is not told",
+)
+
+_NOT_TRACED = "it runs between compiled graphs"
+_MOST_KEPT = 4096  # objects that one call may make
+
+
+def know_classes(*classes: Any) -> None:
+    """Let Dynamo make objects of these classes, which are streams and events, while it traces."""
+    table = _known()  # kept by a cache of torch's: what is added stays
+    table.update(each for each in classes if isinstance(each, type) and issubclass(each, (torch.Stream, torch.Event)))
+
+
+def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
+    """Let compiled functions make streams and events that are for no other device with these.
+
+    The objects of one call are dropped when later calls have made theirs: torch would keep every one.
+    """
+    for name, make in (("build_stream", stream), ("build_event", event)):
+        if (before := getattr(_utils, name, None)) is not None:
+            setattr(_utils, name, disable(_building(before, make), _NOT_TRACED))
+    kept: deque[object] = deque(maxlen=_MOST_KEPT)
+
+    def stash(made: object) -> object:
+        kept.append(made)
+        return made
+
+    if hasattr(_objects, "stash_graph_created_object"):
+        _objects.stash_graph_created_object = disable(stash, _NOT_TRACED)
+
+
+def _building(before: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
+    def build(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        device = kwargs.get("device", args[0] if args else None)
+        is_other = isinstance(device, (str, torch.device)) and torch.device(device).type != "npu"
+        return before(args, kwargs) if is_other else make(*args, **kwargs)
+
+    return build
+
+
+def tell_of_broken_scopes(tell: Callable[[Mapping[str, Any], Any], None]) -> None:
+    """Call `tell` with what a scope says, and the line in it, whenever a graph breaks inside of a scope."""
+    before = getattr(_scope, "reconstruct_type", None)
+    if before is None:
+        return
+
+    def reconstruct_type(self: Any, codegen: Any) -> Any:
+        said, summary = _said_by(self), getattr(getattr(codegen, "tx", None), "frame_summary", None)
+        if said and summary is not None:
+            tell(said, summary())
+        return before(self, codegen)
+
+    _scope.reconstruct_type = reconstruct_type
+
+
+def _said_by(scope: Any) -> Mapping[str, Any]:
+    """What a scope annotates nodes with; `annotation` since torch 2.14."""
+    values = getattr(scope, "annotation", None) or getattr(scope, "target_values", None)
+    said = values[0] if isinstance(values, (list, tuple)) and values else values
+    return said if isinstance(said, Mapping) else {}
