@@ -314,6 +314,12 @@ class CompilerConfig:
     regions_keep_out = Option[tuple[str, ...]](
         Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
     )
+    cache = Option(
+        Flag(),
+        True,
+        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again. See "
+        "docs/cache.md.",
+    )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."
     )
