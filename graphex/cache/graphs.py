@@ -31,9 +31,9 @@ from graphex.torch_private.symbolic import (
     FakeTensorMode,
     expression_of,
     free_unbacked_symbols,
-    no_new_guards,
     symbolic,
     unset_fake_temporarily,
+    without_guards,
 )
 
 _KEPT = ("stack_trace", "custom", ORIGINS, COUNTED, REGENERATED, RETURNED, "graphex_region", "graphex_not_copied")
@@ -287,9 +287,10 @@ class _Tensors:
 
     def _tensor(self, data: TensorData) -> Tensor:
         sizes, strides = tuple(map(self._number, data.sizes)), tuple(map(self._number, data.strides))
-        with unset_fake_temporarily(), no_new_guards(self._mode.shape_env):
+        with unset_fake_temporarily(), without_guards(self._mode.shape_env):
             if data.storage in self._storages or data.offset != 0:
                 meta = torch.empty(0, dtype=data.dtype, device="meta")
+                # torch compares the sizes with those of the storage; they have fitted when the graph was stored
                 meta.set_(self._storage(data.storage), self._number(data.offset), sizes, strides)
             else:
                 meta = torch.empty_strided(sizes, strides, dtype=data.dtype, device="meta")

@@ -68,6 +68,10 @@ class Key:
         """Equal for the keys of one function."""
         return hashlib.sha256(self.name.encode(errors="backslashreplace")).hexdigest()[:8]
 
+    @property
+    def phase(self) -> str:
+        return str(self.parts.get("phase", ""))
+
     def to_json(self) -> str:
         return json.dumps({"name": self.name, "parts": self.parts, "rows": self.rows, "lines": self.lines})
 
@@ -85,11 +89,12 @@ def key_of(
     gm: GraphModule,
     config: CompilerConfig,
     decompositions: Mapping[Any, Any],
+    phase: str,
     about: Mapping[str, object],
 ) -> Key:
     """The key of a graph. Raises NoFingerprintError or CannotStoreError, saying why there is none.
 
-    `about` says what else decides how the graph is compiled: its phase, its static inputs.
+    `about` says what else decides how the graph is compiled, such as its static inputs.
     """
     parts: Parts = {**_machine(), **_devices(gm), **_process(config)}
     parts["options"] = {
@@ -99,6 +104,7 @@ def key_of(
     parts["rules"] = [_named(rule, _made_of(rule)) for rule in users_rules(config)]
     parts["decompositions"] = sorted([str(op), fingerprint(function)] for op, function in decompositions.items())
     parts["declarations"] = sorted((*asynchronous_declarations(), *variant_declarations()))
+    parts["phase"] = phase
     parts["about"] = {what: repr(value) for what, value in about.items()}
     rows = list(graph_rows(gm.graph, lambda node: _noted(gm, node)))
     return Key(name, parts, [row for row, _ in rows], [line for _, line in rows])
@@ -216,8 +222,9 @@ def _text(value: object) -> str:
 
 
 def nearest(key: Key, others: Sequence[Key]) -> Key | None:
-    """The one with the fewest parts that differ; the first of several."""
-    return min(others, key=lambda other: len(_differing(key, other)), default=None)
+    """The graph of the same function and phase with the fewest parts that differ; the first of several."""
+    same = [other for other in others if (other.name, other.phase) == (key.name, key.phase)]
+    return min(same, key=lambda other: len(_differing(key, other)), default=None)
 
 
 def difference(now: Key, before: Key) -> str:
@@ -231,6 +238,8 @@ def difference(now: Key, before: Key) -> str:
     here, there = now.parts.get(part), before.parts.get(part)
     if isinstance(here, dict) and isinstance(there, dict):
         name = next(name for name in sorted({*here, *there}) if here.get(name) != there.get(name))
+        if part == "passes":
+            return _of_lists("the pass", here[name], there[name])
         return f"{_SUBJECTS.get(part, part)} '{name}' was {_said(there.get(name))} and is {_said(here.get(name))}"
     if isinstance(here, list) and isinstance(there, list):
         return _of_lists(_SUBJECTS.get(part, part), here, there)
@@ -243,7 +252,6 @@ _SUBJECTS = {
     "Inductor's settings": "Inductor's setting",
     "environment": "the environment's",
     "devices": "the device",
-    "passes": "the custom pass option",
     "rules": "the rule",
     "decompositions": "the decomposition of",
     "declarations": "the declaration of",
@@ -270,8 +278,11 @@ def _of_lists(subject: str, here: list[Any], there: list[Any]) -> str:
     if changed:
         return f"{subject} '{changed}' was changed"
     added = next((each for each in names if each not in before), "")
+    gone = next((each for each in before if each not in names), "")
     return (
-        f"{subject} '{added}' is new" if added else f"{subject} '{next(e for e in before if e not in names)}' is gone"
+        f"{subject} '{added or gone}' is {'new' if added else 'gone'}"
+        if added or gone
+        else f"{subject}s are in another order"
     )
 
 

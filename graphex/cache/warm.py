@@ -96,8 +96,9 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     try:
         search.mode = _fake_mode(gm)
         _check_streams(gm)
-        about = {"phase": phase, "static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
-        search.key = key_of(compilation.origin.function, gm, compilation.config, compilation.decompositions, about)
+        about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
+        function, config = compilation.origin.function, compilation.config
+        search.key = key_of(function, gm, config, compilation.decompositions, phase, about)
         search.given = Given.of(gm)
     except (CannotStoreError, NoFingerprintError) as error:
         search._note("uncacheable", one_line(error))
@@ -178,4 +179,4 @@ def _reporter(compilation: Compilation, graph: str) -> Any:
 def _why_missed(store: Store, key: Key) -> str:
     others = store.alike(key)
     found = nearest(key, others)
-    return f"nothing is stored for '{key.name}'" if found is None else difference(key, found)
+    return f"nothing is stored for '{key.name}' ({key.phase})" if found is None else difference(key, found)

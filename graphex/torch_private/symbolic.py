@@ -45,6 +45,7 @@ __all__ = [
     "symbol_of",
     "symbolic",
     "unset_fake_temporarily",
+    "without_guards",
 ]
 
 
@@ -132,6 +133,16 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
     finally:
         log.removeFilter(is_no_refusal)
         vars(env).pop("_check_frozen", None)
+
+
+@contextmanager
+def without_guards(env: ShapeEnv | None) -> Iterator[None]:
+    """What is asked about symbolic sizes inside is answered for the sizes at hand, and no guard is added."""
+    if env is None:
+        yield
+        return
+    with env.suppress_guards():
+        yield
 
 
 def substituted(expression: Any, sizes: dict[Any, int]) -> Any:
