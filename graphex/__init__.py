@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.loops.replayer import replayer
+    from graphex.loops.saved import load, save
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
     from graphex.rewrite.adapter import Rewrite, graph_pass
@@ -57,6 +58,7 @@ __all__ = [
     "get_backend",
     "graph_pass",
     "journal",
+    "load",
     "node_info",
     "random_orders",
     "register_asynchronous",
@@ -66,6 +68,7 @@ __all__ = [
     "register_replacement",
     "replacement",
     "replayer",
+    "save",
     "scope",
     "warm_up",
 ]
@@ -85,6 +88,7 @@ _NAMES = {
     "evidence.explain": ("Report", "explain"),
     "fusion.register": ("node_info", "register_replacement", "replacement"),
     "loops.replayer": ("replayer",),
+    "loops.saved": ("load", "save"),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),

@@ -24,6 +24,7 @@ from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
 from graphex.runtime.native import get_ready_meanwhile
 from graphex.torch_private import dynamo
+from graphex.torch_private.aot import is_compiled_ahead
 from graphex.torch_private.frames import compiled_frame
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
@@ -223,7 +224,7 @@ def _begin(
         journal.history = GraphHistory()
     compile_id = dynamo.compile_id()
     origin = origin_of(compiled_frame(gm), compile_id, journal)
-    return Compilation(config, journal, compile_id, custom or {}, files, is_whole, origin)
+    return Compilation(config, journal, compile_id, custom or {}, files, is_whole, origin, is_compiled_ahead())
 
 
 @dataclass

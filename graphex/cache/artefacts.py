@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis import node_line
 from graphex.analysis.graphs import attribute_of
-from graphex.cache.graphs import CannotStoreError, GraphData, packed_graph, unpacked_graph
+from graphex.cache.graphs import TRACE, CannotStoreError, GraphData, packed_graph, unpacked_graph
 from graphex.records import (
     FellBack,
     MemoryPredicted,
@@ -43,7 +43,6 @@ from graphex.torch_private.symbolic import FakeTensorMode
 
 LARGEST_CONSTANTS = 2**24  # bytes
 _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, MemoryPredicted, FellBack)
-_TRACE = "stack_trace"
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,10 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of a graph as AOTAutograd gave it: its constants, and the trace and line of each node."""
+    """What is known of a graph as AOTAutograd gave it: its constants, and the trace and line of each node.
+
+    A process that loads a saved function has none of these nodes, and no lines.
+    """
 
     constants: dict[str, Any]
     traces: list[str]
@@ -107,7 +109,7 @@ class Given:
     def of(cls, gm: GraphModule) -> Given:
         constants = {str(n.target): attribute_of(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         nodes = list(gm.graph.nodes)
-        return cls(constants, [str(node.meta.get(_TRACE) or "") for node in nodes], [node_line(node) for node in nodes])
+        return cls(constants, [str(node.meta.get(TRACE) or "") for node in nodes], [node_line(node) for node in nodes])
 
 
 # -- to data -----------------------------------------------------------------------------------------------------------
@@ -151,9 +153,9 @@ def _code_data(name: str, code: RegionCode) -> CodeData:
 def _numbered(data: GraphData, places: dict[str, int]) -> GraphData:
     """Source traces as the places of nodes that have them."""
     for node in data.nodes:
-        trace = node.meta.pop(_TRACE, None)
+        trace = node.meta.pop(TRACE, None)
         if trace is not None and trace in places:
-            node.meta[_TRACE] = places[trace]
+            node.meta[TRACE] = places[trace]
     return data
 
 
@@ -192,16 +194,14 @@ def made_from(
     fall_back: Callable[[str, str, str], None],
 ) -> Made:
     """The graph of an artefact, with fake tensors of this mode and the constants of the graph as it is given here."""
-    _restore_traces(artefact.graph, given.traces)
-    graph = unpacked_graph(artefact.graph, mode)
+    graph = unpacked_graph(artefact.graph, mode, given.traces)
     root = torch.nn.Module()
     for name, value in {**given.constants, **artefact.constants}.items():
         _attach(root, name, value)
-    lines = dict(zip(artefact.lines, given.lines, strict=True))
+    lines = dict(zip(artefact.lines, given.lines, strict=False))
     codes: dict[int, RegionCode] = {}
     for name, data in artefact.regions.items():
-        _restore_traces(data.body, given.traces)
-        body = graph_module(torch.nn.Module(), unpacked_graph(data.body, mode))
+        body = graph_module(torch.nn.Module(), unpacked_graph(data.body, mode, given.traces))
         if data.code not in codes:
             codes[data.code] = _region_code(artefact.codes[data.code], body, mode, patches)
         root.add_module(name, Region(name, body, codes[data.code], lines.get(data.line, data.line), fall_back))
@@ -213,12 +213,6 @@ def _region_code(data: CodeData, body: GraphModule, mode: FakeTensorMode, patche
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     code = unpacked_code(data.packed, inputs, mode, patches)
     return RegionCode(code, data.source, data.kernels, 0.0, code)
-
-
-def _restore_traces(data: GraphData, traces: list[str]) -> None:
-    for node in data.nodes:
-        if (place := node.meta.get(_TRACE)) is not None:
-            node.meta[_TRACE] = traces[place]
 
 
 def _attach(root: torch.nn.Module, path: str, value: Any) -> None:

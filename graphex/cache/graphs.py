@@ -10,7 +10,7 @@ a size that only running tells) raises `CannotStoreError`, and the graph is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
@@ -36,7 +36,8 @@ from graphex.torch_private.symbolic import (
     without_guards,
 )
 
-_KEPT = ("stack_trace", "custom", ORIGINS, COUNTED, REGENERATED, RETURNED, "graphex_region", "graphex_not_copied")
+TRACE = "stack_trace"
+_KEPT = (TRACE, "custom", ORIGINS, COUNTED, REGENERATED, RETURNED, "graphex_region", "graphex_not_copied")
 _NOT_NEEDED = (  # notes of one pass for a later one; an executable does not ask for them
     *("graphex_writes_before", "graphex_made_by", "graphex_epoch", "graphex_slices_corrected"),
     *("graphex_written_directly", "graphex_tag"),
@@ -238,8 +239,11 @@ def _target(op: str, text: str) -> Any:
 # -- from data ---------------------------------------------------------------------------------------------------------
 
 
-def unpacked_graph(data: GraphData, mode: FakeTensorMode) -> Graph:
-    """The graph, with fake tensors of this mode. Raises CannotStoreError where a symbol is not there."""
+def unpacked_graph(data: GraphData, mode: FakeTensorMode, traces: Sequence[str] = ()) -> Graph:
+    """The graph, with fake tensors of this mode. Raises CannotStoreError where a symbol is not there.
+
+    `traces` are those that numbers in the data stand for.
+    """
     tensors = _Tensors(data, mode)
     graph = Graph()
     nodes: list[Node] = []
@@ -251,6 +255,8 @@ def unpacked_graph(data: GraphData, mode: FakeTensorMode) -> Graph:
         node.meta = {name: value for name, value in each.meta.items() if name != "val"}
         if "val" in each.meta:
             node.meta["val"] = tensors.value(each.meta["val"])
+        if (place := node.meta.pop(TRACE, None)) is not None and place < len(traces):
+            node.meta[TRACE] = traces[place]
         nodes.append(node)
     return graph
 
@@ -327,6 +333,6 @@ def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[tuple[s
     """
     data = packed_graph(graph)
     for node, each in zip(graph.nodes, data.nodes, strict=True):
-        meta = {name: value for name, value in each.meta.items() if name not in ("stack_trace", WRITES, ORIGINS)}
+        meta = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS)}
         yield repr((*each[:-1], meta, note(node))), node_line(node)
     yield f"storages {data.storages}", ""

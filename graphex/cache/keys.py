@@ -96,7 +96,7 @@ def key_of(
 
     `about` says what else decides how the graph is compiled, such as its static inputs.
     """
-    parts: Parts = {**_machine(), **_devices(gm), **_process(config)}
+    parts: Parts = {**machine_of(_devices(gm)), **_process(config)}
     parts["options"] = {
         option: repr(value) for option, value in config.as_dict().items() if option not in _NO_PART_OF_KEY
     }
@@ -171,10 +171,14 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _devices(gm: GraphModule) -> Parts:
+def machine_of(devices: Sequence[str]) -> Parts:
+    """What compiles, and the devices that it compiles for."""
+    return {**_machine(), "devices": {name: _device(name) for name in devices}}
+
+
+def _devices(gm: GraphModule) -> list[str]:
     values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
-    found = sorted({str(value.device) for value in values if isinstance(value, Tensor)})
-    return {"devices": {name: _device(name) for name in found}}
+    return sorted({str(value.device) for value in values if isinstance(value, Tensor)})
 
 
 @cache

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from graphex import env
 from graphex.analysis.effects import synchronisation
@@ -44,7 +44,10 @@ _WANTS_PASSES = {  # options that are about the passes themselves, or about the 
 
 @dataclass
 class Search:
-    """What the cache has for a graph. `made` is the graph that was stored; None where it is to be compiled."""
+    """What the cache has for a graph. `made` is the graph that was stored; None where it is to be compiled.
+
+    `artefact` is what was loaded, or kept; None, with a reason, if the graph cannot be stored.
+    """
 
     compilation: Compilation
     name: str
@@ -56,25 +59,29 @@ class Search:
     records: int = 0  # those of the journal before the passes
     guards: int = 0  # those of the shape environment
     bytes: int = 0
+    artefact: Artefact | None = None
 
-    def keep(self, gm: GraphModule, functional: Any) -> None:
+    def keep(self, gm: GraphModule, functional: Graph) -> None:
         """Store a graph after its passes, and record that it was missed."""
-        if self.key is None or self.given is None or self.mode is None:
+        if self.given is None or self.mode is None or (self.key is None and not self.compilation.is_ahead):
             return
         started = time.perf_counter()
         records = [each for each in self.compilation.journal.records[self.records :] if each.graph == self.name]
         try:
             guards = stated_since(self.mode.shape_env, self.guards)
-            artefact = artefact_of(gm, functional, self.given, records, guards)
-            size = Store().save(self.key, artefact.to_bytes())
+            self.artefact = artefact_of(gm, functional, self.given, records, guards)
+            if self.key is None:
+                return
+            size = Store().save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
-            self._note("uncacheable", one_line(error))
-            return
+            self.reason = one_line(error)
+            if self.key is not None:
+                self._note("uncacheable", self.reason)
         except OSError as error:
             self._note("miss", self.reason)
             self._warn(one_line(error))
-            return
-        self._note("miss", self.reason, time.perf_counter() - started, size)
+        else:
+            self._note("miss", self.reason, time.perf_counter() - started, size)
 
     def _note(self, status: str, reason: str = "", seconds: float = 0.0, size: int = 0) -> None:
         key = "" if self.key is None else name_of(self.key)
@@ -88,25 +95,30 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     """Find a graph, as AOTAutograd gave it, in the cache. What is found is made to run here, with its records."""
     started = time.perf_counter()
     search = Search(compilation, name)
-    if not compilation.config.cache or not env.cache_enabled():
-        return search
-    if reason := _why_not_asked(compilation):
-        search._note("uncacheable", reason)
+    is_on = compilation.config.cache and env.cache_enabled()
+    if not is_on and not compilation.is_ahead:
         return search
     try:
+        if reason := _why_not_asked(compilation):
+            raise CannotStoreError(reason)
         search.mode = _fake_mode(gm)
         _check_streams(gm)
-        about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
-        function, config = compilation.origin.function, compilation.config
-        search.key = key_of(function, gm, config, compilation.decompositions, phase, about)
         search.given = Given.of(gm)
+        if is_on:
+            about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
+            function, config = compilation.origin.function, compilation.config
+            search.key = key_of(function, gm, config, compilation.decompositions, phase, about)
     except (CannotStoreError, NoFingerprintError) as error:
-        search._note("uncacheable", one_line(error))
-        return search
+        search.reason = one_line(error)
+        if is_on:
+            search._note("uncacheable", search.reason)
+        if search.mode is None or search.given is None:
+            return search
     environment = search.mode.shape_env
     search.records = len(compilation.journal.records)
     search.guards = 0 if environment is None else len(environment.guards)
-    _load(search)
+    if search.key is not None:
+        _load(search)
     if search.made is not None:
         for record in search.made.records:
             compilation.journal.add(replace(record, graph=name))
@@ -148,7 +160,7 @@ def _load(search: Search) -> None:
         if data is None:
             search.reason = _why_missed(store, search.key)
             return
-        artefact = Artefact.from_bytes(data)
+        search.artefact = artefact = Artefact.from_bytes(data)
         if (broken := _guard(search.mode, artefact.guards)) is not None:
             search.reason = f"the stored graph is for sizes with {broken}"
             return
@@ -158,7 +170,7 @@ def _load(search: Search) -> None:
         search.bytes = len(data)
         store.note_hit(search.key)
     except Exception as error:  # a file, and Inductor, may raise anything; the graph is compiled
-        search.made = None
+        search.made = search.artefact = None
         search.reason = f"what is stored cannot be used: {one_line(error)}"
 
 

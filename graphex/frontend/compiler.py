@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis.contract import every_node
 from graphex.analysis.memory import predicted_peak
+from graphex.cache.artefacts import Artefact
 from graphex.cache.warm import look_up
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
@@ -35,10 +36,14 @@ from graphex.torch_private.symbolic import pytree, unset_fake_temporarily
 
 
 class Executables(NamedTuple):
-    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see."""
+    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see.
+
+    `artefact` is the graph as data; where it cannot be stored it is the reason.
+    """
 
     program: Program
     functional: FunctionalProgram
+    artefact: Artefact | str
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
@@ -62,16 +67,38 @@ def compile_graph(
         with _stage(compilation, name, "cache"):
             search.keep(gm, functional_graph)
     functional = FunctionalProgram(compilation, name, gm, functional_graph)
+    program = _executable(compilation, name, gm, functional, phase, static_inputs, original, runner)
+    compilation.files.journal(compilation.journal, compilation.compile_id)
+    compilation.log(name, replays=program.may_replay)
+    return Executables(program, functional, search.artefact or search.reason)
+
+
+def executable(
+    compilation: Compilation, name: str, gm: GraphModule, functional: Graph, phase: str, static_inputs: Sequence[int]
+) -> Program:
+    """The program of a graph that was optimised before, in another process."""
+    made = FunctionalProgram(compilation, name, gm, functional)
+    return _executable(compilation, name, gm, made, phase, static_inputs, gm, None)
+
+
+def _executable(
+    compilation: Compilation,
+    name: str,
+    gm: GraphModule,
+    functional: FunctionalProgram,
+    phase: str,
+    static_inputs: Sequence[int],
+    original: GraphModule,
+    runner: Runner | None,
+) -> Program:
     tools = _debug_tools(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools)
         program = build_executable(graph, runner)
-    if not config.dump_tensor_data:
+    if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, gm.graph)
-    compilation.files.journal(compilation.journal, compilation.compile_id)
-    compilation.log(name, replays=program.may_replay)
-    return Executables(program, functional)
+    return program
 
 
 def _optimised(runner: Runner) -> Graph:

@@ -18,9 +18,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.lookup import private
+from graphex.torch_private.lookup import find, private
 
 __all__ = [
+    "adds_guards",
+    "aot_compiled",
+    "aot_loaded",
     "aot_module_simplified",
     "counted",
     "counted_inputs",
@@ -82,6 +85,24 @@ def register_as_serializable(kind: type) -> None:
             continue
 
 
+def aot_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
+) -> bytes:
+    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes."""
+    config = find("torch._dynamo.config")
+    wanted = {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
+    with config.patch(wanted) if wanted else nullcontext():
+        compiled: Any = torch.compile(function, fullgraph=True, backend=backend)
+        made = (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
+    data: bytes = type(made).serialize(made).serialized_data
+    return data
+
+
+def aot_loaded(data: bytes, names: dict[str, Any]) -> Any:
+    """What `aot_compiled` has made, to be called; `names` are the globals of the function."""
+    return find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize(data, names)
+
+
 @contextmanager
 def counted() -> Iterator[None]:
     """Count a call of AOTAutograd as torch's own backends do: DDPOptimizer learns from the count that there was one."""
@@ -135,6 +156,13 @@ def only_hands_over(written: Collection[int]) -> bool:
     except AttributeError:  # a torch that keeps its books in another way
         return False
     return not any(work) and set(counted).issubset(written)
+
+
+def adds_guards() -> bool:
+    """Whether AOTAutograd asks Dynamo for guards of its own on the graph being compiled, or this torch does not say."""
+    context = _context()
+    guards = getattr(getattr(context, "guards_context", None), "aotautograd_guards", None)
+    return guards is None or bool(guards)
 
 
 def counted_inputs(inputs: int) -> tuple[int, ...]:
