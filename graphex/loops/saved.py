@@ -48,21 +48,25 @@ def save(
         raise InputError(f"nothing can be saved: {reason}.")
     backend = get_backend(options)
     try:
-        data = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
+        data, takes_self = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
     except GraphexError:
         raise
     except Exception as error:
         if isinstance(error.__cause__, GraphexError):
             raise error.__cause__ from error
         raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
-    head = json.dumps({"machine": machine_of(()), "is_module": isinstance(model, torch.nn.Module)})
+    is_module = isinstance(model, torch.nn.Module)
+    head = json.dumps({"machine": machine_of(()), "is_module": is_module, "takes_self": is_module and takes_self})
     with written_whole(Path(path)) as file:
         file.write(_MARK + sealed(head.encode() + b"\n" + data))
     return backend.journal
 
 
 class Loaded:
-    """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled."""
+    """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled.
+
+    `model` is what the function takes first, if it does.
+    """
 
     def __init__(self, function: Any, model: torch.nn.Module | None) -> None:
         self._function, self._model = function, model
@@ -101,7 +105,7 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
         )
         raise InputError(f"'{path}' {wanted}.")
     names = {} if model is None else getattr(type(model).forward, "__globals__", {})
-    return Loaded(aot_loaded(data, names), model)
+    return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
 
 
 def _guard(error: RuntimeError) -> str:

@@ -7,6 +7,7 @@ wrapper. Without the tracing names, rules given as functions match nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,20 +88,31 @@ def register_as_serializable(kind: type) -> None:
 
 def aot_compiled(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
-) -> bytes:
-    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes."""
+) -> tuple[bytes, bool]:
+    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes; whether it takes `self`.
+
+    A module of torch's own, such as `nn.Sequential`, is held by the function instead: the bytes refer to it.
+    """
     config = find("torch._dynamo.config")
     wanted = {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
     with config.patch(wanted) if wanted else nullcontext():
         compiled: Any = torch.compile(function, fullgraph=True, backend=backend)
         made = (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
-    data: bytes = type(made).serialize(made).serialized_data
-    return data
+    takes_self = next(iter(made._artifacts.signature.parameters), "") == "self"
+    data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
+    return data, takes_self
 
 
-def aot_loaded(data: bytes, names: dict[str, Any]) -> Any:
+def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
     """What `aot_compiled` has made, to be called; `names` are the globals of the function."""
-    return find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize(data, names)
+    load = find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize
+    return load(data, names, *_held(load, 2, module))
+
+
+def _held(method: Callable[..., Any], before: int, module: object) -> list[dict[str, Any]]:
+    """The module that a saved function may refer to, for a torch that knows of such references."""
+    knows = len(inspect.signature(method).parameters) > before
+    return [{"module": module}] if knows and isinstance(module, torch.nn.Module) else []
 
 
 @contextmanager

@@ -136,3 +136,13 @@ def test_the_module_must_be_given_where_there_is_one(saved, tmp_path):
         graphex.load(saved)
     graphex.save(torch.sin, (torch.ones(2),), tmp_path / "function")
     torch.testing.assert_close(graphex.load(tmp_path / "function")(torch.ones(2)), torch.ones(2).sin())
+
+
+@torch.no_grad()
+def test_a_module_of_torchs_own_is_saved_too(tmp_path):
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    x, other = torch.randn(2, 4), made()
+    graphex.save(made(), (x,), tmp_path / "file")
+    torch.testing.assert_close(graphex.load(tmp_path / "file", other)(x), other(x))
