@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,22 +40,17 @@ class Entry:
 
 
 class Store:
-    """The stored graphs of this user. Methods raise OSError where the folder cannot be used, saying why."""
+    """The graphs that are stored in a folder. Methods raise OSError where it cannot be used, saying why."""
 
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or cache_directory() / FOLDER
 
-    @property
-    def root(self) -> Path:
-        return self._root or cache_directory()
-
-    @property
-    def path(self) -> Path:
-        return self.root / FOLDER
+    def _open(self) -> AbstractContextManager[Folder]:
+        return open_folder(self.path.parent, self.path.name)
 
     def load(self, key: Key) -> bytes | None:
         """The artefact of a key; None without one. Raises ValueError if it is damaged."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             try:
                 return unsealed(folder.read(f"{name_of(key)}{GRAPH}"))
             except FileNotFoundError:
@@ -63,7 +58,7 @@ class Store:
 
     def note_hit(self, key: Key) -> None:
         """Count a use. A cache that cannot be written to serves all the same."""
-        with suppress(OSError), open_folder(self.root, FOLDER) as folder:
+        with suppress(OSError), self._open() as folder:
             folder.append(f"{name_of(key)}{HITS}", b".")
 
     def save(self, key: Key, artefact: bytes) -> int:
@@ -71,7 +66,7 @@ class Store:
         content, about = sealed(artefact), sealed(zlib.compress(key.to_json().encode(), 1))
         if len(content) > LARGEST:
             raise OSError(f"it has {len(content)} bytes, more than the {LARGEST} that are stored")
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             folder.replace(f"{name_of(key)}{KEY}", about)
             folder.replace(f"{name_of(key)}{GRAPH}", content)
             make_room(folder, cache_limit(), but=name_of(key))
@@ -79,29 +74,34 @@ class Store:
 
     def discard(self, id: str) -> None:
         """Remove an entry."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             _discard(folder, id)
 
     def alike(self, key: Key) -> list[Key]:
         """The latest keys of the same function."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             latest = sorted(_entries(folder), key=lambda entry: -entry.made)
             names = [entry.id for entry in latest if entry.id.startswith(f"{key.group}-")]
             return [found for name in names[:_COMPARED] if (found := _key(folder, name)) is not None]
 
     def entries(self) -> list[Entry]:
         """Everything that is stored, the latest use first."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             return sorted(_entries(folder), key=lambda entry: -entry.used)
 
     def key(self, id: str) -> Key | None:
         """The key of an entry; None if it cannot be read."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             return _key(folder, id)
+
+    def artefact(self, id: str) -> bytes:
+        """The artefact of an entry. Raises ValueError if it is damaged."""
+        with self._open() as folder:
+            return unsealed(folder.read(f"{id}{GRAPH}"))
 
     def problem(self, id: str) -> str:
         """Why an entry cannot be used; empty if its files are what was written."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             for suffix in (KEY, GRAPH):
                 try:
                     unsealed(folder.read(f"{id}{suffix}"))
@@ -113,12 +113,12 @@ class Store:
 
     def files(self, id: str) -> dict[str, bytes]:
         """The files of an entry, to be taken elsewhere."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             return {f"{id}{suffix}": folder.read(f"{id}{suffix}") for suffix in (KEY, GRAPH)}
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file that `files` has given in another place."""
-        with open_folder(self.root, FOLDER) as folder:
+        with self._open() as folder:
             folder.replace(name, content)
 
 

@@ -72,7 +72,7 @@ class Search:
             self.artefact = artefact_of(gm, functional, self.given, records, guards)
             if self.key is None:
                 return
-            size = Store().save(self.key, self.artefact.to_bytes())
+            size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
             self.reason = one_line(error)
             if self.key is not None:
@@ -95,7 +95,7 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     """Find a graph, as AOTAutograd gave it, in the cache. What is found is made to run here, with its records."""
     started = time.perf_counter()
     search = Search(compilation, name)
-    is_on = compilation.config.cache and env.cache_enabled()
+    is_on = compilation.config.cache and (env.cache_enabled() or compilation.store is not None)
     if not is_on and not compilation.is_ahead:
         return search
     try:
@@ -154,7 +154,7 @@ def _load(search: Search) -> None:
     assert search.key is not None
     assert search.given is not None
     assert search.mode is not None
-    store = Store()
+    store = Store(search.compilation.store)
     try:
         data = store.load(search.key)
         if data is None:
