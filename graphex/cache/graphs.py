@@ -11,7 +11,7 @@ a size that only running tells) raises `CannotStoreError`, and the graph is comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -137,6 +137,9 @@ class _Packer:
         if isinstance(value, Node):
             return Ref(self._places[value])
         if isinstance(value, (*_PLAIN, *_OF_TORCH)) and not isinstance(value, tuple):
+            return value
+        if is_dataclass(value) and type(value).__module__.startswith("graphex."):
+            self._argument([getattr(value, each.name) for each in fields(value)])  # a note of ours, if it is plain
             return value
         if isinstance(value, torch.Size):
             return Sizes(tuple(map(self._argument, value)))
