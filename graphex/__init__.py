@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graphex.loops.generate import generate
     from graphex.loops.replayer import replayer
     from graphex.loops.report import GenerationReport, generation
+    from graphex.loops.saved import load, save
     from graphex.loops.train_step import train_step
     from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
@@ -65,6 +66,7 @@ __all__ = [
     "get_backend",
     "graph_pass",
     "journal",
+    "load",
     "node_info",
     "random_orders",
     "register_asynchronous",
@@ -74,6 +76,7 @@ __all__ = [
     "register_replacement",
     "replacement",
     "replayer",
+    "save",
     "scope",
     "train_step",
     "warm_up",
@@ -98,6 +101,7 @@ _NAMES = {
     "loops.replayer": ("replayer",),
     "loops.train_step": ("train_step",),
     "loops.report": ("GenerationReport", "generation"),
+    "loops.saved": ("load", "save"),
     "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),

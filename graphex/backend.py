@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -24,6 +25,7 @@ from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
 from graphex.runtime.native import get_ready_meanwhile
 from graphex.torch_private import dynamo
+from graphex.torch_private.aot import is_compiled_ahead
 from graphex.torch_private.frames import compiled_frame
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
 
@@ -65,13 +67,14 @@ class Backend:
         self.__name__ = "graphex"
         self.config = config
         self.custom_decompositions = custom_decompositions
+        self.store: Path | None = None  # where compiled graphs are kept, if not in the cache of the user
         self.journal = Journal()
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
             config = self._config(**kwargs)
             _attached(dynamo.compiling_backend()).journal = self.journal
-            return _compile(gm, example_inputs, config, self.journal, self.custom_decompositions)
+            return _compile(gm, example_inputs, config, self.journal, self.custom_decompositions, self.store)
         except GraphexError as error:
             raise dynamo.surfaced(error) from error.__cause__
 
@@ -172,12 +175,13 @@ def _compile(
     config: CompilerConfig,
     journal: Journal,
     custom_decompositions: Decompositions | None,
+    store: Path | None = None,
 ) -> Any:
     from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
 
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
-    compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm))
+    compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm), store=store)
     if kernel_runtime() is not None:
         get_ready_meanwhile(journal)
     if journal.history is not None:
@@ -222,6 +226,7 @@ def _begin(
     custom: Decompositions | None = None,
     *,
     is_whole: bool = True,
+    store: Path | None = None,
 ) -> Compilation:
     from graphex.frontend.origin import origin_of
 
@@ -232,7 +237,7 @@ def _begin(
         journal.history = GraphHistory()
     compile_id = dynamo.compile_id()
     origin = origin_of(compiled_frame(gm), compile_id, journal)
-    return Compilation(config, journal, compile_id, custom or {}, files, is_whole, origin)
+    return Compilation(config, journal, compile_id, custom or {}, files, is_whole, origin, is_compiled_ahead(), store)
 
 
 @dataclass

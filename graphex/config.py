@@ -331,6 +331,12 @@ class CompilerConfig:
         "The share of a forward's values that may be saved for its backward: 1 is what is fastest, 0 saves inputs. "
         "The less is saved, the more is computed again. See docs/training.md.",
     )
+    cache = Option(
+        Flag(),
+        True,
+        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again. See "
+        "docs/cache.md.",
+    )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."
     )

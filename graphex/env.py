@@ -39,7 +39,8 @@ from graphex.errors import warn_user
 
 
 DISABLE, TUNING, LEAN_IMPORTS = "GRAPHEX_DISABLE", "GRAPHEX_TUNING", "GRAPHEX_LEAN_IMPORTS"
-REGIONS = "GRAPHEX_REGIONS"
+REGIONS, CACHE, CACHE_MIB = "GRAPHEX_REGIONS", "GRAPHEX_CACHE", "GRAPHEX_CACHE_MIB"
+_MOST_MIB = 2048
 _NO = ("", "0", "false", "no", "off")
 _TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "again"}
 
@@ -58,6 +59,23 @@ def lean_imports() -> bool:
 def regions_enabled() -> bool:
     """Whether regions of a graph are compiled; the option `regions` can still say no."""
     return os.environ.get(REGIONS, "on").lower() not in _NO
+
+
+def cache_enabled() -> bool:
+    """Whether compiled graphs are kept for the next process; the option `cache` can still say no."""
+    return os.environ.get(CACHE, "on").lower() not in _NO
+
+
+def cache_limit() -> int:
+    """The bytes that stored graphs may take."""
+    return _mebibytes(os.environ.get(CACHE_MIB, "")) * 2**20
+
+
+@cache
+def _mebibytes(given: str) -> int:
+    if given and not given.isdecimal():
+        warn_user(f"graphex: {CACHE_MIB}={given} is no whole number; {_MOST_MIB} is what it does without it")
+    return int(given) if given.isdecimal() else _MOST_MIB
 
 
 def tuning() -> str:
@@ -210,6 +228,23 @@ class Folder:
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self._descriptor)
             raise
+
+    def append(self, name: str, content: bytes) -> None:
+        """Add to the end of a file, which is made if need be; of two processes at once none loses what it adds."""
+        with self._opened(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+            os.write(descriptor, content)
+
+    def names(self) -> list[str]:
+        return os.listdir(self._descriptor)
+
+    def about(self, name: str) -> os.stat_result:
+        """Size and times of a file; FileNotFoundError without one."""
+        return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, whoever wrote it; another process may have been faster."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:

@@ -310,10 +310,11 @@ class RegionCompiled(Record):
     """A part of a graph that Inductor compiled, or that is like one it had compiled (reused). One that was slower than
     its nodes one by one is not used (slower).
 
-    `nodes` counts all of it, `calls` what launches a kernel in eager, `generated` the calls that Inductor writes code
-    for, `fused_ops` those of graphex inside. `kernels` are the names of the kernels in the generated code. `inlined`
-    are fused ops whose formula is part of these kernels, because there was code to join it with. `seconds` is the time
-    of compiling; the other two are those of a call, 0 where they were not measured.
+    One that came from the cache on disk is loaded. `nodes` counts all of it, `calls` what launches a kernel in eager,
+    `generated` the calls that Inductor writes code for, `fused_ops` those of graphex inside. `kernels` are the names of
+    the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
+    code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
+    measured.
     """
 
     kind: ClassVar[str] = "region"
@@ -341,6 +342,23 @@ class RegionBorder(Record):
     reason: str
     line: str = ""
     count: int = 1
+
+
+@dataclass(frozen=True)
+class CacheAsked(Record):
+    """Whether a graph was taken from the cache on disk (hit), compiled and kept there (miss), or compiled and not kept
+    (uncacheable), and why. Of a miss `reason` is the first thing in which the graph differs from what was stored.
+
+    `key` names the entry (`graphex cache list`), `bytes` is its size, `seconds` the time of finding and loading it, or
+    of storing it. The records of a graph that was loaded are those of the process that compiled it.
+    """
+
+    kind: ClassVar[str] = "cache"
+    status: str
+    key: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -546,6 +564,10 @@ class Journal:
     @property
     def region_borders(self) -> list[RegionBorder]:
         return self.of(RegionBorder)
+
+    @property
+    def cache(self) -> list[CacheAsked]:
+        return self.of(CacheAsked)
 
     @property
     def deadlock_checks(self) -> list[DeadlockChecked]:

@@ -27,6 +27,7 @@ settings.load_profile("fixed")
 torch.set_num_threads(1)
 os.environ["GRAPHEX_TUNING"] = "off"  # tests that measure say so
 os.environ.setdefault("GRAPHEX_REGIONS", "off")  # compiling takes seconds; tests that want it turn it on
+os.environ["GRAPHEX_CACHE"] = "off"  # a test sees its passes run; those of the cache turn it on
 os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp(prefix="graphex-tests-")  # a run finds nothing of another one
 atexit.register(shutil.rmtree, os.environ["GRAPHEX_CACHE_DIR"], ignore_errors=True)
 

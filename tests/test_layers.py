@@ -23,6 +23,7 @@ ORDER = (
         "passes",
         "runtime",
         "debug",
+        "cache",
         "frontend",
         "backend",
         "evidence",

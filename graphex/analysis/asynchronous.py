@@ -236,6 +236,12 @@ def register_keeps_nothing(*ops: object) -> Handle:
     return Handle(f"{', '.join(map(str, found))} keep nothing", lambda: _declared_keeping.difference_update(new))
 
 
+def declarations() -> list[str]:
+    """What users have declared of ops, as text."""
+    waits = [f"{op} works on until {wait}" for op, wait in _declared.items()]
+    return sorted([*waits, *(f"{op} keeps nothing" for op in _declared_keeping)])
+
+
 # -- memory in use although no node reads it ---------------------------------------------------------------------------
 # An op in flight uses the memory of its arguments and results until every result is waited for. So each wait counts as
 # a read of all that memory, and as a write of the part that the op writes. Without a wait for every result the use goes

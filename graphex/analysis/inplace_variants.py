@@ -143,6 +143,11 @@ def is_declared(op: Op) -> bool:
     return op in _declared or any(variant.inplace is op for variant in _declared.values())
 
 
+def declarations() -> list[str]:
+    """What users have declared of pairs of ops, as text."""
+    return sorted(f"{op} is written in place by {each.inplace}, {each.written}" for op, each in _declared.items())
+
+
 class Handle:
     """A declaration that can be taken back; as a context manager it holds for the block."""
 

@@ -1,7 +1,8 @@
 """The command line `graphex`. `COMMANDS` names the module of each command, which is loaded when it is asked for.
 
 `scripts` runs and explains a user's script; `report` opens and compares the pages it wrote; `catalogue` lists ops,
-rules, passes and options; `doctor` checks the machine; `bench` runs the benchmarks of the source tree. `output` holds
+rules, passes and options; `cache` is about stored graphs; `doctor` checks the machine; `bench` runs the benchmarks of
+the source tree. `output` holds
 how they print. `docs` is no command: `make docs` runs it to write tables of the documentation from declarations.
 
 Importing a command's module imports neither torch nor rich, so that `--help` answers at once; a command imports them
@@ -28,6 +29,7 @@ COMMANDS = {
     "run": "graphex.cli.scripts",
     "explain": "graphex.cli.scripts",
     "report": "graphex.cli.report",
+    "cache": "graphex.cli.cache",
     "ops": "graphex.cli.catalogue",
     "rules": "graphex.cli.catalogue",
     "passes": "graphex.cli.catalogue",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -18,8 +18,9 @@ from torch.fx import GraphModule
 from graphex.analysis.aliasing import REGENERATED
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
-from graphex.frontend.compiler import compile_graph
+from graphex.frontend.compiler import Executables, compile_graph
 from graphex.frontend.partition import partition
+from graphex.frontend.portable import Portable, portable
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
 from graphex.passes.updates import note_program_writes
@@ -93,6 +94,7 @@ def _aot(
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
     bypasses: list[Bypass] = []
+    made_portable: list[Portable | str] = []
     trains = False
     has_out = _may_write_to_out(gm)
     # Of two versions, which one ran is not known; in a pool of the user's, other programs write too.
@@ -104,12 +106,16 @@ def _aot(
         def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
             nonlocal trains
             trains = trains or phase == "forward"
-            return _compiled(graph, inputs, compilation, phase, saved, has_out=has_out)
+            return _compiled(graph, inputs, compilation, phase, saved, has_out=has_out).program
 
         return compile_phase
 
-    def compile_inference(*args: Any, **kwargs: Any) -> Program:
-        program = compiler("inference")(*args, **kwargs)
+    def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Program:
+        made = _compiled(graph, inputs, compilation, "inference", None, has_out=has_out)
+        program = made.program
+        if compilation.is_ahead:
+            as_data = portable(made, graph, gm, example_inputs, compilation) if may_bypass else _NOT_PLAIN
+            made_portable.append(as_data)
         if not may_bypass or not program.may_replay or not only_hands_over(program.written):
             return program
         bypasses.append(Bypass(program))
@@ -127,8 +133,12 @@ def _aot(
             keep_inference_input_mutations=True,
         )
     if len(bypasses) == 1:
-        return bypasses[0].around(compiled)
-    return _with_tangents(compiled, gm, compilation) if trains else compiled
+        compiled = bypasses[0].around(compiled)
+    elif trains:
+        compiled = _with_tangents(compiled, gm, compilation)
+    if compilation.is_ahead:
+        compiled.portable = made_portable[0] if len(made_portable) == 1 else _NOT_PLAIN  # type: ignore[attr-defined]
+    return compiled
 
 
 def _compiled(
@@ -139,16 +149,16 @@ def _compiled(
     saved: SavedMemory | None,
     *,
     has_out: bool,
-) -> Program:
+) -> Executables:
     """One graph of AOTAutograd's, with notes on what only AOTAutograd knows at this moment."""
     if phase != "forward":  # noted on the joint graph, before equal values were merged
         note_program_writes(gm.graph, has_out=has_out, exact=phase == "inference")
     _note_counted(gm)
     if phase == "inference":
         _note_regenerated(gm)
-        return compile_graph(gm, inputs, compilation, phase, static_input_indices()).program
+        return compile_graph(gm, inputs, compilation, phase, static_input_indices())
     static = static_input_indices() if phase == "forward" else ()
-    return compile_graph(gm, inputs, compilation, phase, static, saved).program
+    return compile_graph(gm, inputs, compilation, phase, static, saved)
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:
@@ -225,32 +235,32 @@ def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) ->
 
 # -- torch.compile(...).aot_compile ------------------------------------------------------------------------------------
 # Compiled without a call, and called without Dynamo. torch asks a backend for a callable that says how it is saved, and
-# turns AOTAutograd's cache on to get one made of Inductor's code. graphex has none, so the cache is off while it
-# compiles, and its result can be called only.
+# turns AOTAutograd's cache on to get one made of Inductor's code. graphex saves its own artefact, so that cache is off
+# while it compiles.
 
 
-_SAVING = (
-    "what graphex compiled cannot be saved: it is made of this process's memory and device graphs. "
-    "Call aot_compile in the process that runs it, or save the model and compile it again there."
-)
+_NOT_PLAIN = "AOTAutograd works around its calls (training, autocast, results that are views of inputs ...)"
 
 
 class CompiledAhead:
-    """A compiled graph for `aot_compile`, with its journal."""
+    """A compiled graph for `aot_compile`, with its journal. It can be saved if AOTAutograd has no part in its calls."""
 
-    def __init__(self, compiled: Callable[..., Any], journal: Journal) -> None:
-        self._compiled, self.journal = compiled, journal
+    def __init__(self, compiled: Callable[..., Any], journal: Journal, portable: Portable | str) -> None:
+        self._compiled, self.journal, self._portable = compiled, journal, portable
 
     def __call__(self, *args: Any) -> Any:
         return self._compiled(*args)
 
     @classmethod
-    def serialize_compile_artifacts(cls, fn: CompiledAhead) -> NoReturn:
-        raise NotOfferedError(_SAVING)
+    def serialize_compile_artifacts(cls, fn: CompiledAhead) -> bytes:
+        if isinstance(fn._portable, str):
+            raise NotOfferedError(f"what graphex compiled cannot be saved: {fn._portable}.")
+        return fn._portable.to_bytes()
 
     @classmethod
-    def deserialize_compile_artifacts(cls, data: bytes) -> NoReturn:
-        raise NotOfferedError(_SAVING)
+    def deserialize_compile_artifacts(cls, data: bytes) -> CompiledAhead:
+        portable, journal = Portable.from_bytes(data), Journal()
+        return cls(portable.callable(journal), journal, portable)
 
 
 def compiled_for_dynamo(
@@ -266,4 +276,4 @@ def compiled_for_dynamo(
     if not wanted_ahead:
         return compiled
     register_as_serializable(CompiledAhead)
-    return CompiledAhead(compiled, journal)
+    return CompiledAhead(compiled, journal, getattr(compiled, "portable", "graphex is off"))

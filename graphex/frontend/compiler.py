@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
@@ -14,6 +13,8 @@ from torch.fx import Graph, GraphModule
 from graphex.analysis import Aliases
 from graphex.analysis.contract import every_node, inlined
 from graphex.analysis.memory import predicted_peak
+from graphex.cache.artefacts import Artefact
+from graphex.cache.warm import look_up
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
 from graphex.debug.scripts import write_output_code
@@ -39,10 +40,14 @@ ACTIVATIONS = "graphex_activations"  # on the output of a forward: the records o
 
 
 class Executables(NamedTuple):
-    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see."""
+    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see.
+
+    `artefact` is the graph as data; where it cannot be stored it is the reason.
+    """
 
     program: Program
     functional: FunctionalProgram
+    artefact: Artefact | str
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
@@ -59,25 +64,64 @@ def compile_graph(
     config = compilation.config
     original = copy_module(gm) if config.verify or config.dump_tensor_data else gm
     dump_graph(compilation, gm, name, "original")
-    runner = Runner(compilation, name, gm, example_inputs, phase)
-    peak_as_given = predicted_peak(gm.graph, runner.aliases)
-    with _stage(compilation, name, "passes"):
-        functional_graph = optimise(runner)
-    functional = FunctionalProgram(compilation, name, runner.gm, functional_graph)
-    dump_graph(compilation, runner.gm, name, "optimized")
-    compilation.journal.add(MemoryPredicted(name, peak_as_given, _peak_now(runner)))
+    with _stage(compilation, name, "cache"):
+        search = look_up(compilation, name, gm, phase, static_inputs)
+    runner = None
+    if search.made is not None:
+        gm, functional_graph = search.made.gm, search.made.functional
+    else:
+        runner = Runner(compilation, name, gm, example_inputs, phase)
+        functional_graph = _optimised(runner)
+        gm = runner.gm
+        with _stage(compilation, name, "cache"):
+            search.keep(gm, functional_graph)
+    functional = FunctionalProgram(compilation, name, gm, functional_graph)
+    program = _executable(compilation, name, gm, functional, phase, static_inputs, original, runner, saved)
+    compilation.files.journal(compilation.journal, compilation.compile_id)
+    compilation.log(name, replays=program.may_replay)
+    return Executables(program, functional, search.artefact or search.reason)
+
+
+def executable(
+    compilation: Compilation, name: str, gm: GraphModule, functional: Graph, phase: str, static_inputs: Sequence[int]
+) -> Program:
+    """The program of a graph that was optimised before, in another process."""
+    made = FunctionalProgram(compilation, name, gm, functional)
+    return _executable(compilation, name, gm, made, phase, static_inputs, gm, None)
+
+
+def _executable(
+    compilation: Compilation,
+    name: str,
+    gm: GraphModule,
+    functional: FunctionalProgram,
+    phase: str,
+    static_inputs: Sequence[int],
+    original: GraphModule,
+    runner: Runner | None,
+    saved: SavedMemory | None = None,
+) -> Program:
     tools = _debug_tools(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
-            compilation, name, phase, runner.gm, device_for(runner.gm), static_inputs, functional, tools, saved=saved
+            compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools, saved=saved
         )
         program = build_executable(graph, runner)
-    if not config.dump_tensor_data:
+    if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
-            compile_kernels(compilation, name, runner.gm.graph)
-    compilation.files.journal(compilation.journal, compilation.compile_id)
-    compilation.log(name, replays=program.may_replay)
-    return Executables(program, functional)
+            compile_kernels(compilation, name, gm.graph)
+    return program
+
+
+def _optimised(runner: Runner) -> Graph:
+    """Take a graph through the passes; the functional graph from before it is written in place."""
+    compilation, name = runner.compilation, runner.graph_name
+    peak_as_given = predicted_peak(runner.gm.graph, runner.aliases)
+    with _stage(compilation, name, "passes"):
+        functional_graph = optimise(runner)
+    dump_graph(compilation, runner.gm, name, "optimized")
+    compilation.journal.add(MemoryPredicted(name, peak_as_given, _peak_now(runner)))
+    return functional_graph
 
 
 def _peak_now(runner: Runner) -> int:
@@ -96,8 +140,8 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
         history.spend(name, stage, time.perf_counter() - started)
 
 
-def _debug_tools(original: GraphModule, runner: Runner) -> DebugTools:
-    """`original` is the graph before all passes, a copy where it is needed later."""
+def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
+    """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
     from graphex.debug.dumps import dumping_executable
     from graphex.debug.verify import Verifying
 
@@ -106,7 +150,11 @@ def _debug_tools(original: GraphModule, runner: Runner) -> DebugTools:
         dumped = original if config.data_dump_stage == "original" else graph.gm
         return dumping_executable(dumped, config, graph.counter)
 
-    return DebugTools(write_output_code, shuffled, dump_data, partial(Verifying, original, runner))
+    def verify(graph: ExecutableGraph, program: Program) -> Program:
+        assert runner is not None
+        return Verifying(original, runner, graph, program)
+
+    return DebugTools(write_output_code, shuffled, dump_data, verify)
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:

@@ -218,7 +218,8 @@ class CompiledGraph:
     def __init__(
         self, executables: Executables, gm: GraphModule, inputs: list[Input], values: Sequence[Any], journal: Journal
     ) -> None:
-        self.boxed, self._functional = executables  # `boxed` takes one list of the flat inputs, which it empties
+        self.boxed = executables.program  # takes one list of the flat inputs, which it empties
+        self._functional = executables.functional
         self._traced = [_traced_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
         self._tree = getattr(gm.graph._codegen, "pytree_info", None)
         self._inputs = inputs

@@ -1,13 +1,14 @@
 """Programs around compiled graphs: they call a graph again and again, or ahead of time.
 
     warm_up      captures the device graphs of example calls before the calls that matter
+    saved        a compiled model as one file, called by another process without Dynamo
     replayer     one captured call, repeated without Dynamo and AOTAutograd around it
     decode_loop  a step on fixed memory, captured once, launched ahead and read back without a wait
     generate     a model of transformers in such a loop; `generation` says what it took
     train_step   a training step as one device graph, optimizer included
 
-The first two run calls while their thread warms up (`runtime.program.warming_up`). `generate` is made of `wanted` (what
-a call asks for), `session` (memory, compiled step, captures), `loop_cache`, `processors` and `generation` (one run).
-`train_step` captures what is around compiled graphs, which are not captured themselves (`captures_held_back`); read
-`step_program` first.
+`warm_up` and `replayer` run calls while their thread warms up (`runtime.program.warming_up`). `generate` is made of
+`wanted` (what a call asks for), `session` (memory, compiled step, captures), `loop_cache`, `processors` and
+`generation` (one run). `train_step` captures what is around compiled graphs, which are not captured themselves
+(`captures_held_back`); read `step_program` first.
 """

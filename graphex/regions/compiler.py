@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node, map_arg
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
 from graphex.regions.members import inlined_ops
-from graphex.torch_private.inductor import inductor_compile, known_settings, without_inductor
+from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
 Boxed = Callable[[list[Any]], Any]
@@ -32,7 +32,8 @@ Boxed = Callable[[list[Any]], Any]
 class RegionCode:
     """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
 
-    `inlined` are fused ops that it was given the formula of.
+    `inlined` are fused ops that it was given the formula of. `stored` is Inductor's own object for it, which can be
+    stored; None if the function is more than that.
     """
 
     run: Boxed
@@ -40,6 +41,7 @@ class RegionCode:
     kernels: tuple[str, ...]
     seconds: float
     inlined: tuple[torch._ops.OpOverload, ...] = ()
+    stored: OutputCode | None = None
 
 
 def why_no_compiler(device: torch.device) -> str:
@@ -47,13 +49,13 @@ def why_no_compiler(device: torch.device) -> str:
     if device.type == "cuda":
         reason = "" if has_triton() else "Triton is not installed"
     elif device.type == "cpu":
-        reason = "" if _cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+        reason = "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
     else:
         reason = f"Inductor has no compiler for the device '{device.type}'"
     return reason or without_inductor()
 
 
-def _cpp_compiler() -> bool:
+def has_cpp_compiler() -> bool:
     return any(which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "clang", "gcc") if name)
 
 
@@ -81,11 +83,12 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     run: Boxed = lambda args: whole(*args)  # noqa: E731
+    stored = None
     if len(made) == 1 and _takes_and_returns(made[0][0], len(inputs), len(returned)):
-        run = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
+        run = stored = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
     sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
     source = "\n\n".join(sources)
-    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas))
+    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored)
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

@@ -27,13 +27,20 @@ Symbols = dict[Any, int]
 
 
 class Region(torch.nn.Module):
-    """`body` is the graph it stands for. `fell_back` is told, once, why the body runs instead of compiled code."""
+    """`body` is the graph it stands for, `line` where its first node comes from.
 
-    def __init__(self, body: GraphModule, code: RegionCode, fell_back: Callable[[str], None]) -> None:
+    `report` is told, once, why the body runs instead of compiled code: what happened, the reason, the line.
+    """
+
+    def __init__(
+        self, name: str, body: GraphModule, code: RegionCode, line: str, report: Callable[[str, str, str], None]
+    ) -> None:
         super().__init__()
+        self.name = name
         self.body = body
         self.code = code
-        self._fell_back = fell_back
+        self.line = line
+        self._report = report
         self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
         self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
         self._run: Boxed = self._first_call
@@ -83,7 +90,7 @@ class Region(torch.nn.Module):
 
     def _give_up(self, reason: str) -> None:
         self._run = self._uncompiled
-        self._fell_back(reason)
+        self._report(f"{self.name} runs without compiled code", reason, self.line)
 
     def _uncompiled(self, args: list[Any]) -> Any:
         given = list(args)

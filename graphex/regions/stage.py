@@ -34,6 +34,8 @@ from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.symbolic import pytree
 
+NOTHING = "nothing is compiled in regions"
+
 
 class CompileRegions(GraphPass):
     """Grow regions, compile each kind once, and put the compiled ones in place of their nodes."""
@@ -51,7 +53,7 @@ class CompileRegions(GraphPass):
         if device is None or not work.allows(self.rule) or not any(map(is_generated, work.graph.nodes)):
             return
         if reason := _why_not_grown(work.graph):
-            self._say(work, "nothing is compiled in regions", reason)
+            self._say(work, NOTHING, reason)
             return
         move_constants(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out)
@@ -60,7 +62,7 @@ class CompileRegions(GraphPass):
             work.remark = growth.reason
             return
         if reason := why_no_compiler(device):  # asked last: it imports Inductor, which takes seconds
-            self._say(work, "nothing is compiled in regions", reason, warn=device.type in ("cpu", "cuda"))
+            self._say(work, NOTHING, reason, warn=device.type in ("cpu", "cuda"))
             return
         patches = settings(work.config)
         compiled = self._compiled(work, growth.plans, patches, device)
@@ -160,13 +162,8 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     names = [node.name for node in plan.nodes]
     first = next((node for node in plan.nodes if node_line(node)), plan.nodes[0])
     line = node_line(first)
-    report = work.fall_back_later
-
-    def fell_back(reason: str) -> None:
-        report(f"{name} runs without compiled code", reason, line)
-
     old = list(plan.nodes)
-    work.gm.add_submodule(name, Region(plan.body, code, fell_back))
+    work.gm.add_submodule(name, Region(name, plan.body, code, line, work.fall_back_later))
     call = put_in_place(work.gm, plan, name)
     inherit(call, *old)
     declare_region(call, plan.contract)

@@ -167,6 +167,8 @@ class Compilation:
     files: DebugFiles = field(default_factory=DebugFiles)
     is_whole: bool = True  # False where Python runs a part of the function, before or after what is compiled here
     origin: Origin = Origin("graph", "graph")
+    is_ahead: bool = False  # True where what is compiled may be saved
+    store: Path | None = None  # where compiled graphs are kept, if not in the cache of the user
 
     def name_graph(self, phase: str) -> str:
         """A name for a new graph that no other graph of this journal has."""

@@ -7,6 +7,7 @@ wrapper. Without the tracing names, rules given as functions match nothing.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,9 +19,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.lookup import private
+from graphex.torch_private.lookup import find, private
 
 __all__ = [
+    "adds_guards",
+    "aot_compiled",
+    "aot_loaded",
     "aot_module_simplified",
     "counted",
     "counted_inputs",
@@ -91,6 +95,35 @@ def register_as_serializable(kind: type) -> None:
             continue
 
 
+def aot_compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
+) -> tuple[bytes, bool]:
+    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes; whether it takes `self`.
+
+    A module of torch's own, such as `nn.Sequential`, is held by the function instead: the bytes refer to it.
+    """
+    config = find("torch._dynamo.config")
+    wanted = {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
+    with config.patch(wanted) if wanted else nullcontext():
+        compiled: Any = torch.compile(function, fullgraph=True, backend=backend)
+        made = (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
+    takes_self = next(iter(made._artifacts.signature.parameters), "") == "self"
+    data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
+    return data, takes_self
+
+
+def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
+    """What `aot_compiled` has made, to be called; `names` are the globals of the function."""
+    load = find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize
+    return load(data, names, *_held(load, 2, module))
+
+
+def _held(method: Callable[..., Any], before: int, module: object) -> list[dict[str, Any]]:
+    """The module that a saved function may refer to, for a torch that knows of such references."""
+    knows = len(inspect.signature(method).parameters) > before
+    return [{"module": module}] if knows and isinstance(module, torch.nn.Module) else []
+
+
 @contextmanager
 def counted() -> Iterator[None]:
     """Count a call of AOTAutograd as torch's own backends do: DDPOptimizer learns from the count that there was one."""
@@ -144,6 +177,13 @@ def only_hands_over(written: Collection[int]) -> bool:
     except AttributeError:  # a torch that keeps its books in another way
         return False
     return not any(work) and set(counted).issubset(written)
+
+
+def adds_guards() -> bool:
+    """Whether AOTAutograd asks Dynamo for guards of its own on the graph being compiled, or this torch does not say."""
+    context = _context()
+    guards = getattr(getattr(context, "guards_context", None), "aotautograd_guards", None)
+    return guards is None or bool(guards)
 
 
 def counted_inputs(inputs: int) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ Without these names nothing is compiled in regions; graphs run as straight-line 
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +18,15 @@ from torch.fx import GraphModule
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
-__all__ = ["OutputCode", "inductor_compile", "known_settings", "without_inductor"]
+__all__ = [
+    "OutputCode",
+    "inductor_compile",
+    "inductor_settings",
+    "known_settings",
+    "packed_code",
+    "unpacked_code",
+    "without_inductor",
+]
 
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
@@ -44,6 +54,14 @@ def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that this Inductor knows: names come and go between versions of torch."""
     known = find("torch._inductor.config").get_config_copy()
     return {name: value for name, value in patches.items() if name in known}
+
+
+def inductor_settings() -> dict[str, Any]:
+    """All of Inductor's configuration that decides what it compiles, functions included, less paths and the like."""
+    config = find("torch._inductor.config")
+    everything: dict[str, Any] = config.get_config_copy()
+    portable: dict[str, Any] = getattr(config, "save_config_portable", config.get_config_copy)()
+    return portable | {name: value for name, value in everything.items() if callable(value)}
 
 
 def _entry() -> Callable[..., Any]:
@@ -93,6 +111,35 @@ def _compile(
             options["decompositions"] = {**find("torch._inductor.decomposition.select_decomp_table")(), **inlined}
         artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
+
+
+# -- code for another process ------------------------------------------------------------------------------------------
+
+
+def packed_code(code: OutputCode) -> bytes:
+    """Compiled code as bytes, with the binaries of its Triton kernels. Raises whatever stands in the way."""
+    if not isinstance(code, find("torch._inductor.output_code.CompiledFxGraph")):
+        raise TypeError(f"this Inductor returns {type(code).__name__}")
+    portable = copy.copy(code)
+    portable.prepare_for_serialization()
+    return pickle.dumps(portable)
+
+
+def unpacked_code(
+    data: bytes, inputs: Sequence[Any], fake_mode: FakeTensorMode, patches: Mapping[str, Any]
+) -> OutputCode:
+    """The code that was packed, to be called here. `data` must come from a file that only this user can have written.
+
+    The steps are those of Inductor's own cache after a hit.
+    """
+    cache, boxed = find("torch._inductor.codecache.FxGraphCache"), find("torch._inductor.utils.BoxedBool")
+    constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
+    with _tracing(fake_mode), find("torch._inductor.config").patch(dict(patches)):
+        code, _ = cache.cache_hit_post_compile(pickle.loads(data), {}, constants)
+        if code is None:
+            raise OSError("Inductor cannot write the code to its folder")
+        code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
+    return code
 
 
 @contextmanager

@@ -24,6 +24,7 @@ __all__ = [
     "FakeTensorMode",
     "NewGuardError",
     "ShapeEnv",
+    "add_guards",
     "broken_condition",
     "detect_fake_mode",
     "evaluated",
@@ -38,10 +39,13 @@ __all__ = [
     "multiple_of",
     "no_new_guards",
     "pytree",
+    "stated_since",
     "statically_known_true",
     "substituted",
     "symbol_of",
+    "symbolic",
     "unset_fake_temporarily",
+    "without_guards",
 ]
 
 
@@ -131,6 +135,16 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
         vars(env).pop("_check_frozen", None)
 
 
+@contextmanager
+def without_guards(env: ShapeEnv | None) -> Iterator[None]:
+    """What is asked about symbolic sizes inside is answered for the sizes at hand, and no guard is added."""
+    if env is None:
+        yield
+        return
+    with env.suppress_guards():
+        yield
+
+
 def substituted(expression: Any, sizes: dict[Any, int]) -> Any:
     """An expression with numbers in place of symbols."""
     return expression.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
@@ -145,6 +159,37 @@ def broken_condition(env: ShapeEnv, sizes: dict[Any, int]) -> Any:
         if size > bounds.upper:
             return sympy.Le(symbol, bounds.upper, evaluate=False)
     return next((guard.expr for guard in env.guards if substituted(guard.expr, sizes) == sympy.false), None)
+
+
+def stated_since(env: ShapeEnv | None, count: int) -> list[Any]:
+    """The conditions on symbols, as expressions, that were added to an environment after the first `count`."""
+    return [] if env is None else [guard.expr for guard in env.guards[count:]]
+
+
+def add_guards(env: ShapeEnv, conditions: list[Any]) -> Any:
+    """Add conditions to an environment, all of them or none; the first that does not hold for its sizes, if any."""
+    sizes = {symbol: int(value) for symbol, value in _values(env).items() if value.is_Integer}
+    for condition in conditions:
+        if substituted(condition, sizes) != sympy.true:
+            return condition
+    for condition in conditions:
+        env.evaluate_expr(condition)
+    return None
+
+
+def _values(env: ShapeEnv) -> dict[Any, Any]:
+    """The value that each symbol had when it was traced."""
+    found: dict[Any, Any] = getattr(env, "backed_var_to_val", None) or env.var_to_val
+    return found
+
+
+def symbolic(env: ShapeEnv, expression: Any) -> int | torch.SymInt:
+    """A size with this expression. Raises KeyError for one with a symbol that the environment does not have."""
+    if expression.is_Integer:
+        return int(expression)
+    known = _values(env)
+    hint = int(expression.xreplace({symbol: known[symbol] for symbol in expression.free_symbols}))
+    return env.create_symintnode(expression, hint=hint)
 
 
 def expression_of(value: torch.SymInt) -> Any:

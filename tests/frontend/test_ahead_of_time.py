@@ -53,11 +53,19 @@ def test_it_serves_every_size_that_was_marked_as_dynamic():
         torch.testing.assert_close(compiled(torch.ones(rows, 4)), function(torch.ones(rows, 4)))
 
 
-def test_saving_it_says_why_not_in_one_sentence(tmp_path):
-    compiled = ahead(function, X)
-    with pytest.raises(graphex.GraphexError, match="cannot be saved"):
+def test_it_is_saved_and_loaded_again(tmp_path):
+    path = tmp_path / "saved"
+    ahead(function, X).save_compiled_function(str(path))
+    with path.open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    torch.testing.assert_close(loaded(X), function(X), rtol=0, atol=0)
+
+
+def test_where_it_cannot_be_saved_one_sentence_says_why(tmp_path):
+    compiled = ahead(lambda x: x * 2, X.clone().requires_grad_())
+    with pytest.raises(graphex.GraphexError, match="cannot be saved: AOTAutograd works around its calls"):
         compiled.save_compiled_function(str(tmp_path / "saved"))
-    torch.testing.assert_close(compiled(X), function(X))
+    torch.testing.assert_close(compiled(X.clone().requires_grad_()), X * 2)
 
 
 def test_it_works_with_graphex_switched_off(monkeypatch):

@@ -1,0 +1,12 @@
+"""The cache: what one process compiled is what the next one loads.
+
+    keys        everything that a compiled graph depends on, part by part; the first part in which two keys differ
+    sources     a user's functions (passes, rules, decompositions) as text that changes when they do
+    graphs      FX graphs as plain data, with the fake tensors, sizes and notes on their nodes
+    artefacts   a compiled graph as plain data: the graph after all passes, its regions' code, its records, its guards
+    store       files: written as a whole, owned by this user, the least recently used removed first
+    warm        one graph of a compilation: look it up, or keep what was made of it
+
+A graph is looked up when AOTAutograd hands it over. On a hit no pass, no rule, no compiler and no measurement runs.
+What cannot be told apart by a key is not stored, and a record says why.
+"""

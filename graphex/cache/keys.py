@@ -1,0 +1,322 @@
+"""Keys: everything that a compiled graph depends on, part by part, and the first part in which two keys differ.
+
+    graphex, torch, Triton, Python, CPU, GPU     what compiles and what it compiles for
+    settings, Inductor's settings, environment   switches of the process
+    options, passes, rules, declarations         what the user asked for; functions by what they do (`sources`)
+    inputs, graph                                the graph as AOTAutograd gave it: ops, arguments, sizes, strides, notes
+
+A part is plain data, so that a stored key can be read without the graph. Source lines stand beside the rows of the
+graph and are not compared: they say where a graph differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import graphex
+from graphex import env
+from graphex.analysis.asynchronous import declarations as asynchronous_declarations
+from graphex.analysis.graphs import attribute_of
+from graphex.analysis.inplace_variants import declarations as variant_declarations
+from graphex.analysis.program import writes_to
+from graphex.cache.graphs import graph_rows
+from graphex.cache.sources import NoFingerprintError, fingerprint
+from graphex.config import AnyRule, CompilerConfig
+from graphex.fusion.registry import users_rules
+from graphex.regions.compiler import has_cpp_compiler
+from graphex.torch_private.inductor import inductor_settings
+from graphex.torch_private.numerics import states, switches_for
+from graphex.torch_private.symbolic import pytree
+
+_PASSES = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+_LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
+_NO_PART_OF_KEY = ("cache", "fusion_rules", *_PASSES)  # rules and passes are parts of their own
+
+Parts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """`name` is the function the graph is of; `rows` are the nodes of the graph, and `lines` where they come from."""
+
+    name: str
+    parts: Parts
+    rows: list[str]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps([self.parts, self.rows], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def group(self) -> str:
+        """Equal for the keys of one function."""
+        return hashlib.sha256(self.name.encode(errors="backslashreplace")).hexdigest()[:8]
+
+    @property
+    def phase(self) -> str:
+        return str(self.parts.get("phase", ""))
+
+    def to_json(self) -> str:
+        return json.dumps({"name": self.name, "parts": self.parts, "rows": self.rows, "lines": self.lines})
+
+    @classmethod
+    def from_json(cls, text: str) -> Key:
+        """Raises ValueError for any other text."""
+        found = json.loads(text)
+        if not isinstance(found, dict) or set(found) != {"name", "parts", "rows", "lines"}:
+            raise ValueError("it is not a key")
+        return cls(**found)
+
+
+def key_of(
+    name: str,
+    gm: GraphModule,
+    config: CompilerConfig,
+    decompositions: Mapping[Any, Any],
+    phase: str,
+    about: Mapping[str, object],
+) -> Key:
+    """The key of a graph. Raises NoFingerprintError or CannotStoreError, saying why there is none.
+
+    `about` says what else decides how the graph is compiled, such as its static inputs.
+    """
+    parts: Parts = {**machine_of(_devices(gm)), **_process(config)}
+    parts["options"] = {
+        option: repr(value) for option, value in config.as_dict().items() if option not in _NO_PART_OF_KEY
+    }
+    parts["passes"] = {option: [_named(each, each) for each in getattr(config, option)] for option in _PASSES}
+    parts["rules"] = [_named(rule, _made_of(rule)) for rule in users_rules(config)]
+    parts["decompositions"] = sorted([str(op), fingerprint(function)] for op, function in decompositions.items())
+    parts["declarations"] = sorted((*asynchronous_declarations(), *variant_declarations()))
+    parts["phase"] = phase
+    parts["about"] = {what: repr(value) for what, value in about.items()}
+    rows = list(graph_rows(gm.graph, lambda node: _noted(gm, node)))
+    return Key(name, parts, [row for row, _ in rows], [line for _, line in rows])
+
+
+def _noted(gm: GraphModule, node: Node) -> object:
+    """What counts at a node and is not on it as data: the content of a constant, the writes of the program."""
+    if node.op == "get_attr":
+        value = attribute_of(gm, str(node.target))
+        return fingerprint(value.detach() if isinstance(value, Tensor) else value)
+    writes = writes_to(node)
+    if writes is None:
+        return None
+    text = repr((writes.times, sorted(writes.number.items()), sorted(writes.versions), sorted(writes.program.raising)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _made_of(rule: AnyRule) -> object:
+    """The fields of a rule. Of tensors among its examples only the sizes and types count."""
+    assert is_dataclass(rule)
+    made = [getattr(rule, each.name) for each in fields(rule) if each.name != "ranks"]
+    return pytree.tree_map_only(Tensor, lambda value: (tuple(value.shape), value.dtype, str(value.device)), made)
+
+
+def _named(custom: Any, made_of: object) -> list[str]:
+    """A pass or a rule: its name, and its fingerprint."""
+    name = str(getattr(custom, "name", None) or getattr(custom, "__name__", None) or type(custom).__name__)
+    try:
+        return [name, fingerprint(made_of)]
+    except NoFingerprintError as error:
+        raise NoFingerprintError(
+            f"'{name}' cannot be told from another version of itself ({error}). Give it `cache_version = \"1\"`, and "
+            "another one whenever it changes."
+        ) from error
+
+
+# -- what does not change in a process ---------------------------------------------------------------------------------
+
+
+@cache
+def _machine() -> Parts:
+    return {
+        "graphex": f"{graphex.__version__} {_source()}",
+        "torch": f"{torch.__version__} {getattr(torch.version, 'git_version', '')}",
+        "Triton": _version("triton"),
+        "Python": f"{platform.python_implementation()} {sys.version.split()[0]}",
+        "CPU": f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+@cache
+def _source() -> str:
+    """graphex itself: a version alone does not tell two working trees apart."""
+    root, found = Path(graphex.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def machine_of(devices: Sequence[str]) -> Parts:
+    """What compiles, and the devices that it compiles for."""
+    return {**_machine(), "devices": {name: _device(name) for name in devices}}
+
+
+def _devices(gm: GraphModule) -> list[str]:
+    values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
+    return sorted({str(value.device) for value in values if isinstance(value, Tensor)})
+
+
+@cache
+def _device(name: str) -> str:
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device.type
+    about = torch.cuda.get_device_properties(device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    capability = f"{about.major}.{about.minor}"
+    runtime = torch.version.cuda or torch.version.hip
+    return (
+        f"{about.name}, capability {capability}, {about.multi_processor_count} cores, driver {driver}, CUDA {runtime}"
+    )
+
+
+# -- what may change between two graphs --------------------------------------------------------------------------------
+
+
+def _process(config: CompilerConfig) -> Parts:
+    uses_inductor = config.regions and env.regions_enabled()
+    return {
+        "settings": {
+            "numerics": repr(states(switches_for(_LIBRARIES))),
+            "default dtype": str(torch.get_default_dtype()),
+            "threads": repr(torch.get_num_threads()),
+        },
+        "environment": {
+            "regions": repr(env.regions_enabled()),
+            "tuning": env.tuning(),
+            "C++ compiler": f"{has_cpp_compiler()} {os.environ.get('CXX', '')}",
+        },
+        "Inductor's settings": {name: _text(value) for name, value in inductor_settings().items()}
+        if uses_inductor
+        else {},
+    }
+
+
+def _text(value: object) -> str:
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else fingerprint(value)
+
+
+# -- two keys ----------------------------------------------------------------------------------------------------------
+
+
+def nearest(key: Key, others: Sequence[Key]) -> Key | None:
+    """The graph of the same function and phase with the fewest parts that differ; the first of several."""
+    same = [other for other in others if (other.name, other.phase) == (key.name, key.phase)]
+    return min(same, key=lambda other: len(_differing(key, other)), default=None)
+
+
+def difference(now: Key, before: Key) -> str:
+    """The first thing in which two keys differ, in a sentence; empty if they do not."""
+    differing = _differing(now, before)
+    if not differing:
+        return ""
+    part = differing[0]
+    if part == "graph":
+        return _of_rows(now, before)
+    here, there = now.parts.get(part), before.parts.get(part)
+    if isinstance(here, dict) and isinstance(there, dict):
+        name = next(name for name in sorted({*here, *there}) if here.get(name) != there.get(name))
+        if part == "passes":
+            return _of_lists("the pass", here[name], there[name])
+        return f"{_SUBJECTS.get(part, part)} '{name}' was {_said(there.get(name))} and is {_said(here.get(name))}"
+    if isinstance(here, list) and isinstance(there, list):
+        return _of_lists(_SUBJECTS.get(part, part), here, there)
+    return f"{part} was {_said(there)} and is {_said(here)}"
+
+
+_SUBJECTS = {
+    "options": "the option",
+    "settings": "the setting",
+    "Inductor's settings": "Inductor's setting",
+    "environment": "the environment's",
+    "devices": "the device",
+    "rules": "the rule",
+    "decompositions": "the decomposition of",
+    "declarations": "the declaration of",
+    "about": "the graph's",
+}
+
+
+def _said(value: object) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."
+
+
+def _differing(now: Key, before: Key) -> list[str]:
+    parts = [part for part in {**now.parts, **before.parts} if now.parts.get(part) != before.parts.get(part)]
+    return [*parts, *(["graph"] if now.rows != before.rows else [])]
+
+
+def _of_lists(subject: str, here: list[Any], there: list[Any]) -> str:
+    def name(item: Any) -> str:
+        return str(item[0]) if isinstance(item, list) else str(item)
+
+    names, before = list(map(name, here)), list(map(name, there))
+    changed = next((name(item) for item in here if item not in there and name(item) in before), "")
+    if changed:
+        return f"{subject} '{changed}' was changed"
+    added = next((each for each in names if each not in before), "")
+    gone = next((each for each in before if each not in names), "")
+    return (
+        f"{subject} '{added or gone}' is {'new' if added else 'gone'}"
+        if added or gone
+        else f"{subject}s are in another order"
+    )
+
+
+def _of_rows(now: Key, before: Key) -> str:
+    """Where two graphs differ: an input, or a node with its source line."""
+    place = next(
+        (at for at, (row, other) in enumerate(zip(now.rows, before.rows, strict=False)) if row != other),
+        min(len(now.rows), len(before.rows)) - 1,
+    )
+    here, there = now.rows[place], before.rows[place]
+    what = "the input" if "'placeholder'" in here[:200] else "the node"
+    name = here.split("'")[1] if "'" in here else "?"
+    line = now.lines[place] if place < len(now.lines) else ""
+    where = f" ({line})" if line else ""
+    return f"{what} '{name}' differs{where}: {_apart(there, here)}"
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
+
+
+def _apart(before: str, now: str, around: int = 40) -> str:
+    """The part of two texts in which they differ."""
+    start = _common(before, now)
+    end = _common(before[start:][::-1], now[start:][::-1])
+    begin = max(0, start - around)
+
+    def cut(text: str) -> str:
+        return text[begin : max(len(text) - end + around, start)][:200]
+
+    return f"it was ...{cut(before)}... and is ...{cut(now)}..."

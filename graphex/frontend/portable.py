@@ -1,0 +1,144 @@
+"""Portable programs: a compiled inference graph that another process calls without Dynamo and AOTAutograd.
+
+AOTAutograd's wrapper does nothing for such a graph but turn gradients off and count writes: its inputs are Dynamo's,
+one for one, and so are its results. That is known when the graph is compiled. A graph for which the wrapper does more
+has no portable form, and the reason is one sentence.
+
+Weights are inputs: they are not inside, and come from the caller's module.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graphex.cache.artefacts import LARGEST_CONSTANTS, Artefact, Given, made_from
+from graphex.cache.keys import machine_of
+from graphex.config import CompilerConfig
+from graphex.errors import InputError
+from graphex.frontend.compiler import Executables, executable
+from graphex.records import CacheAsked, Journal
+from graphex.regions.compiler import settings
+from graphex.rewrite.compilation import Compilation, Origin
+from graphex.runtime.fast_replay import Bypass, Compiled
+from graphex.runtime.program import Program
+from graphex.torch_private.aot import adds_guards, counted_inputs, only_hands_over, static_input_indices
+from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, is_traceable_wrapper_subclass, pytree
+
+_COMPILE_TIME = ("fusion_rules", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "use_graph_pool")
+
+
+@dataclass(frozen=True)
+class Portable:
+    """A compiled inference graph. `counted` are the inputs of which AOTAutograd counts a write before each call."""
+
+    artefact: Artefact
+    constants: dict[str, Tensor]
+    machine: dict[str, Any]
+    options: dict[str, Any]
+    origin: Origin
+    static_inputs: tuple[int, ...]
+    counted: tuple[int, ...]
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps(self, protocol=5)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Portable:
+        found = pickle.loads(data)
+        if not isinstance(found, cls):
+            raise InputError("this was not saved by graphex.")
+        return found
+
+    def callable(self, journal: Journal) -> Compiled:
+        """What Dynamo would call. Raises InputError, saying what differs, where it was saved for another machine."""
+        devices = tuple(self.machine["devices"])
+        here = machine_of(devices)
+        for part in here:
+            if here[part] != self.machine.get(part):
+                raise InputError(
+                    f"this was saved where {part} was {self.machine.get(part)}; here it is {here[part]}. Save it again "
+                    "from the model."
+                )
+        config = CompilerConfig(**self.options).frozen()
+        compilation = Compilation(config, journal, "-", origin=self.origin)
+        name = compilation.name_graph("inference")
+
+        def report(what: str, reason: str, line: str) -> None:
+            compilation.fall_back(name, what, reason, line=line)
+
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        patches = settings(config) if self.artefact.regions else {}
+        made = made_from(self.artefact, Given(self.constants, [], []), mode, patches, report)
+        for record in made.records:
+            journal.add(record)
+        journal.add(CacheAsked(name, "hit", "", "it was saved"))
+        program = executable(compilation, name, made.gm, made.functional, "inference", self.static_inputs)
+        return _called(program, self.counted)
+
+
+def _called(program: Program, counted: Sequence[int]) -> Compiled:
+    """A call of a program with what AOTAutograd's wrapper does around it."""
+    bypass = Bypass(program) if program.may_replay else None
+    run = program if bypass is None else bypass
+
+    def forward(*args: Any) -> Any:
+        written = [args[place] for place in counted if not args[place].is_inference()]
+        if written:
+            torch.autograd.graph.increment_version(written)
+        with torch.no_grad():
+            return run(list(args))
+
+    return forward if bypass is None else bypass.around(forward)
+
+
+def portable(
+    made: Executables,
+    graph: GraphModule,
+    dynamo_graph: GraphModule,
+    example_inputs: Sequence[Any],
+    compilation: Compilation,
+) -> Portable | str:
+    """The portable form of an inference graph that AOTAutograd has just handed over; why it has none."""
+    if isinstance(made.artefact, str):
+        return made.artefact
+    if reason := _why_not_plain(graph, dynamo_graph, example_inputs, made.program.written):
+        return reason
+    if made.artefact.guards or any(isinstance(value, torch.SymInt) for value in example_inputs):
+        return "its sizes are symbolic; save it for fixed ones"
+    constants = {str(node.target): getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
+    size = sum(value.numel() * value.element_size() for value in constants.values() if isinstance(value, Tensor))
+    if size > LARGEST_CONSTANTS:
+        return f"it holds constants of {size} bytes"
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.graph.nodes])
+    devices = tuple(sorted({str(value.device) for value in values if isinstance(value, Tensor)}))
+    options = {name: value for name, value in compilation.config.given().items() if name not in _COMPILE_TIME}
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    static, counted = static_input_indices(), counted_inputs(inputs)
+    return Portable(
+        made.artefact, constants, machine_of(devices), options, compilation.origin, tuple(static), tuple(counted)
+    )
+
+
+def _why_not_plain(
+    graph: GraphModule, dynamo_graph: GraphModule, example_inputs: Sequence[Any], written: Sequence[int]
+) -> str:
+    """What AOTAutograd does around the calls of a graph, besides turning gradients off and counting writes."""
+    inputs, results = (len(list(each)) for each in (graph.graph.find_nodes(op="placeholder"), _results(graph)))
+    if any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in example_inputs):
+        return "an input is of a subclass of Tensor"
+    if inputs != len(example_inputs) or results != len(_results(dynamo_graph)):
+        return "AOTAutograd changes what the graph takes or returns"
+    if not only_hands_over(written):
+        return "a result is a view of an input, or an input is updated after the call"
+    return "AOTAutograd adds guards of its own" if adds_guards() else ""
+
+
+def _results(gm: GraphModule) -> list[Any]:
+    return list(pytree.tree_leaves(gm.graph.output_node().args[0]))

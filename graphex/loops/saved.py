@@ -1,0 +1,131 @@
+"""A compiled model as one file: saved by one process, called by another without Dynamo, passes or a compiler.
+
+    graphex.save(model, (token, position), "step.graphex")
+
+    step = graphex.load("step.graphex", model)       in the next process, with weights that were loaded since
+    step(token, position)
+
+torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`frontend.portable`).
+The weights are the model's: the file holds none. Guards are checked in every call; a call with other sizes raises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphex.backend import get_backend
+from graphex.cache.keys import machine_of
+from graphex.env import open_folder, sealed, unsealed, why_off, written_whole
+from graphex.errors import GraphexError, InputError, one_line
+from graphex.records import Journal
+from graphex.torch_private.aot import aot_compiled, aot_loaded
+
+_MARK = b"graphex saved function 1\n"
+
+
+def save(
+    model: torch.nn.Module | Callable[..., Any],
+    args: Sequence[Any],
+    path: str | Path,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    options: Any = None,
+) -> Journal:
+    """Compile a model or a function for the arguments of a call, and write it to a file; the journal of compiling it.
+
+    Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. Raises
+    GraphexError, saying why, where the compiled graph cannot be saved.
+    """
+    if not isinstance(args, (list, tuple)):
+        raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
+    if reason := why_off():
+        raise InputError(f"nothing can be saved: {reason}.")
+    backend = get_backend(options)
+    try:
+        data, takes_self = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
+    except GraphexError:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, GraphexError):
+            raise error.__cause__ from error
+        raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
+    is_module = isinstance(model, torch.nn.Module)
+    head = json.dumps({"machine": machine_of(()), "is_module": is_module, "takes_self": is_module and takes_self})
+    with written_whole(Path(path)) as file:
+        file.write(_MARK + sealed(head.encode() + b"\n" + data))
+    return backend.journal
+
+
+class Loaded:
+    """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled.
+
+    `model` is what the function takes first, if it does.
+    """
+
+    def __init__(self, function: Any, model: torch.nn.Module | None) -> None:
+        self._function, self._model = function, model
+        self.journal: Journal = function._artifacts.compiled_fn.journal
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = args if self._model is None else (self._model, *args)
+        try:
+            return self._function(*given, **kwargs)
+        except RuntimeError as error:
+            if self._function.guard_check(*given, **kwargs):
+                raise
+            raise InputError(f"this was saved for other arguments. {_guard(error)}") from error
+
+    def without_guards(self) -> Loaded:
+        """The same, and it is yours to call it only as it was saved for: nothing is checked."""
+        self._function.disable_guard_check()
+        return self
+
+
+def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: bool = False) -> Loaded:
+    """What `save` wrote, to be called. `model` is the module whose weights it uses; its class must be importable.
+
+    A saved file holds code, which loading runs. So it is loaded only if you or root own it and its folder, and nobody
+    else can write to them; `trusted=True` loads it from anywhere.
+    """
+    head, data = _read(Path(path), trusted)
+    for part, here in machine_of(()).items():
+        if part != "devices" and head["machine"].get(part) != here:
+            raise InputError(
+                f"'{path}' was saved where {part} was {head['machine'].get(part)}; here it is {here}. Save it again."
+            )
+    if head["is_module"] != (model is not None):
+        wanted = (
+            "is a module's: pass the module that has the weights" if model is None else "is a function's: pass none"
+        )
+        raise InputError(f"'{path}' {wanted}.")
+    names = {} if model is None else getattr(type(model).forward, "__globals__", {})
+    return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
+
+
+def _guard(error: RuntimeError) -> str:
+    """The guard that failed, in torch's words: it stands in a list of texts."""
+    found = re.search(r"verbose_code_parts=\[\"(.*?)\"\]", str(error))
+    return f"{found[1]}." if found else one_line(error)
+
+
+def _read(path: Path, trusted: bool) -> tuple[dict[str, Any], bytes]:
+    try:
+        if trusted:
+            content = path.read_bytes()
+        elif path.parent.is_dir():
+            with open_folder(path.parent.resolve()) as folder:
+                content = folder.read(path.name)
+        else:
+            raise FileNotFoundError(f"there is no folder '{path.parent}'")
+        if not content.startswith(_MARK):
+            raise ValueError("it was not written by graphex.save of this version")
+        head, _, data = unsealed(content.removeprefix(_MARK)).partition(b"\n")
+        return json.loads(head), data
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error

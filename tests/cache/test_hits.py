@@ -1,0 +1,148 @@
+"""What is compiled once is loaded afterwards, computes the same, and nothing is compiled for it."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphex
+from tests.cache.conftest import asked
+from tests.harness.processes import python
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.RMSNorm(8)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        state.add_(x)
+        return self.norm(torch.nn.functional.gelu(self.linear(x)) + state)
+
+
+def of_passes(journal: graphex.Journal) -> set[str]:
+    """Every kind of record that something was compiled."""
+    return {record.kind for record in journal.records} & {"pass", "kernels"}
+
+
+@torch.no_grad()
+def test_the_second_compilation_loads_what_the_first_one_stored(run):
+    net, x = Net(), torch.randn(4, 8)
+    first, second = (run(net, x, torch.zeros(4, 8)) for _ in range(2))
+    assert asked(first) == ["miss"]
+    assert asked(second) == ["hit"]
+    assert of_passes(first)
+    assert not of_passes(second)
+    assert second.rewrites == first.rewrites
+    assert second.memory == first.memory
+
+
+def test_a_training_step_is_loaded_forward_and_backward(run):
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+
+    def step() -> list[Tensor]:
+        torch._dynamo.reset()
+        net.zero_grad()
+        compiled = torch.compile(net, backend="graphex")
+        compiled(x).sum().backward()
+        journals.append(graphex.journal(compiled))
+        return [parameter.grad.clone() for parameter in net.parameters()]
+
+    journals: list[graphex.Journal] = []
+    first, second = step(), step()
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert [asked(journal) for journal in journals] == [["miss", "miss"], ["hit", "hit"]]
+
+
+def test_a_graph_with_symbolic_sizes_is_loaded_for_another_size(run):
+    def function(x):
+        return (x.view(-1, 2, x.shape[1] // 2) * x.shape[0]).flatten(1)
+
+    assert asked(run(function, torch.randn(4, 8), dynamic=True)) == ["miss"]
+    assert asked(run(function, torch.randn(6, 8), dynamic=True)) == ["hit"]
+
+
+def test_views_of_inputs_still_share_their_memory(run):
+    def function(x, y):
+        part = x[1:]
+        part.mul_(2)
+        return part, x.t(), y.view(2, -1) + 1
+
+    x, y = torch.randn(4, 6), torch.randn(8)
+    assert asked(run(function, x, y)) == ["miss"]
+    assert asked(run(function, x, y)) == ["hit"]
+
+
+def test_a_constant_of_the_program_is_the_one_of_this_process(run):
+    def function(x):
+        return x + torch.tensor([1.0, 2.0])
+
+    assert asked(run(function, torch.ones(2))) == ["miss"]
+    assert asked(run(function, torch.ones(2))) == ["hit"]
+
+
+def test_lines_are_those_of_this_process(run, tmp_path):
+    """A comment above a function moves its lines, and changes nothing that is compiled."""
+    found = []
+    for number, text in enumerate(("", "# a line more\n")):
+        path = tmp_path / "program.py"
+        path.write_text(text + "def function(x, y):\n    x.copy_(x + y)\n    return (x * 2).relu()\n")
+        names: dict[str, object] = {}
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        journal = run(names["function"], torch.ones(2), torch.ones(2))
+        assert asked(journal) == [("miss", "hit")[number]]
+        found.append({record.line.split(":")[1] for record in journal.rewrites if record.line})
+    assert found == [{"2", "3"}, {"3", "4"}]
+
+
+def test_an_equal_graph_under_another_name_has_an_entry_of_its_own(run):
+    def one(x):
+        return x * 2
+
+    def other(x):
+        return x * 2
+
+    assert asked(run(one, torch.ones(2))) == ["miss"]
+    assert asked(run(other, torch.ones(2))) in (["miss"], ["hit"])
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import torch, graphex
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1))
+    x = torch.randn(4, 8)
+    compiled = torch.compile(net, backend="graphex")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), net(x))
+    journal = graphex.journal(compiled)
+    print([each.status for each in journal.cache], [each.status for each in journal.regions], len(journal.passes))
+    """
+)
+
+
+def test_the_next_process_compiles_nothing_regions_included(folder, tmp_path):
+    """In another working directory, as another rank, with the folder moved: nothing of these is stored."""
+    switches = {"GRAPHEX_REGIONS": "on", "OMP_NUM_THREADS": "1"}
+    first = python("-c", PROGRAM, **switches).stdout
+    assert first.startswith("['miss'] ['compiled']")
+    moved = tmp_path / "elsewhere"
+    folder.parent.rename(moved)
+    second = python("-c", PROGRAM, cwd=tmp_path, GRAPHEX_CACHE_DIR=str(moved), RANK="1", WORLD_SIZE="2", **switches)
+    assert second.stdout == "['hit'] ['loaded'] 0\n"
+
+
+@pytest.mark.parametrize("switch", ["option", "environment"])
+def test_the_cache_can_be_turned_off(run, folder, monkeypatch, switch):
+    if switch == "environment":
+        monkeypatch.setenv("GRAPHEX_CACHE", "off")
+    options = {"cache": False} if switch == "option" else {}
+    assert asked(run(torch.sin, torch.ones(2), **options)) == []
+    assert not folder.exists()

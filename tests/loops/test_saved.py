@@ -1,0 +1,148 @@
+"""`graphex.save` and `graphex.load`: a compiled model as one file, called without Dynamo."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphex
+from tests.harness.processes import python
+
+
+class Step(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(x)
+        return torch.nn.functional.gelu(self.linear(x)) * self.scale + cache
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "step.graphex"
+    with torch.no_grad():
+        graphex.save(Step(), (torch.randn(4, 8), torch.zeros(4, 8)), path)
+    return path
+
+
+@torch.no_grad()
+def test_a_loaded_model_uses_the_weights_that_the_module_has_now(saved):
+    model = Step()
+    loaded = graphex.load(saved, model)
+    for _ in range(2):
+        x, found, wanted = torch.randn(4, 8), torch.ones(4, 8), torch.ones(4, 8)
+        torch.testing.assert_close((loaded(x, found), found), (model(x, wanted), wanted))
+        model.linear.weight.copy_(torch.randn(8, 8))
+    assert loaded.journal.rewrites
+    assert not loaded.journal.passes
+
+
+@torch.no_grad()
+def test_writes_are_counted_as_the_program_makes_them(saved):
+    cache = torch.zeros(4, 8)
+    graphex.load(saved, Step())(torch.randn(4, 8), cache)
+    assert cache._version == 1
+
+
+@torch.no_grad()
+def test_a_call_that_it_was_not_saved_for_is_an_error_that_names_the_input(saved):
+    loaded = graphex.load(saved, Step())
+    with pytest.raises(graphex.InputError, match=r"size mismatch at index 0\. expected 4, actual 5"):
+        loaded(torch.randn(5, 8), torch.zeros(5, 8))
+
+
+@torch.no_grad()
+def test_an_error_of_the_model_stays_that_error(saved):
+    model = Step()
+    with pytest.raises(TypeError):
+        graphex.load(saved, model)(torch.randn(4, 8))
+
+
+def test_the_next_process_needs_no_dynamo_tracing(tmp_path):
+    """In another folder, with weights that are loaded later. The class of the model is importable there."""
+    (tmp_path / "step.py").write_text("from tests.loops.test_saved import Step\n")
+    program = textwrap.dedent(
+        """
+        import sys, torch, graphex
+        from tests.loops.test_saved import Step
+        torch.set_grad_enabled(False)
+        x, path = torch.ones(4, 8), sys.argv[2]
+        if sys.argv[1] == "save":
+            graphex.save(Step(), (x, torch.zeros(4, 8)), path, options={"regions": True})
+        else:
+            model = Step()
+            loaded = graphex.load(path, model)
+            model.load_state_dict(Step().state_dict())
+            torch.testing.assert_close(loaded(x, torch.zeros(4, 8)), model(x, torch.zeros(4, 8)))
+            print([each.status for each in loaded.journal.regions], torch._dynamo.utils.counters["frames"])
+        """
+    )
+    switches = {"GRAPHEX_REGIONS": "on", "OMP_NUM_THREADS": "1"}
+    python("-c", program, "save", tmp_path / "file", **switches)
+    assert python("-c", program, "load", tmp_path / "file", cwd=tmp_path, **switches).stdout == "['loaded'] Counter()\n"
+
+
+# -- what cannot be saved or loaded ------------------------------------------------------------------------------------
+
+
+def test_training_is_not_saved(tmp_path):
+    with pytest.raises(graphex.GraphexError, match="cannot be saved"):
+        graphex.save(Step(), (torch.randn(4, 8), torch.zeros(4, 8)), tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
+def test_a_result_that_is_a_view_of_an_input_is_not_saved(tmp_path):
+    with pytest.raises(graphex.GraphexError, match="view of an input"):
+        graphex.save(lambda x: (x.t(), x + 1), (torch.ones(2, 3),), tmp_path / "file")
+
+
+def test_a_file_that_others_can_write_to_is_not_loaded_unless_it_is_trusted(saved):
+    saved.chmod(0o666)
+    with pytest.raises(graphex.InputError, match="others may write to"):
+        graphex.load(saved, Step())
+    graphex.load(saved, Step(), trusted=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"graphex saved function 1\nno hash\n{}"])
+def test_another_file_is_refused_in_a_sentence(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(graphex.InputError, match="cannot be loaded: "):
+        graphex.load(tmp_path / "file", Step())
+
+
+def test_a_file_that_was_cut_off_is_refused(saved):
+    saved.write_bytes(saved.read_bytes()[:-1])
+    with pytest.raises(graphex.InputError, match="its content is not what was written"):
+        graphex.load(saved, Step())
+
+
+def test_a_file_of_another_version_is_refused_and_named(saved, monkeypatch):
+    from graphex.loops import saved as module
+
+    here = module.machine_of(())
+    monkeypatch.setattr(module, "machine_of", lambda devices: {**here, "torch": "9.9"})
+    with pytest.raises(graphex.InputError, match=r"was saved where torch was .*; here it is 9\.9"):
+        graphex.load(saved, Step())
+
+
+def test_the_module_must_be_given_where_there_is_one(saved, tmp_path):
+    with pytest.raises(graphex.InputError, match="pass the module"):
+        graphex.load(saved)
+    graphex.save(torch.sin, (torch.ones(2),), tmp_path / "function")
+    torch.testing.assert_close(graphex.load(tmp_path / "function")(torch.ones(2)), torch.ones(2).sin())
+
+
+@torch.no_grad()
+def test_a_module_of_torchs_own_is_saved_too(tmp_path):
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    x, other = torch.randn(2, 4), made()
+    graphex.save(made(), (x,), tmp_path / "file")
+    torch.testing.assert_close(graphex.load(tmp_path / "file", other)(x), other(x))
