@@ -57,5 +57,5 @@ if __name__ == "__main__":
     print(f"generate: {len(journal.graphs)} graph, {verdict.status} to the original\n")
     for part in (forward, decode_step, training):
         report = part()
-        print(f"{part.__name__}: largest difference from eager {report.worst_difference}")
+        print(f"{part.__name__}: largest difference from eager {report.worst_difference:.3g}")
         print(report.summary(), end="\n\n")

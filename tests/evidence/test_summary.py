@@ -129,6 +129,21 @@ def test_differences_by_rounding_are_one_sentence(regions):
     assert not any("Different from eager" in line for line in report.summary().splitlines())
 
 
+def test_ops_outside_of_regions_are_counted_over_all_graphs(regions):
+    table = nn.Embedding(8, 64)
+
+    def broken(tokens: Tensor) -> Tensor:
+        first = table(tokens).sin().softmax(-1)
+        torch._dynamo.graph_break()
+        return first + table(tokens).cos().softmax(-1)
+
+    with torch.no_grad():
+        summary = graphex.explain(broken, (torch.arange(4),), calls=1).summary()
+    outside = [line for line in summary.splitlines() if line.startswith("Outside of compiled regions")]
+    assert len(outside) == 1
+    assert outside[0].startswith("Outside of compiled regions: aten.embedding.default and 1 more, because")
+
+
 class _Several(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple((x * scale).softmax(-1).exp().mean(0) for scale in (1.0, 2.0, 3.0))
@@ -174,12 +189,22 @@ def test_the_predicted_peak_does_not_grow_by_compiling_regions(regions):
 # -- names and graphs --------------------------------------------------------------------------------------------------
 
 
-def test_an_output_that_has_two_names_is_one_difference():
-    def wrong(gm, example_inputs, config):
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
-            node.target = torch.ops.aten.cos.default
-        gm.recompile()
+def wrong(gm, example_inputs, config):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+        node.target = torch.ops.aten.cos.default
+    gm.recompile()
 
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_what_verification_found_is_said_once_with_the_script_that_shows_it():
+    report = explained(Net(), torch.randn(4, 64), post_grad_custom_pre_pass=wrong, verify=True)
+    found = report.journal.verifications[0]
+    (line,) = [line for line in report.summary().splitlines() if found.reason in line]
+    assert "by pass 'wrong', which was left out" in line
+    assert line.endswith(f"Run {found.repro} to see it.")
+
+
+def test_an_output_that_has_two_names_is_one_difference():
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Results:
             return Results(logits=x.sin())

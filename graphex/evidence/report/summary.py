@@ -284,16 +284,20 @@ def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if cuts:
         ops = sum(cut["ops"] for cut in cuts)
         yield _sentence("bad", f"{ops} ops run outside of device graphs; the first because {cuts[0]['reason']}.")
+    told = tuple(verdict["reason"] for graph in graphs for verdict in graph["verifications"] if verdict["reason"])
     for graph in graphs:
         for each in graph["fallbacks"]:
-            yield _sentence("bad", f"{graph['name']}: {each['what']}: {each['reason']}.")
+            if not each["reason"].startswith(told):  # the sentence about the verdict says it
+                yield _sentence("bad", f"{graph['name']}: {each['what']}: {each['reason']}.")
 
 
 def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
     for verdict in verdicts:
         if verdict["status"] != "equal":
-            yield _sentence("bad", f"Verification: {verdict['status']}{_blamed(verdict)}: {verdict['reason']}.")
+            script = f" Run {verdict['repro']} to see it." if verdict["repro"] else ""
+            text = f"Verification: {verdict['status']}{_blamed(verdict)}: {verdict['reason']}.{script}"
+            yield _sentence("bad", text)
     if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
         yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
 
@@ -327,9 +331,13 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         yield _sentence(
             "plain", f"Compiling regions took {seconds:.1f} s; regions=False or GRAPHEX_REGIONS=off does without."
         )
+    outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
-        times = f"{each['op']}" if each["count"] == 1 else f"{each['op']} and {each['count'] - 1} more"
-        yield _sentence("plain", f"Outside of compiled regions: {times}, because {each['reason']}.")
+        outside.setdefault(each["reason"], []).append(each)
+    for reason, borders in outside.items():
+        count = sum(each["count"] for each in borders)
+        ops = f"{borders[0]['op']}" if count == 1 else f"{borders[0]['op']} and {count - 1} more"
+        yield _sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
 
 
 def _gain(used: list[dict[str, Any]]) -> str:
@@ -340,13 +348,13 @@ def _gain(used: list[dict[str, Any]]) -> str:
         return "They were not measured: expect about the speed of Inductor."
     some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
     return (
-        f"Measured here: {single / compiled:.2g} times the speed of single ops, {_milliseconds(compiled)} instead of "
-        f"{_milliseconds(single)} a call{some}. Expect at least eager's speed."
+        f"Measured here: {single / compiled:.2g} times the speed of single ops, {_time(compiled)} instead of "
+        f"{_time(single)} a call{some}. Expect at least eager's speed."
     )
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -17,8 +17,9 @@ function header(title, picker) {
   const made = data.kind === "report" ? data.made_with : data.made_with.after;
   const facts = [`graphex ${made.graphex}`, `torch ${made.torch}`, made.device];
   if (data.facts && data.facts.calls) facts.push(plural(data.facts.calls, "call"));
-  if (data.facts && data.facts.worst_difference !== undefined)
-    facts.push(`largest difference from eager ${data.facts.worst_difference}`);
+  const worst = data.facts && data.facts.worst_difference; // a word for what is no number
+  if (worst !== undefined && worst !== null)
+    facts.push(`largest difference from eager ${typeof worst === "number" ? Number(worst.toPrecision(3)) : worst}`);
   const button = (text, label, onclick, id) =>
     el("button", { type: "button", class: "button plain", "aria-label": label, title: label, onclick, id }, text);
   return el(
