@@ -92,6 +92,7 @@ bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/replay.py
 	-PYTHONPATH=. $(PYTHON) benchmarks/replay_host.py
 	-PYTHONPATH=. $(PYTHON) benchmarks/decode.py
+	-PYTHONPATH=. $(PYTHON) benchmarks/generate.py --seconds 600
 	PYTHONPATH=. $(PYTHON) benchmarks/compile_time.py
 	-PYTHONPATH=. $(PYTHON) benchmarks/prefill.py
 	PYTHONPATH=. $(PYTHON) benchmarks/memory.py

@@ -27,7 +27,7 @@ from graphex.torch_private.symbolic import pytree
 
 AHEAD = 3
 
-_compiling = threading.RLock()  # torch takes what another thread traces for a part of what this one calls
+compiling = threading.RLock()  # torch takes what another thread traces for a part of what this one calls
 
 Step = Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -63,10 +63,10 @@ class FixedCall:
 
     def __call__(self) -> Any:
         if not self._rehearsed:
-            with _compiling:
+            with compiling:
                 return self._rehearsal()
         if self._replay is None and not self._failed:
-            with _compiling:
+            with compiling:
                 self._capture()
         if self._replay is None:
             return self._body()

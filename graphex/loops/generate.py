@@ -44,12 +44,14 @@ def generate(
     synced_gpus: bool = False,
     streamer: Any = None,
     graphex_options: Mapping[str, Any] | None = None,
+    graphex_prefill: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """A decoding loop for `model.generate(..., custom_generate=graphex.generate)`.
 
     Greedy search and sampling, with the tokens that transformers' own loop would give. `graphex_options` are the
-    options of the backend that compiles the step; they are passed to `model.generate` too.
+    options of the backend that compiles the step; they are passed to `model.generate` too. So is `graphex_prefill`:
+    with it prompts are compiled as well, for a few lengths.
     """
     streamer = streamer if streamer is not None else _from_caller("streamer")
     sessions = sessions_of(model)
@@ -66,7 +68,7 @@ def generate(
     decoding = getattr(model, "_optimize_model_for_decode", nullcontext)
     started = time.perf_counter()
     with _on_device_of(input_ids), sessions.borrowed(wanted, graphex_options) as session:
-        logits = session.prefill(wanted, generation_config, model_kwargs)
+        logits = session.prefill(wanted, generation_config, model_kwargs, compiled=graphex_prefill)
         with decoding():
             return Generation(session, wanted, sessions.journal, streamer).run(logits, started)
 

@@ -74,7 +74,7 @@ class Generation:
         steps, finished = 1, self._first(logits)
         first = time.perf_counter()
         is_captured = False
-        if not finished and not self._time_is_up():
+        if not finished and self._wanted.max_steps > 1 and not self._time_is_up():
             part = self._session.captured_part(self._wanted)
             loop = self._loop(part)
             for tokens in loop:

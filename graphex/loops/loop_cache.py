@@ -176,9 +176,13 @@ class LoopCache(Cache):
                 layer.keys.zero_()
                 layer.values.zero_()
 
-    def decode(self) -> None:
-        """From now on the model is called with one token, after those of the prefill."""
-        self.prefilled = max(layer.start for layer in self.layers)
+    def takes(self, positions: int) -> bool:
+        """Whether a prompt of so many positions can be written into every layer where it belongs, none over another."""
+        return all(layer.is_initialized and positions <= layer.size for layer in self.layers)
+
+    def decode(self, length: int | None = None) -> None:
+        """From now on the model is called with one token, after those of the prefill: `length`, or all it wrote."""
+        self.prefilled = max(layer.start for layer in self.layers) if length is None else length
         self.place.decoding = True
         self.place.length.fill_(self.prefilled)
         for layer in self.layers:

@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphex.backend import Backend
 from graphex.config import config_from
 from graphex.device import device_of
-from graphex.loops.decode_loop import FixedCall
+from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read
 from graphex.loops.processors import Sequence
-from graphex.loops.wanted import Wanted
+from graphex.loops.wanted import Wanted, bucket
 from graphex.records import Journal
 
 _ATTACHED = "_graphex_generation"
@@ -120,6 +121,16 @@ def model_step(
     return logits
 
 
+def prompt_step(model: Any, tokens: Tensor, positions: Tensor | None, cache: Any, last: Tensor) -> Tensor:
+    """The logits after the token at `last`, [B, V], of a prompt that may go on behind it."""
+    given = {} if positions is None else {"position_ids": positions}
+    found = model(
+        input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=last, return_dict=True, **given
+    )
+    logits: Tensor = found.logits[:, -1]
+    return logits
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -144,6 +155,7 @@ class Session:
         backend = Backend(config_from({"force_eager": True, **(options or {})}))
         self.journal = backend.journal
         self._step = torch.compile(with_own_code(model_step), backend=backend, dynamic=False)
+        self._prompt = torch.compile(with_own_code(prompt_step), backend=backend, dynamic=False)
         self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
         self._counts: dict[str, int] = {}
 
@@ -154,10 +166,17 @@ class Session:
 
     # -- before the loop -----------------------------------------------------------------------------------------------
 
-    def prefill(self, wanted: Wanted, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
-        """Run the prompt. Returns the logits after it, [B, V]."""
+    def prefill(self, wanted: Wanted, config: Any, model_kwargs: dict[str, Any], *, compiled: bool) -> Tensor:
+        """Run the prompt. Returns the logits after it, [B, V].
+
+        A compiled one is padded on the right to one of a few lengths: no token looks at those behind it, and what the
+        padding leaves in the cache is behind its end. The first prompt of a session runs as it is: it makes the cache.
+        """
         self.cache.clear()
         self.cache.begin(wanted.past)
+        length = bucket(wanted.input_ids.shape[1])
+        if compiled and wanted.plain_prompt and "logits_to_keep" in wanted.extra and self.cache.takes(length):
+            return self._compiled_prefill(wanted, length)
         if wanted.past:
             read(wanted.cache, self.cache, wanted.past)
         config = copy.copy(config)
@@ -165,11 +184,22 @@ class Session:
         given = {**model_kwargs, "past_key_values": self.cache}
         found = self._model._prefill(wanted.input_ids, config, given, is_first_iteration=True)
         logits: Tensor = found.logits[:, -1]
+        self.cache.decode()
+        self._begin(wanted)
+        return logits
+
+    def _compiled_prefill(self, wanted: Wanted, length: int) -> Tensor:
+        count, where = wanted.input_ids.shape[1], wanted.input_ids.device
+        tokens = functional.pad(wanted.input_ids, (0, length - count))
+        positions = None if self.position is None else torch.arange(length, device=where)[None]
+        last = torch.tensor([count - 1], device=where)
+        with compiling:
+            logits: Tensor = self._prompt(self._model, tokens, positions, self.cache, last)
+        self.cache.decode(count)
         self._begin(wanted)
         return logits
 
     def _begin(self, wanted: Wanted) -> None:
-        self.cache.decode()
         count = wanted.input_ids.shape[1]
         self.tokens[:, :count] = wanted.input_ids
         self.length.fill_(count)

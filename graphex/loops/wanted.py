@@ -40,6 +40,7 @@ class Wanted:
     position: Tensor | None
     extra: dict[str, Any]
     returns_cache: bool
+    plain_prompt: bool  # whether the prompt is all there is: no padding, no embeddings, no cache before it, no chunks
 
     @classmethod
     def of(
@@ -86,6 +87,11 @@ class Wanted:
             position=model_kwargs.get("position_ids"),
             extra={name: model_kwargs[name] for name in ("logits_to_keep",) if name in model_kwargs},
             returns_cache=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
+            plain_prompt=model_kwargs.get("attention_mask") is None
+            and embeds is None
+            and not past
+            and config.prefill_chunk_size is None
+            and input_ids.shape[1] > 1,
         )
 
     @property

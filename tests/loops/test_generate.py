@@ -53,6 +53,16 @@ def test_a_step_is_captured_once_and_replayed_in_every_generation(model, capture
     assert reasons(model) == []
 
 
+def test_a_report_is_about_the_last_generation_of_several_tokens(model):
+    looped(model, prompt(), **GREEDY)
+    looped(model, prompt(), **GREEDY | {"max_new_tokens": 1})
+    report = graphex.generation(model)
+    assert report.last.tokens == 16
+    assert report.device_seconds > 0
+    assert report.floor_bytes > sum(each.numel() for each in model.lm_head.parameters())
+    assert "the device waits" in str(report)
+
+
 def test_another_prompt_of_another_length_needs_no_capture(model):
     for length in (7, 12, 3):
         assert_same(model, prompt(length=length), **GREEDY)

@@ -39,6 +39,26 @@ def test_a_compiled_step_serves_all_tokens(name):
     assert len(journal.graphs) == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_compiled_prompt_serves_several_lengths(name):
+    model = (
+        built(name, num_hidden_layers=1, sliding_window=80) if name == "gemma3" else built(name, num_hidden_layers=1)
+    )
+    for length in (7, 5, 30):
+        wanted = model.generate(prompt(length=length), **GREEDY)
+        assert torch.equal(looped(model, prompt(length=length), graphex_prefill=True, **GREEDY), wanted)
+    assert len(graphex.generation(model).journal.graphs) == 2  # of the step, and of prompts
+
+
+@pytest.mark.usefixtures("captures", "uncompiled")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_padded_prompt_gives_transformers_tokens(name):
+    model = built(name)
+    looped(model, prompt(length=9), **GREEDY)  # the first prompt makes the cache
+    found = looped(model, prompt(), graphex_prefill=True, **GREEDY)
+    assert torch.equal(found, model.generate(prompt(), **GREEDY))
+
+
 def test_generations_in_threads():
     model = built("llama", num_hidden_layers=1)
     wanted = [model.generate(prompt(batch), **GREEDY) for batch in (1, 2, 1)]
