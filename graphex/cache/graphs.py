@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.analysis import node_line
 from graphex.analysis.aliasing import REGENERATED, RETURNED
 from graphex.analysis.contract import region_of
 from graphex.analysis.program import WRITES, Program, Writes
@@ -329,13 +328,10 @@ class _Tensors:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[tuple[str, str]]:
-    """Each node as text that is equal for equal nodes, and its source line, which is no part of that text.
-
-    `note` adds what else counts at a node.
-    """
+def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[str]:
+    """Each node as text that is equal for equal nodes. `note` adds what else counts at a node; lines do not count."""
     data = packed_graph(graph)
     for node, each in zip(graph.nodes, data.nodes, strict=True):
         meta = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS)}
-        yield repr((*each[:-1], meta, note(node))), node_line(node)
-    yield f"storages {data.storages}", ""
+        yield repr((*each[:-1], meta, note(node)))
+    yield f"storages {data.storages}"

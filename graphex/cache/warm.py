@@ -107,7 +107,8 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
         if is_on:
             about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
             function, config = compilation.origin.function, compilation.config
-            search.key = key_of(function, gm, config, compilation.decompositions, phase, about)
+            lines = search.given.lines
+            search.key = key_of(function, gm, config, compilation.decompositions, phase, about, lines)
     except (CannotStoreError, NoFingerprintError) as error:
         search.reason = one_line(error)
         if is_on:
