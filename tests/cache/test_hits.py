@@ -161,3 +161,17 @@ def test_lifted_ops_and_decisions_about_attention_are_stored(run):
     assert asked(second) == ["hit"]
     assert second.rules == first.rules
     assert any(tried.matches for tried in second.rules)
+
+
+@torch.no_grad()
+def test_ops_of_the_user_that_write_to_their_arguments_are_stored(run):
+    @torch.library.custom_op("graphex_test_cache::push_", mutates_args=("cache",))
+    def push_(cache: Tensor, row: Tensor) -> None:
+        cache[0] = row
+
+    def function(cache, row):
+        push_(cache, row * 2)
+        return cache.sum(0)
+
+    assert asked(run(function, torch.zeros(2, 3), torch.ones(3))) == ["miss"]
+    assert asked(run(function, torch.zeros(2, 3), torch.ones(3))) == ["hit"]
