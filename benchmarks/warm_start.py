@@ -3,12 +3,12 @@
     PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--rounds 3]
 
 Every round runs two processes one after the other for each backend, in empty cache folders: the first is cold, the
-second warm. Beside them stand Inductor (`mode="reduce-overhead"`), which has caches of its own, and, for what keeping
-costs, graphex without a cache. Medians:
+second warm. `graphex load` calls what `graphex.save` wrote in a process before. Beside them stand Inductor
+(`mode="reduce-overhead"`), which has caches of its own, and, for what keeping costs, graphex without a cache. Medians:
 
     imports     torch._dynamo and the backend
     Dynamo      tracing the user's code and making guards
-    backend     everything behind Dynamo: AOTAutograd, and compiling or loading
+    backend     everything behind Dynamo: AOTAutograd, and compiling or loading; or `graphex.load`
     cache       of that, finding and loading or storing graphs
     first call  the rest of the first call; for a training step, the backward too
     total       all but the imports
@@ -42,7 +42,7 @@ from benchmarks.measure import machine, synchronize
 
 MODELS = ("decode-8", "decode-32", "bert", "resnet-training")
 STAGES = ("imports", "Dynamo", "backend", "cache", "first call", "total")
-ROWS = ("graphex cold", "graphex warm", "graphex without cache", "inductor cold", "inductor warm")
+ROWS = ("graphex cold", "graphex warm", "graphex load", "graphex without cache", "inductor cold", "inductor warm")
 TARGETS = (
     ("warm against Inductor's warm, at most 0.5", "graphex warm", "inductor warm"),
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
@@ -75,10 +75,12 @@ def stages(model: str, backend: str) -> Stages:
     """The first call of a model in this process."""
     started = time.perf_counter()
     import_module("torch._dynamo")
-    if backend == "graphex":
+    if backend != "inductor":
         import_module("graphex")
     imports = time.perf_counter() - started
     made, run = subject(model)
+    if backend in ("save", "load"):
+        return {"imports": imports, **(saved if backend == "save" else loaded)(made, run)}
     options = {"mode": "reduce-overhead"} if backend == "inductor" else {}
     compiled = torch.compile(made, backend=backend, **options)
     synchronize()
@@ -87,6 +89,41 @@ def stages(model: str, backend: str) -> Stages:
         run(compiled)
     synchronize()
     return {"imports": imports, **split(time.perf_counter() - started)}
+
+
+@torch.no_grad()
+def saved(model: torch.nn.Module, run: Run) -> Stages:
+    """Save a model for the arguments that it is called with."""
+    import graphex
+
+    given: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given[:] = args, kwargs
+        return model(*args, **kwargs)
+
+    run(call)
+    graphex.save(model, given[0], _file(), kwargs=given[1])
+    return {}
+
+
+@torch.no_grad()
+def loaded(model: torch.nn.Module, run: Run) -> Stages:
+    """The first call of a model that was saved."""
+    import graphex
+
+    synchronize()
+    started = time.perf_counter()
+    function = graphex.load(_file(), model)
+    load = time.perf_counter() - started
+    run(function)
+    synchronize()
+    total = time.perf_counter() - started
+    return {"Dynamo": 0.0, "backend": load, "cache": 0.0, "first call": total - load, "total": total}
+
+
+def _file() -> Path:
+    return Path(os.environ["GRAPHEX_CACHE_DIR"]).parent / "model.graphex"
 
 
 def split(seconds: float) -> Stages:
@@ -120,6 +157,10 @@ def one_round(model: str, rows: tuple[str, ...]) -> dict[str, Stages]:
             for state in ("cold", "warm"):
                 if f"{backend} {state}" in rows:
                     found[f"{backend} {state}"] = measured(model, backend, folder)
+    if "graphex load" in rows and not model.endswith("-training"):
+        with tempfile.TemporaryDirectory() as folder:
+            measured(model, "save", folder)
+            found["graphex load"] = measured(model, "load", folder)
     if "graphex without cache" in rows:
         with tempfile.TemporaryDirectory() as folder:
             found["graphex without cache"] = measured(model, "graphex", folder, GRAPHEX_CACHE="off")
@@ -139,6 +180,10 @@ def table(rounds: list[dict[str, Stages]]) -> str:
     for what, ours, other in TARGETS:
         if ours in medians and other in medians:
             lines.append(f"{what}: {medians[ours]['total'] / medians[other]['total']:.2f}")
+    if "graphex load" in medians:
+        lines.append(
+            f"load to the first result, at most 0.5 s (8 layers), 1.0 s (32): {medians['graphex load']['total']:.2f}"
+        )
     if "graphex warm" in medians:
         warm = medians["graphex warm"]
         lines.append(f"warm beyond Dynamo, at most 0.5 s: {warm['total'] - warm['Dynamo']:.2f}")

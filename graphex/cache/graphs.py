@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.analysis import node_line
 from graphex.analysis.aliasing import REGENERATED, RETURNED
 from graphex.analysis.contract import region_of
 from graphex.analysis.program import WRITES, Program, Writes
@@ -37,13 +36,24 @@ from graphex.torch_private.symbolic import (
 )
 
 TRACE = "stack_trace"
-_KEPT = (TRACE, "custom", ORIGINS, COUNTED, REGENERATED, RETURNED, "graphex_region", "graphex_not_copied")
+_KEPT = (
+    TRACE,
+    "custom",
+    "only_clone_these_tensors",
+    ORIGINS,
+    COUNTED,
+    REGENERATED,
+    RETURNED,
+    "graphex_region",
+    "graphex_not_copied",
+)
 _NOT_NEEDED = (  # notes of one pass for a later one; an executable does not ask for them
     *("graphex_writes_before", "graphex_made_by", "graphex_epoch", "graphex_slices_corrected"),
     *("graphex_written_directly", "graphex_tag", "graphex_activations"),
 )
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_WRITES_OF_OPS = ("auto_functionalized", "auto_functionalized_v2")  # all that they do is said by their arguments
 _MODULES = ("operator", "_operator", "math", "builtins", "torch")  # functions that are known by their names
 
 
@@ -55,6 +65,12 @@ class Ref(NamedTuple):
     """A node, by its place in the graph."""
 
     place: int
+
+
+class Op(NamedTuple):
+    """An operator among the arguments."""
+
+    name: str
 
 
 class Sizes(NamedTuple):
@@ -141,6 +157,8 @@ class _Packer:
         if is_dataclass(value) and type(value).__module__.startswith("graphex."):
             self._argument([getattr(value, each.name) for each in fields(value)])  # a note of ours, if it is plain
             return value
+        if isinstance(value, torch._ops.OpOverload):
+            return Op(_function_text(value, self._node))
         if isinstance(value, torch.Size):
             return Sizes(tuple(map(self._argument, value)))
         if isinstance(value, slice):
@@ -212,18 +230,25 @@ def _target_text(node: Node) -> str:
         raise CannotStoreError(f"'{node.name}' calls a module")
     if node.op != "call_function":
         return str(target)
+    return _function_text(target, node)
+
+
+def _function_text(target: Any, node: Node | None) -> str:
+    name = "" if node is None else node.name
     if isinstance(target, torch._ops.OpOverload):
         text = f"op {target}"
-    elif callable(target) and not isinstance(target, torch._ops.HigherOrderOperator):
-        text = f"function {getattr(target, '__module__', '')} {getattr(target, '__qualname__', '')}"
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name() not in _WRITES_OF_OPS:
+            raise CannotStoreError(f"'{name}' calls the higher-order operator {target}")
+        text = f"op higher_order.{target.name()}"
     else:
-        raise CannotStoreError(f"'{node.name}' calls the higher-order operator {target}")
+        text = f"function {getattr(target, '__module__', '')} {getattr(target, '__qualname__', '')}"
     try:
         found = _target("call_function", text)
     except (ImportError, AttributeError, ValueError):
         found = None
     if found is not target:
-        raise CannotStoreError(f"'{node.name}' calls {target}, which its name does not lead to")
+        raise CannotStoreError(f"'{name}' calls {target}, which its name does not lead to")
     return text
 
 
@@ -267,6 +292,8 @@ def unpacked_graph(data: GraphData, mode: FakeTensorMode, traces: Sequence[str] 
 def _unpacked(value: Any, nodes: list[Node]) -> Any:
     if isinstance(value, Ref):
         return nodes[value.place]
+    if isinstance(value, Op):
+        return _target("call_function", value.name)
     if isinstance(value, Sizes):
         return torch.Size(value.sizes)
     if isinstance(value, slice):
@@ -329,13 +356,10 @@ class _Tensors:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[tuple[str, str]]:
-    """Each node as text that is equal for equal nodes, and its source line, which is no part of that text.
-
-    `note` adds what else counts at a node.
-    """
+def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[str]:
+    """Each node as text that is equal for equal nodes. `note` adds what else counts at a node; lines do not count."""
     data = packed_graph(graph)
     for node, each in zip(graph.nodes, data.nodes, strict=True):
         meta = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS)}
-        yield repr((*each[:-1], meta, note(node))), node_line(node)
-    yield f"storages {data.storages}", ""
+        yield repr((*each[:-1], meta, note(node)))
+    yield f"storages {data.storages}"

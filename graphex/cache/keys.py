@@ -91,10 +91,11 @@ def key_of(
     decompositions: Mapping[Any, Any],
     phase: str,
     about: Mapping[str, object],
+    lines: list[str],
 ) -> Key:
     """The key of a graph. Raises NoFingerprintError or CannotStoreError, saying why there is none.
 
-    `about` says what else decides how the graph is compiled, such as its static inputs.
+    `about` says what else decides how the graph is compiled, such as its static inputs; `lines` are its nodes' own.
     """
     parts: Parts = {**machine_of(_devices(gm)), **_process(config)}
     parts["options"] = {
@@ -106,8 +107,7 @@ def key_of(
     parts["declarations"] = sorted((*asynchronous_declarations(), *variant_declarations()))
     parts["phase"] = phase
     parts["about"] = {what: repr(value) for what, value in about.items()}
-    rows = list(graph_rows(gm.graph, lambda node: _noted(gm, node)))
-    return Key(name, parts, [row for row, _ in rows], [line for _, line in rows])
+    return Key(name, parts, list(graph_rows(gm.graph, lambda node: _noted(gm, node))), lines)
 
 
 def _noted(gm: GraphModule, node: Node) -> object:

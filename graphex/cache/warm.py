@@ -74,7 +74,7 @@ class Search:
                 return
             size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
-            self.reason = one_line(error)
+            self.reason = str(error)
             if self.key is not None:
                 self._note("uncacheable", self.reason)
         except OSError as error:
@@ -107,9 +107,10 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
         if is_on:
             about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
             function, config = compilation.origin.function, compilation.config
-            search.key = key_of(function, gm, config, compilation.decompositions, phase, about)
+            lines = search.given.lines
+            search.key = key_of(function, gm, config, compilation.decompositions, phase, about, lines)
     except (CannotStoreError, NoFingerprintError) as error:
-        search.reason = one_line(error)
+        search.reason = str(error)
         if is_on:
             search._note("uncacheable", search.reason)
         if search.mode is None or search.given is None:

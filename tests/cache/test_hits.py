@@ -146,3 +146,32 @@ def test_the_cache_can_be_turned_off(run, folder, monkeypatch, switch):
     options = {"cache": False} if switch == "option" else {}
     assert asked(run(torch.sin, torch.ones(2), **options)) == []
     assert not folder.exists()
+
+
+@torch.no_grad()
+def test_lifted_ops_and_decisions_about_attention_are_stored(run):
+    def function(q, k, v, weight):
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        variance = attended.pow(2).mean(-1, keepdim=True)
+        return weight * (attended * torch.rsqrt(variance + 1e-6))
+
+    given = [*(torch.randn(1, 2, 4, 8) for _ in range(3)), torch.ones(8)]
+    first, second = (run(function, *given, lift_idioms="always") for _ in range(2))
+    assert asked(first) == ["miss"]
+    assert asked(second) == ["hit"]
+    assert second.rules == first.rules
+    assert any(tried.matches for tried in second.rules)
+
+
+@torch.no_grad()
+def test_ops_of_the_user_that_write_to_their_arguments_are_stored(run):
+    @torch.library.custom_op("graphex_test_cache::push_", mutates_args=("cache",))
+    def push_(cache: Tensor, row: Tensor) -> None:
+        cache[0] = row
+
+    def function(cache, row):
+        push_(cache, row * 2)
+        return cache.sum(0)
+
+    assert asked(run(function, torch.zeros(2, 3), torch.ones(3))) == ["miss"]
+    assert asked(run(function, torch.zeros(2, 3), torch.ones(3))) == ["hit"]
