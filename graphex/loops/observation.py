@@ -73,6 +73,8 @@ class Observation(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
+            self._made.update(map(_memory, tensors))
         if not self.reason:
             self._judge(func, tensors, leaves, args, kwargs)
         for tensor in tensors:

@@ -217,10 +217,11 @@ class StepState:
         for optimizer in self.found.optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 where = f"{type(optimizer).__name__}.param_groups[{number}]"
+                inputs = ("params", "initial_lr", *(["lr"] if _takes_tensor(optimizer, group) else []))
                 values |= {
                     f"{where}['{name}']": id(value) if isinstance(value, Tensor) else repr(value)
                     for name, value in group.items()
-                    if name not in ("params", "lr", "initial_lr")
+                    if name not in inputs
                 }
                 values[f"the parameters of {where}"] = len(group["params"])
         for scaler in self.found.scalers:
@@ -354,8 +355,13 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], tensors: list[Ten
     return type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
 
 
+def _takes_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's learning rate may be a tensor. Elsewhere it is a number that a captured step holds for."""
+    return bool(group.get("capturable") or (type(optimizer) in FUSED and group.get("fused")))
+
+
 class _Rates:
-    """The learning rates of an optimizer as tensors on the device of their parameters."""
+    """The learning rates of an optimizer as tensors on the device of their parameters, where these can be tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -371,6 +377,8 @@ class _Rates:
     def fill(self) -> None:
         self._ready()
         for number, group in enumerate(self._optimizer.param_groups):
+            if not _takes_tensor(self._optimizer, group):
+                continue
             rate = group["lr"]
             if isinstance(rate, Tensor):
                 if rate is not self._tensors[number]:
@@ -385,7 +393,8 @@ class _Rates:
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._tensors, strict=False):
-            group["lr"] = tensor
+            if _takes_tensor(self._optimizer, group):
+                group["lr"] = tensor
         try:
             yield
         finally:

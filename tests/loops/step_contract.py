@@ -175,6 +175,32 @@ def test_the_learning_rate_is_an_input_of_the_graph(make, where):
     same_state(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_an_optimizer_that_takes_no_tensor_as_its_rate_is_captured_for_a_rate(where):
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.add_(each.grad, alpha=-group["lr"])
+
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizers = [Plain(model.parameters(), 0.1) for model in (mine, theirs)]
+    step, plain = (
+        graphex.train_step(mine, functional.cross_entropy, optimizers[0]),
+        written_out(theirs, optimizers[1]),
+    )
+    for number, (x, y) in enumerate(points(where, 12)):
+        if number == 6:
+            for each in optimizers:
+                each.param_groups[0]["lr"] = 0.3
+        close(step(x, y), plain(x, y).detach())
+    assert [count(step, "captured"), *reasons(step)] == [2]
+
+
 def test_another_hyperparameter_is_another_capture(where):
     mine, theirs = model_on(where, mlp), model_on(where, mlp)
     optimizers = [adam(mine), adam(theirs)]
