@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.errors import users_frame
+from graphex.torch_private.dynamo import TorchDispatchMode
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten

@@ -40,6 +40,7 @@ from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
+from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
 
@@ -150,6 +151,10 @@ class TrainStep:
         assert self._device is not None
         if reason := why_off():
             return f"graphex is off: {reason}"
+        try:
+            check_required()
+        except MissingNameError as error:
+            return str(error)
         if self._config.force_eager or self._config.mode in ("eager", "max-autotune-no-cudagraphs"):
             return "the options ask for no capture"
         if several := several_accelerators(devices):
