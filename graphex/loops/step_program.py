@@ -29,14 +29,14 @@ from torch.profiler import record_function
 
 from graphex.backend import Backend
 from graphex.config import CompilerConfig
-from graphex.device import Device, Replay, device_of, several_accelerators
+from graphex.device import Device, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, may_see_compiled_code
+from graphex.loops.step_graph import CapturedStep, CompiledModule, buffer_for, detached
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
-from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
@@ -54,31 +54,6 @@ class Kind(NamedTuple):
     sizes: Hashable
     path: Hashable  # everything else: Python may take another way through the function
     gradients: Hashable  # of before the step: none, some that it drops, or where those are that it reads
-
-
-@dataclass
-class CapturedStep:
-    """One device graph of a step. `gradients` are what it leaves on the parameters, `deferred` the host's part."""
-
-    replay: Replay
-    pool: Pool
-    buffers: list[tuple[int, InputBuffer | Tensor]]
-    results: list[Any]
-    spec: Any
-    gradients: list[Tensor | None]
-    deferred: list[Callable[[], Any]]
-
-    def fill(self, leaves: Sequence[Any]) -> None:
-        for place, buffer in self.buffers:
-            if isinstance(buffer, Tensor):
-                buffer.copy_(leaves[place])
-            else:
-                buffer.target.copy_(buffer.source(leaves[place]))
-
-    def free(self) -> None:
-        self.pool.graphs -= 1
-        self.replay.free([self.buffers, self.results, self.gradients])
-        self.buffers, self.results = [], []
 
 
 @dataclass
@@ -122,7 +97,7 @@ class TrainStep:
             if self._device is None:
                 self._begin(args, kwargs)
             if self._is_off:
-                return _detached(self._function(*args, **kwargs))
+                return detached(self._function(*args, **kwargs))
             return self._step(args, kwargs)
 
     def explain(self) -> str:
@@ -178,10 +153,10 @@ class TrainStep:
 
     def _step(self, args: Any, kwargs: Any) -> Any:
         if is_seen_by_a_mode() or self._device_captures():
-            return _detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
+            return detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
         if self._state.hooks() and (reason := self._state.why_never()):
             self._stay_plain(reason)
-            return _detached(self._function(*args, **kwargs))
+            return detached(self._function(*args, **kwargs))
         if why := self._state.why_elsewhere():
             self._start_again(why)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -194,7 +169,7 @@ class TrainStep:
             self._graphs.move_to_end(kind)
             return self._replay(graph, leaves)
         if self._is_off:
-            return _detached(self._function(*args, **kwargs))
+            return detached(self._function(*args, **kwargs))
         return self._run_and_learn(kind, args, kwargs)
 
     def _device_captures(self) -> bool:
@@ -323,7 +298,7 @@ class TrainStep:
             self.free()
             self._prepare()
         self.journal.counter(self._name)["calls"] += 1
-        return _detached(results)
+        return detached(results)
 
     @contextmanager
     def _modules_compiled(self) -> Iterator[None]:
@@ -378,7 +353,9 @@ class TrainStep:
         """Capture the step on copies of its arguments. Nothing is computed."""
         assert self._device is not None
         device, state = self._device, self._state
-        buffers = [(place, self._buffer(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        buffers = [
+            (place, buffer_for(leaf, self._where)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
+        ]
         given = list(leaves)
         for place, buffer in buffers:
             given[place] = buffer if isinstance(buffer, Tensor) else buffer.view
@@ -391,14 +368,8 @@ class TrainStep:
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()
         pool.graphs += 1
-        flat, form = pytree.tree_flatten(_detached(results))
+        flat, form = pytree.tree_flatten(detached(results))
         return CapturedStep(replay, pool, buffers, flat, form, state.gradients(), deferred)
-
-    def _buffer(self, leaf: Tensor) -> InputBuffer | Tensor:
-        """Memory of the graph's own for an argument, on the device."""
-        if leaf.device.type == self._where.type:
-            return Arena().buffers([leaf], shared=False)[0]
-        return torch.empty_like(leaf, device=self._where)
 
     def _pool_for(self, own: bool) -> Pool:
         """Graphs share a pool, but for those that leave gradients in theirs, which another graph must not write to."""
@@ -454,22 +425,3 @@ def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 def _sort(gradients: Hashable) -> Hashable:
     """Whether a step found no gradients, some, or some that it reads."""
     return gradients if isinstance(gradients, str) else "read"
-
-
-def _detached(results: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, results)
-
-
-class CompiledModule:
-    """A module of the user's that is compiled while a step runs, and as it was outside."""
-
-    def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
-        self._module, self._compiled = module, compile_it(module._call_impl)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        before, self._module._compiled_call_impl = self._module._compiled_call_impl, self._compiled
-        try:
-            yield
-        finally:
-            self._module._compiled_call_impl = before

@@ -27,7 +27,8 @@ from graphex.backend import Backend, get_backend
 from graphex.config import CompilerConfig
 from graphex.errors import InputError
 from graphex.loops.recipe import Parts, Recipe
-from graphex.loops.step_program import CompiledModule, TrainStep
+from graphex.loops.step_graph import CompiledModule
+from graphex.loops.step_program import TrainStep
 from graphex.loops.step_state import Found, found_in
 
 
