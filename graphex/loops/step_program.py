@@ -48,6 +48,9 @@ RESTLESS = 16  # calls in a row of kinds that were not there before, after which
 REMEMBERED = 64  # kinds of calls that were seen and not captured
 
 
+Find = Callable[[], tuple[Found, Sequence[CompiledModule]]]
+
+
 class Kind(NamedTuple):
     """The kind of a call: two calls of one kind are the same work on other data."""
 
@@ -69,17 +72,17 @@ class Learnt:
 class TrainStep:
     """A callable step. `journal` says what was captured, or why not; `average` holds averaged parameters."""
 
-    def __init__(
-        self, function: Callable[..., Any], found: Found, backend: Backend, compiled: Sequence[CompiledModule] = ()
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], find: Find, backend: Backend) -> None:
+        """`find` is called before the first step, and when a name that the function reads stands for something else."""
         update_wrapper(self, function)
-        self._function, self._compiled = function, compiled
+        self._function, self._find = function, find
+        self._compiled: Sequence[CompiledModule] = ()
         self.journal: Journal = backend.journal
         self.average: nn.Module | None = getattr(function, "average", None)
         self._name = f"{getattr(function, '__name__', 'step')} step"
         self._label = f"graphex replay: {self._name}"
         self._config: CompilerConfig = backend.config
-        self._state = StepState(found)
+        self._state = StepState(Found())
         self._device: Device | None = None
         self._where = torch.device("cpu")
         self._is_off = False
@@ -93,12 +96,13 @@ class TrainStep:
         self._why_again = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, self._modules_compiled():
-            if self._device is None:
+        with self._lock:
+            if self._device is None or self._state.found.is_replaced():
                 self._begin(args, kwargs)
-            if self._is_off:
-                return detached(self._function(*args, **kwargs))
-            return self._step(args, kwargs)
+            with self._modules_compiled():
+                if self._is_off:
+                    return detached(self._function(*args, **kwargs))
+                return self._step(args, kwargs)
 
     def explain(self) -> str:
         """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
@@ -113,6 +117,11 @@ class TrainStep:
     # -- before the first call ---------------------------------------------------------------------------------------
 
     def _begin(self, args: Any, kwargs: Any) -> None:
+        self.free()
+        for known in (self._learnt, self._checked, self._reads_gradients):
+            known.clear()
+        found, self._compiled = self._find()
+        self._state, self._is_off = StepState(found), False
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = self._state.devices() | {each.device for each in tensors if not self._state.parameters}
         self._device = device_of(devices)

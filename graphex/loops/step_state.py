@@ -47,6 +47,11 @@ class Found:
     scalers: list[GradScaler] = field(default_factory=list)
     deferred: list[Any] = field(default_factory=list)
     values: dict[str, Getter] = field(default_factory=dict)
+    objects: list[tuple[Getter, Any]] = field(default_factory=list)  # how all of these were found
+
+    def is_replaced(self) -> bool:
+        """Whether a name stands for another object by now."""
+        return any(_value(get) is not thing for get, thing in self.objects)
 
     def add(self, thing: Any) -> bool:
         """Keep something of these types; False if it is of another one."""
@@ -80,20 +85,35 @@ def found_in(function: Callable[..., Any]) -> Found:
             except (KeyError, ValueError, AttributeError):  # a name that is not bound yet
                 continue
             if found.add(thing):
+                found.objects.append((get, thing))
                 continue
             if isinstance(thing, (*_PLAIN, Tensor)):
                 found.values[name] = get
             elif isinstance(thing, (list, tuple, dict, set)):
                 found.values[f"the length of {name}"] = partial(_length, get)
-                for each in thing.values() if isinstance(thing, dict) else thing:
-                    found.add(each)
+                held = _elements(thing)
+                found.objects += [(get_it, each) for get_it, each in held if found.add(each)]
+                found.objects.append((get, thing))
             elif _is_looked_into(thing):
+                found.objects.append((get, thing))
                 pending.append((name, thing))
     return found
 
 
 def _length(get: Getter) -> int:
     return len(get())
+
+
+def _elements(container: Any) -> list[tuple[Getter, Any]]:
+    """What a container holds, and how to look again."""
+    if isinstance(container, set):
+        return [(partial(_same, each), each) for each in container]
+    keys = container if isinstance(container, dict) else range(len(container))
+    return [(partial(getitem, container, key), container[key]) for key in keys]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_looked_into(thing: Any) -> bool:
@@ -297,12 +317,16 @@ def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Cal
     return later
 
 
+def _value(get: Getter) -> Any:
+    try:
+        return get()
+    except (LookupError, ValueError, AttributeError):  # a name that is not bound any more
+        return None
+
+
 def _comparable(get: Getter) -> Hashable:
     """A plain value with its type, and the identity of a tensor: another one is another step."""
-    try:
-        value = get()
-    except (KeyError, ValueError, AttributeError):
-        return None
+    value = _value(get)
     return id(value) if isinstance(value, Tensor) else (type(value).__name__, repr(value))
 
 

@@ -149,6 +149,24 @@ def test_a_function_as_people_write_it_is_a_step(where):
     assert mine._compiled_call_impl is None
 
 
+def test_a_name_may_stand_for_another_model_later(where):
+    trained_here: dict[str, Any] = {}
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(trained_here["model"](x), y)
+        loss.backward()
+        trained_here["optimizer"].step()
+        trained_here["optimizer"].zero_grad()
+        return loss
+
+    for _ in range(2):
+        mine, theirs = model_on(where, mlp), model_on(where, mlp)
+        trained_here |= {"model": mine, "optimizer": adam(mine)}
+        close(trained(step, points(where)), trained(written_out(theirs, adam(theirs)), points(where)))
+    assert [count(step, "captured"), *reasons(step)] == [2]
+
+
 def seeded(batches: list[Any]) -> list[Any]:
     torch.manual_seed(3)
     return batches
