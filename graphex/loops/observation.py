@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.errors import users_frame
+from graphex.torch_private.dynamo import TorchDispatchMode
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
@@ -73,6 +73,8 @@ class Observation(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
+            self._made.update(map(_memory, tensors))
         if not self.reason:
             self._judge(func, tensors, leaves, args, kwargs)
         for tensor in tensors:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from graphex.errors import InputError
+from graphex.torch_private.memory import move_together
 from graphex.torch_private.symbolic import pytree
 
 
@@ -98,7 +99,7 @@ class Recipe:
             return
         assert ema is not None
         theirs = [each.detach() for each in model.parameters()]
-        torch._foreach_lerp_(list(average.parameters()), theirs, 1.0 - ema)
+        move_together(list(average.parameters()), theirs, 1.0 - ema)
         for mine, other in zip(average.buffers(), model.buffers(), strict=True):
             mine.copy_(other)
 

@@ -29,22 +29,26 @@ from torch.profiler import record_function
 
 from graphex.backend import Backend
 from graphex.config import CompilerConfig
-from graphex.device import Device, Replay, device_of, several_accelerators
+from graphex.device import Device, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, may_see_compiled_code
+from graphex.loops.step_graph import CapturedStep, CompiledModule, buffer_for, detached
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
-from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
+from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
 
 RESTLESS = 16  # calls in a row of kinds that were not there before, after which a record says so
 REMEMBERED = 64  # kinds of calls that were seen and not captured
+
+
+Find = Callable[[], tuple[Found, Sequence[CompiledModule]]]
 
 
 class Kind(NamedTuple):
@@ -53,31 +57,6 @@ class Kind(NamedTuple):
     sizes: Hashable
     path: Hashable  # everything else: Python may take another way through the function
     gradients: Hashable  # of before the step: none, some that it drops, or where those are that it reads
-
-
-@dataclass
-class CapturedStep:
-    """One device graph of a step. `gradients` are what it leaves on the parameters, `deferred` the host's part."""
-
-    replay: Replay
-    pool: Pool
-    buffers: list[tuple[int, InputBuffer | Tensor]]
-    results: list[Any]
-    spec: Any
-    gradients: list[Tensor | None]
-    deferred: list[Callable[[], Any]]
-
-    def fill(self, leaves: Sequence[Any]) -> None:
-        for place, buffer in self.buffers:
-            if isinstance(buffer, Tensor):
-                buffer.copy_(leaves[place])
-            else:
-                buffer.target.copy_(buffer.source(leaves[place]))
-
-    def free(self) -> None:
-        self.pool.graphs -= 1
-        self.replay.free([self.buffers, self.results, self.gradients])
-        self.buffers, self.results = [], []
 
 
 @dataclass
@@ -93,17 +72,17 @@ class Learnt:
 class TrainStep:
     """A callable step. `journal` says what was captured, or why not; `average` holds averaged parameters."""
 
-    def __init__(
-        self, function: Callable[..., Any], found: Found, backend: Backend, compiled: Sequence[CompiledModule] = ()
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], find: Find, backend: Backend) -> None:
+        """`find` is called before the first step, and when a name that the function reads stands for something else."""
         update_wrapper(self, function)
-        self._function, self._compiled = function, compiled
+        self._function, self._find = function, find
+        self._compiled: Sequence[CompiledModule] = ()
         self.journal: Journal = backend.journal
         self.average: nn.Module | None = getattr(function, "average", None)
         self._name = f"{getattr(function, '__name__', 'step')} step"
         self._label = f"graphex replay: {self._name}"
         self._config: CompilerConfig = backend.config
-        self._state = StepState(found)
+        self._state = StepState(Found())
         self._device: Device | None = None
         self._where = torch.device("cpu")
         self._is_off = False
@@ -117,12 +96,13 @@ class TrainStep:
         self._why_again = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock, self._modules_compiled():
-            if self._device is None:
+        with self._lock:
+            if self._device is None or self._state.found.is_replaced():
                 self._begin(args, kwargs)
-            if self._is_off:
-                return _detached(self._function(*args, **kwargs))
-            return self._step(args, kwargs)
+            with self._modules_compiled():
+                if self._is_off:
+                    return detached(self._function(*args, **kwargs))
+                return self._step(args, kwargs)
 
     def explain(self) -> str:
         """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
@@ -137,6 +117,11 @@ class TrainStep:
     # -- before the first call ---------------------------------------------------------------------------------------
 
     def _begin(self, args: Any, kwargs: Any) -> None:
+        self.free()
+        for known in (self._learnt, self._checked, self._reads_gradients):
+            known.clear()
+        found, self._compiled = self._find()
+        self._state, self._is_off = StepState(found), False
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = self._state.devices() | {each.device for each in tensors if not self._state.parameters}
         self._device = device_of(devices)
@@ -150,6 +135,10 @@ class TrainStep:
         assert self._device is not None
         if reason := why_off():
             return f"graphex is off: {reason}"
+        try:
+            check_required()
+        except MissingNameError as error:
+            return str(error)
         if self._config.force_eager or self._config.mode in ("eager", "max-autotune-no-cudagraphs"):
             return "the options ask for no capture"
         if several := several_accelerators(devices):
@@ -173,10 +162,10 @@ class TrainStep:
 
     def _step(self, args: Any, kwargs: Any) -> Any:
         if is_seen_by_a_mode() or self._device_captures():
-            return _detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
+            return detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
         if self._state.hooks() and (reason := self._state.why_never()):
             self._stay_plain(reason)
-            return _detached(self._function(*args, **kwargs))
+            return detached(self._function(*args, **kwargs))
         if why := self._state.why_elsewhere():
             self._start_again(why)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -189,7 +178,7 @@ class TrainStep:
             self._graphs.move_to_end(kind)
             return self._replay(graph, leaves)
         if self._is_off:
-            return _detached(self._function(*args, **kwargs))
+            return detached(self._function(*args, **kwargs))
         return self._run_and_learn(kind, args, kwargs)
 
     def _device_captures(self) -> bool:
@@ -318,7 +307,7 @@ class TrainStep:
             self.free()
             self._prepare()
         self.journal.counter(self._name)["calls"] += 1
-        return _detached(results)
+        return detached(results)
 
     @contextmanager
     def _modules_compiled(self) -> Iterator[None]:
@@ -373,7 +362,9 @@ class TrainStep:
         """Capture the step on copies of its arguments. Nothing is computed."""
         assert self._device is not None
         device, state = self._device, self._state
-        buffers = [(place, self._buffer(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        buffers = [
+            (place, buffer_for(leaf, self._where)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
+        ]
         given = list(leaves)
         for place, buffer in buffers:
             given[place] = buffer if isinstance(buffer, Tensor) else buffer.view
@@ -386,14 +377,8 @@ class TrainStep:
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()
         pool.graphs += 1
-        flat, form = pytree.tree_flatten(_detached(results))
+        flat, form = pytree.tree_flatten(detached(results))
         return CapturedStep(replay, pool, buffers, flat, form, state.gradients(), deferred)
-
-    def _buffer(self, leaf: Tensor) -> InputBuffer | Tensor:
-        """Memory of the graph's own for an argument, on the device."""
-        if leaf.device.type == self._where.type:
-            return Arena().buffers([leaf], shared=False)[0]
-        return torch.empty_like(leaf, device=self._where)
 
     def _pool_for(self, own: bool) -> Pool:
         """Graphs share a pool, but for those that leave gradients in theirs, which another graph must not write to."""
@@ -449,22 +434,3 @@ def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 def _sort(gradients: Hashable) -> Hashable:
     """Whether a step found no gradients, some, or some that it reads."""
     return gradients if isinstance(gradients, str) else "read"
-
-
-def _detached(results: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, results)
-
-
-class CompiledModule:
-    """A module of the user's that is compiled while a step runs, and as it was outside."""
-
-    def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
-        self._module, self._compiled = module, compile_it(module._call_impl)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        before, self._module._compiled_call_impl = self._module._compiled_call_impl, self._compiled
-        try:
-            yield
-        finally:
-            self._module._compiled_call_impl = before

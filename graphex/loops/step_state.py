@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+from graphex.loops.step_optimizers import Rates, made_capturable, takes_tensor
 from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
 DEFERRED: dict[type, str] = {LRScheduler: "step", ReduceLROnPlateau: "step", AveragedModel: "update_parameters"}
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # one kernel for each group, with a scale for gradients
 _MOST = 256  # objects that are looked through
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
@@ -47,6 +47,11 @@ class Found:
     scalers: list[GradScaler] = field(default_factory=list)
     deferred: list[Any] = field(default_factory=list)
     values: dict[str, Getter] = field(default_factory=dict)
+    objects: list[tuple[Getter, Any]] = field(default_factory=list)  # how all of these were found
+
+    def is_replaced(self) -> bool:
+        """Whether a name stands for another object by now."""
+        return any(_value(get) is not thing for get, thing in self.objects)
 
     def add(self, thing: Any) -> bool:
         """Keep something of these types; False if it is of another one."""
@@ -80,20 +85,35 @@ def found_in(function: Callable[..., Any]) -> Found:
             except (KeyError, ValueError, AttributeError):  # a name that is not bound yet
                 continue
             if found.add(thing):
+                found.objects.append((get, thing))
                 continue
             if isinstance(thing, (*_PLAIN, Tensor)):
                 found.values[name] = get
             elif isinstance(thing, (list, tuple, dict, set)):
                 found.values[f"the length of {name}"] = partial(_length, get)
-                for each in thing.values() if isinstance(thing, dict) else thing:
-                    found.add(each)
+                held = _elements(thing)
+                found.objects += [(get_it, each) for get_it, each in held if found.add(each)]
+                found.objects.append((get, thing))
             elif _is_looked_into(thing):
+                found.objects.append((get, thing))
                 pending.append((name, thing))
     return found
 
 
 def _length(get: Getter) -> int:
     return len(get())
+
+
+def _elements(container: Any) -> list[tuple[Getter, Any]]:
+    """What a container holds, and how to look again."""
+    if isinstance(container, set):
+        return [(partial(_same, each), each) for each in container]
+    keys = container if isinstance(container, dict) else range(len(container))
+    return [(partial(getitem, container, key), container[key]) for key in keys]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _is_looked_into(thing: Any) -> bool:
@@ -152,7 +172,7 @@ class StepState:
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        self._rates: dict[int, _Rates] = {}
+        self._rates: dict[int, Rates] = {}
         self._switches = switches_for(_LIBRARIES)
         self.look_again()
 
@@ -217,10 +237,11 @@ class StepState:
         for optimizer in self.found.optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 where = f"{type(optimizer).__name__}.param_groups[{number}]"
+                inputs = ("params", "initial_lr", *(["lr"] if takes_tensor(optimizer, group) else []))
                 values |= {
                     f"{where}['{name}']": id(value) if isinstance(value, Tensor) else repr(value)
                     for name, value in group.items()
-                    if name not in ("params", "lr", "initial_lr")
+                    if name not in inputs
                 }
                 values[f"the parameters of {where}"] = len(group["params"])
         for scaler in self.found.scalers:
@@ -255,9 +276,9 @@ class StepState:
 
     def prepare(self) -> list[tuple[Optimizer, list[str]]]:
         """Make optimizers capturable. Returns what was changed on each."""
-        changed = [(each, _made_capturable(each)) for each in self.found.optimizers]
+        changed = [(each, made_capturable(each)) for each in self.found.optimizers]
         for optimizer in self.found.optimizers:
-            self._rates.setdefault(id(optimizer), _Rates(optimizer))
+            self._rates.setdefault(id(optimizer), Rates(optimizer))
         return [(optimizer, changes) for optimizer, changes in changed if changes]
 
     @contextmanager
@@ -296,12 +317,16 @@ def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Cal
     return later
 
 
+def _value(get: Getter) -> Any:
+    try:
+        return get()
+    except (LookupError, ValueError, AttributeError):  # a name that is not bound any more
+        return None
+
+
 def _comparable(get: Getter) -> Hashable:
     """A plain value with its type, and the identity of a tensor: another one is another step."""
-    try:
-        value = get()
-    except (KeyError, ValueError, AttributeError):
-        return None
+    value = _value(get)
     return id(value) if isinstance(value, Tensor) else (type(value).__name__, repr(value))
 
 
@@ -321,74 +346,3 @@ _HOOKS = {
 
 def _hooks_of(module: nn.Module) -> str:
     return next((text for name, text in _HOOKS.items() if getattr(module, name, None)), "")
-
-
-def _made_capturable(optimizer: Optimizer) -> list[str]:
-    """Fused kernels where the user chose nothing else, `capturable` where there is such a thing."""
-    changes: list[str] = []
-    for group in optimizer.param_groups:
-        tensors = [each for each in group["params"] if isinstance(each, Tensor)]
-        on_device = bool(tensors) and all(each.is_cuda for each in tensors)
-        if _may_be_fused(optimizer, group, tensors):
-            group["fused"], group["foreach"] = True, False
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            changes.append("fused=True")
-        if group.get("capturable") is False and on_device:
-            group["capturable"] = True
-            changes.append("capturable=True")
-        for parameter in tensors:
-            state = optimizer.state.get(parameter, {})
-            step = state.get("step")
-            if (
-                isinstance(step, Tensor)
-                and step.device != parameter.device
-                and (group.get("capturable") or group.get("fused"))
-            ):
-                state["step"] = step.to(parameter.device)
-                changes.append("step on the device")
-    return list(dict.fromkeys(changes))
-
-
-def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], tensors: list[Tensor]) -> bool:
-    chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
-    return type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
-
-
-class _Rates:
-    """The learning rates of an optimizer as tensors on the device of their parameters."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._tensors: list[Tensor] = []
-        self._filled: list[float] = []
-
-    def _ready(self) -> None:
-        for group in self._optimizer.param_groups[len(self._tensors) :]:
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            self._tensors.append(torch.zeros((), dtype=torch.float32, device=device))
-            self._filled.append(float("nan"))
-
-    def fill(self) -> None:
-        self._ready()
-        for number, group in enumerate(self._optimizer.param_groups):
-            rate = group["lr"]
-            if isinstance(rate, Tensor):
-                if rate is not self._tensors[number]:
-                    self._tensors[number].copy_(rate)
-            elif rate != self._filled[number]:
-                self._tensors[number].fill_(rate)
-                self._filled[number] = rate
-
-    @contextmanager
-    def as_tensors(self) -> Iterator[None]:
-        self.fill()
-        groups = self._optimizer.param_groups
-        before = [group["lr"] for group in groups]
-        for group, tensor in zip(groups, self._tensors, strict=False):
-            group["lr"] = tensor
-        try:
-            yield
-        finally:
-            for group, rate, tensor in zip(groups, before, self._tensors, strict=False):
-                if group["lr"] is tensor:  # else the step itself has set another
-                    group["lr"] = rate

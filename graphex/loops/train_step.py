@@ -27,7 +27,8 @@ from graphex.backend import Backend, get_backend
 from graphex.config import CompilerConfig
 from graphex.errors import InputError
 from graphex.loops.recipe import Parts, Recipe
-from graphex.loops.step_program import CompiledModule, TrainStep
+from graphex.loops.step_graph import CompiledModule
+from graphex.loops.step_program import TrainStep
 from graphex.loops.step_state import Found, found_in
 
 
@@ -67,15 +68,13 @@ def train_step(
             raise InputError("train_step needs the optimizer of a module: train_step(model, loss_fn, optimizer).")
         parts = Parts(model, loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, accumulate, autocast, ema)
         recipe = Recipe(parts, compile_it)
-        return TrainStep(recipe, _found_of(parts, recipe.average), backend)
+        return TrainStep(recipe, partial(_found_of, parts, recipe.average), backend)
     if not callable(model):
         raise InputError(f"train_step takes a module, or a function that does a step; got {type(model).__name__}.")
     own = (loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, autocast, ema)
     if any(each is not None for each in own) or accumulate != 1:
         raise InputError("a function is a whole step: the parts of a step are for train_step(module, ...).")
-    found = found_in(model)
-    compiled = [CompiledModule(each, compile_it) for each in _outermost(found.modules)] if compile else []
-    return TrainStep(model, found, backend, compiled)
+    return TrainStep(model, partial(_reached_by, model, compile_it if compile else None), backend)
 
 
 def _compiled(function: Callable[..., Any], *, backend: Backend, dynamic: bool | None) -> Callable[..., Any]:
@@ -86,11 +85,19 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _found_of(parts: Parts, average: nn.Module | None) -> Found:
+def _found_of(parts: Parts, average: nn.Module | None) -> tuple[Found, Sequence[CompiledModule]]:
     found = Found()
     for each in (parts.model, parts.loss_fn, parts.optimizer, parts.scaler, parts.scheduler, average):
         found.add(each)
-    return found
+    return found, ()
+
+
+def _reached_by(
+    function: Callable[..., Any], compile_it: Callable[..., Any] | None
+) -> tuple[Found, Sequence[CompiledModule]]:
+    found = found_in(function)
+    modules = _outermost(found.modules) if compile_it is not None else []
+    return found, [CompiledModule(each, compile_it) for each in modules if compile_it is not None]
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:

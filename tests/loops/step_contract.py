@@ -149,6 +149,24 @@ def test_a_function_as_people_write_it_is_a_step(where):
     assert mine._compiled_call_impl is None
 
 
+def test_a_name_may_stand_for_another_model_later(where):
+    trained_here: dict[str, Any] = {}
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(trained_here["model"](x), y)
+        loss.backward()
+        trained_here["optimizer"].step()
+        trained_here["optimizer"].zero_grad()
+        return loss
+
+    for _ in range(2):
+        mine, theirs = model_on(where, mlp), model_on(where, mlp)
+        trained_here |= {"model": mine, "optimizer": adam(mine)}
+        close(trained(step, points(where)), trained(written_out(theirs, adam(theirs)), points(where)))
+    assert [count(step, "captured"), *reasons(step)] == [2]
+
+
 def seeded(batches: list[Any]) -> list[Any]:
     torch.manual_seed(3)
     return batches
@@ -173,6 +191,32 @@ def test_the_learning_rate_is_an_input_of_the_graph(make, where):
     assert all(isinstance(group["lr"], float) for group in optimizers[0].param_groups)
     assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
     same_state(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_an_optimizer_that_takes_no_tensor_as_its_rate_is_captured_for_a_rate(where):
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for each in group["params"]:
+                    each.add_(each.grad, alpha=-group["lr"])
+
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizers = [Plain(model.parameters(), 0.1) for model in (mine, theirs)]
+    step, plain = (
+        graphex.train_step(mine, functional.cross_entropy, optimizers[0]),
+        written_out(theirs, optimizers[1]),
+    )
+    for number, (x, y) in enumerate(points(where, 12)):
+        if number == 6:
+            for each in optimizers:
+                each.param_groups[0]["lr"] = 0.3
+        close(step(x, y), plain(x, y).detach())
+    assert [count(step, "captured"), *reasons(step)] == [2]
 
 
 def test_another_hyperparameter_is_another_capture(where):
