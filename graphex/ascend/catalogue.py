@@ -189,6 +189,19 @@ def modules() -> dict[str, list[Name]]:
     return found
 
 
+# Other things that torch is asked for by an Ascend name: what, where it is served, and how.
+SWITCHES: tuple[tuple[str, str, str], ...] = (
+    ('torch.compile(backend="npugraph_ex")', "graphex.ascend.api.npugraph_ex_backend", "works"),
+    ('torch.compile(backend="npu")', "graphex.ascend.api.npu_backend", "works (TorchAir's defaults)"),
+    (
+        'torch.distributed.init_process_group("hccl")',
+        "graphex.ascend.collectives",
+        "works (gloo on host memory under the simulated npu, nccl on a GPU); also as `npu`",
+    ),
+    ("an op that you define in the namespace `npu`", "torch.ops.npu", "works (found in `torch_npu` too)"),
+)
+
+
 # -- scenarios ---------------------------------------------------------------------------------------------------------
 
 # tests/ascend/test_conformance_*.py has a test with the number of each scenario that is not listed in NOT_OFFERED.
@@ -228,7 +241,11 @@ Row = tuple[str, ...]
 def tables() -> dict[str, list[Row]]:
     """The tables by their names, each a head and rows."""
     return {
-        "names": [("name", "here", "state"), *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES)],
+        "names": [
+            ("name", "here", "state"),
+            *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES),
+            *((what if "`" in what else f"`{what}`", f"`{home}`", how) for what, home, how in SWITCHES),
+        ],
         "torchair_options": list(_options(TORCHAIR)),
         "npugraph_ex_options": list(_options(NPUGRAPH_EX)),
         "scenarios_not_offered": [("scenario", "why"), *((str(number), why) for number, why in NOT_OFFERED.items())],

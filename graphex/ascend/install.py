@@ -67,7 +67,7 @@ def _checked(target: str) -> str:
 
 
 def _install_device(target: str) -> ServedModule:
-    from graphex.ascend import mapped, simulated
+    from graphex.ascend import collectives, mapped, simulated
     from graphex.torch_private.privateuse1 import claim, claimed_by, why_not
 
     if reason := why_not():
@@ -82,7 +82,9 @@ def _install_device(target: str) -> ServedModule:
     amp = sys.modules["torch.npu.amp"] = ServedModule("torch.npu.amp")
     amp.serve([name for name in NAMES if name.module == "torch.npu.amp"], lambda name: _value(name, target))
     module.amp = amp  # type: ignore[attr-defined]
-    mapped.install_autocast(None if is_simulated else torch.device(target))
+    there = None if is_simulated else torch.device(target)
+    mapped.install_autocast(there)
+    collectives.install(there)
     if is_simulated:
         simulated.install_kernels()
         simulated.install_storages()
