@@ -18,6 +18,7 @@ from graphex.ascend.config import notes
 from graphex.errors import InputError
 from graphex.ops.scope import IGNORED
 from graphex.records import FellBack
+from graphex.torch_private.dynamo import mark_dynamic
 
 __version__ = torch.__version__.partition("+")[0]
 """Of torch_npu, which is numbered after the torch it belongs to."""
@@ -44,7 +45,7 @@ def set_dim_gears(input: Tensor, dim_gears: Mapping[int, Sequence[int]]) -> None
     for dim, sizes in dim_gears.items():
         if not isinstance(dim, int) or not -input.dim() <= dim < input.dim() or not 2 <= len(sizes) <= 100:
             raise InputError(f"dim_gears maps a dimension of the tensor to 2 to 100 sizes, got {dim!r}: {sizes!r}.")
-        torch._dynamo.maybe_mark_dynamic(input, dim % input.dim())
+        mark_dynamic(input, dim % input.dim())
     _note("the list of set_dim_gears()", "sizes are dynamic, and the option capture_sizes pads calls to some of them")
 
 

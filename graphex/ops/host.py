@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from graphex.env import numbered
+from graphex.torch_private.schemas import print_options
 
 _LIBRARIES: list[torch.library.Library] = []
 
 
 def _print(x: Sequence[Tensor], summarize_size: int = 3) -> None:
-    with torch._tensor_str.printoptions(edgeitems=max(summarize_size, 1), threshold=2 * max(summarize_size, 1)):
+    with print_options(edgeitems=max(summarize_size, 1), threshold=2 * max(summarize_size, 1)):
         for value in x:
             print(value.detach().cpu())
 
