@@ -261,6 +261,12 @@ class CompilerConfig:
         "Which calls of the CUDA runtime make a capture fail: unsafe ones of any thread (which then fail themselves), "
         "of the capturing thread, or none.",
     )
+    capture_first_call = Option(
+        Flag(),
+        False,
+        "Capture a key in the first call that has it, without a call before it that warms up. What needs one (a kernel "
+        "that is compiled or tuned in its first run) makes such a capture fail, and the call runs eagerly.",
+    )
     force_recapture = Option(Flag(), False, "Capture again in every call: for finding out whether a capture is stale.")
     frozen_parameter = Option(
         Flag(),

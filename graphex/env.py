@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -179,6 +180,20 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def numbered(start: str, end: str) -> Iterator[BinaryIO]:
+    """A new file `<start><number><end>`, with the first number that is free: other processes may be counting too."""
+    for number in itertools.count():
+        path = Path(f"{start}{number}{end}")
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        with written_whole(path) as file:
+            yield file
+        return
 
 
 # Files for the next process

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TextIO
 
@@ -21,8 +22,10 @@ from torch.profiler import schedule
 
 from graphex import scope
 from graphex.ascend.config import CompilerConfig, FlatConfig, Group, flat_config, translated
+from graphex.env import rank_and_size
 from graphex.errors import GraphexWarning, InputError
 from graphex.records import Journal
+from graphex.torch_private.dynamo import debug_directory
 
 __all__ = ["schedule"]  # torch's own, served as torch_npu.profiler.schedule
 
@@ -80,10 +83,37 @@ def npugraph_ex_backend(
     """The backend that `torch.compile(model, backend="npugraph_ex", options=...)` calls for every graph it finds."""
     from graphex.backend import compile_by_name
 
+    _name_debug_files("npugraph_ex")
     return compile_by_name(gm, example_inputs, lambda journal: translated(flat_config(options, mode), journal))
 
 
 npugraph_ex_backend.is_graphex = True  # type: ignore[attr-defined]
+
+
+def npu_backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: Any = None, options: Any = None) -> Any:
+    """The backend that `torch.compile(model, backend="npu")` calls: TorchAir with its defaults."""
+    from graphex.backend import compile_by_name
+
+    config = _checked(options if isinstance(options, Group) else None)
+    if options is not None and not isinstance(options, Group):
+        return npugraph_ex_backend(gm, example_inputs, mode=mode, options=options)
+    return compile_by_name(gm, example_inputs, lambda journal: translated(config, journal))
+
+
+npu_backend.is_graphex = True  # type: ignore[attr-defined]
+
+
+def _name_debug_files(package: str) -> None:
+    """Let graphex's debug files be found in the folder of the original too."""
+    directory = debug_directory()
+    if directory is None:
+        return
+    rank, size = rank_and_size()
+    link, folder = directory / package, f"graphex-rank_{rank}" if size > 1 else "graphex"
+    if not link.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # another process was faster, or the file system has no links
+            link.symlink_to(folder, target_is_directory=True)
 
 
 def use_internal_format_weight(model: Any) -> None:

@@ -54,7 +54,6 @@ _AIR = "there is no .air file without CANN; torch.export and graphex.compile_fx 
 _GE = "there is no GE graph engine here"
 _GEARS = "the option capture_sizes pads calls to sizes that were captured"
 _UPDATE = "tasks of a captured graph cannot be changed here; another length is another key"
-_COLLECTIVES = "collectives are not offered yet"
 
 NAMES: tuple[Name, ...] = (
     # -- the device -----------------------------------------------------------------------------------------------
@@ -68,7 +67,8 @@ NAMES: tuple[Name, ...] = (
     *served(
         "torch.npu",
         ".npu_module",
-        "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats",
+        "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats"
+        " memory_stats",
         "the simulated device does not count the host's memory",
     ),
     *served("torch.npu", ".npu_module", "set_compile_mode config", "switches of CANN", does_nothing=True),
@@ -76,10 +76,12 @@ NAMES: tuple[Name, ...] = (
     *served(
         "torch.npu",
         ".npu_module",
-        "set_stream_limit get_stream_limit reset_stream_limit",
+        "set_stream_limit get_stream_limit reset_stream_limit set_device_limit get_device_limit",
         "remembered; only an NPU has cores to limit",
         does_nothing=True,
     ),
+    *served("torch.npu", ".npu_module", "mem_get_info", "the host's"),
+    *served("torch.npu.amp", ".npu_module", "autocast GradScaler", "off on the simulated npu"),
     *served("torch.npu", ".simulated", "NPUGraph graph graph_pool_handle is_current_stream_capturing"),
     *not_offered("torch.npu", "make_graphed_callables", "torch.compile(backend='npugraph_ex') captures"),
     *not_offered(
@@ -90,6 +92,9 @@ NAMES: tuple[Name, ...] = (
     *not_offered(
         "torch.npu", "super_kernel_scope_begin super_kernel_scope_end", "super kernels are binaries for the NPU"
     ),
+    *served("torch_npu", ".extras", "__version__", "that of torch"),
+    Name("torch_npu.npu", "torch:npu", "torch.npu"),
+    *served("torch_npu.contrib", ".extras", "transfer_to_npu", "`cuda` is `npu` from its import on, without a GPU"),
     # -- torch_npu ------------------------------------------------------------------------------------------------
     *served(
         "torch_npu",
@@ -110,6 +115,7 @@ NAMES: tuple[Name, ...] = (
         " npu_moe_finalize_routing npu_grouped_matmul",
         "docs/ops.md; a reference in plain ATen, which says what it does not take",
     ),
+    *served("torch_npu", "torch.ops.npu", "save_npugraph_tensor", "the graph is cut there"),
     *served("torch_npu", ".api", "npu_format_cast", "private formats are the NPU's", does_nothing=True),
     *not_offered(
         "torch_npu",
@@ -141,24 +147,32 @@ NAMES: tuple[Name, ...] = (
     *served("torchair.scope", ".api", "npu_stream_switch limit_core_num npu_wait_tensor", _STREAMS),
     *served("torchair.ops", ".api", "record wait npu_wait_tensor", _STREAMS),
     *served("torchair", ".api", "use_internal_format_weight", "private formats are the NPU's", does_nothing=True),
-    *not_offered("torchair.scope", "super_kernel op_never_timeout data_dump", "about binaries and tasks of the NPU"),
-    *not_offered(
-        "torchair.ops",
-        "npu_create_tagged_event npu_tagged_event_record npu_tagged_event_wait npu_record_tagged_stream",
-        "use torch.npu.Event and Stream.record_stream, or graphex.scope",
+    *served(
+        "torchair.scope",
+        ".extras",
+        "super_kernel op_never_timeout data_dump",
+        "about binaries and tasks of the NPU; the journal says so",
+        does_nothing=True,
     ),
-    *not_offered("torchair.ops", "npu_print", "data_dump and print outside of the compiled function show values"),
+    *served(
+        "torchair.ops",
+        ".extras",
+        "npu_create_tagged_event npu_tagged_event_record npu_tagged_event_wait npu_record_tagged_stream",
+        "graphex.scope",
+    ),
+    *served("torchair.ops", ".extras", "npu_print", "the graph is cut there"),
     *served("torchair.inference", ".cached", "cache_compile readable_cache", _CACHE),
-    *not_offered("torchair.inference", "set_dim_gears", _GEARS),
+    *served("torchair.inference", ".extras", "set_dim_gears", f"the dimensions are dynamic; {_GEARS}"),
     *not_offered("torchair", "dynamo_export", _AIR),
     *not_offered("torchair", "register_fx_node_ge_converter", _GE),
-    *not_offered("torchair", "patch_for_hcom", _COLLECTIVES),
+    *served("torchair", ".extras", "patch_for_hcom", "torch traces collectives by itself", does_nothing=True),
     # -- npugraph_ex ----------------------------------------------------------------------------------------------
     *served("npugraph_ex", ".config", "CompilerConfig=FlatConfig", "the options below"),
     *served("npugraph_ex", ".api", "get_npu_backend=get_npugraph_ex_backend get_compiler compile_fx"),
     *served("npugraph_ex", "graphex", "register_replacement"),
     *served("npugraph_ex", ".api", "logger=npugraph_ex", "at DEBUG, every changed graph on stdout"),
     *served("npugraph_ex.core.utils", ".api", "logger=npugraph_ex"),
+    *served("npugraph_ex.configs.compiler_config", ".config", "CompilerConfig=FlatConfig"),
     *served("npugraph_ex.scope", ".api", "limit_core_num", _STREAMS),
     *served("npugraph_ex.inference", ".cached", "cache_compile=cache_compile_flat readable_cache", _CACHE),
 )
@@ -176,10 +190,27 @@ def modules() -> dict[str, list[Name]]:
     return found
 
 
+# Other things that torch is asked for by an Ascend name: what, where it is served, and how.
+SWITCHES: tuple[tuple[str, str, str], ...] = (
+    ('torch.compile(backend="npugraph_ex")', "graphex.ascend.api.npugraph_ex_backend", "works"),
+    ('torch.compile(backend="npu")', "graphex.ascend.api.npu_backend", "works (TorchAir's defaults)"),
+    (
+        'torch.distributed.init_process_group("hccl")',
+        "graphex.ascend.collectives",
+        "works (gloo on host memory under the simulated npu, nccl on a GPU); also as `npu`",
+    ),
+    ("an op that you define in the namespace `npu`", "torch.ops.npu", "works (found in `torch_npu` too)"),
+)
+
+
 # -- scenarios ---------------------------------------------------------------------------------------------------------
 
 # tests/ascend/test_conformance_*.py has a test with the number of each scenario that is not listed in NOT_OFFERED.
 BETTER: dict[int, tuple[str, str]] = {
+    1: (
+        "the first call of a key is captured, without a call that warms up",
+        "the first call runs eagerly and the second is captured, unless `capture_first_call` is set",
+    ),
     3: ("at `capture_limit` all graphs are dropped and the model runs eagerly for ever", "the oldest graph is freed"),
     6: ("other weights are another key", "the same key is captured again, and the journal says what moved"),
     8: (
@@ -211,7 +242,11 @@ Row = tuple[str, ...]
 def tables() -> dict[str, list[Row]]:
     """The tables by their names, each a head and rows."""
     return {
-        "names": [("name", "here", "state"), *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES)],
+        "names": [
+            ("name", "here", "state"),
+            *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES),
+            *((what if "`" in what else f"`{what}`", f"`{home}`", how) for what, home, how in SWITCHES),
+        ],
         "torchair_options": list(_options(TORCHAIR)),
         "npugraph_ex_options": list(_options(NPUGRAPH_EX)),
         "scenarios_not_offered": [("scenario", "why"), *((str(number), why) for number, why in NOT_OFFERED.items())],

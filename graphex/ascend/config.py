@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,10 @@ def same(name: str, path: str = "", **kwargs: Any) -> AscendOption:
     return AscendOption(path or name, option.kind, option.default, to=name, **kwargs)
 
 
+DEFAULTS = {"capture_error_mode": "global"}
+"""The defaults of the originals that hold under their names."""
+
+
 def all_same(names: str) -> Iterator[AscendOption]:
     return map(same, names.split())
 
@@ -114,8 +118,9 @@ NPUGRAPH_EX: tuple[AscendOption, ...] = (
         "force_eager use_graph_pool reuse_graph_pool_in_same_fx capture_limit clone_input clone_output"
         " frozen_parameter remove_noop_ops remove_cat_ops inplace_pass input_inplace_pass pattern_fusion_pass"
         " post_grad_custom_pre_pass post_grad_custom_post_pass dump_tensor_data data_dump_stage data_dump_dir"
-        " force_recapture capture_error_mode graph_dump_type graph_dump_path deadlock_check"
+        " force_recapture graph_dump_type graph_dump_path deadlock_check"
     ),
+    replace(same("capture_error_mode"), default=DEFAULTS["capture_error_mode"]),
     ignored("static_kernel_compile", FLAG, False, BINARIES),
     ignored("disable_static_kernel_compile_cache", FLAG, False, BINARIES),
     ignored("super_kernel_optimize", FLAG, False, BINARIES),
@@ -226,7 +231,80 @@ TORCHAIR: tuple[AscendOption, ...] = (
 )
 
 
+notes: list[FellBack] = []
+"""What the program has called and what does nothing here, for the journal of everything that is compiled after it."""
+
+
 # -- configurations ----------------------------------------------------------------------------------------------------
+
+
+class _Cell:
+    """An option as the originals have it: what is set is its `value`. It compares and counts as that, too."""
+
+    value: Any
+
+
+class TextCell(_Cell, str):
+    """An option that is text."""
+
+    value = property(str.__str__)
+
+
+class WholeCell(_Cell, int):
+    """An option that is a number."""
+
+    value = property(int.__int__)
+
+
+class FlagCell(_Cell, int):
+    """An option that is on or off."""
+
+    value = property(int.__bool__)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    __str__ = __repr__
+
+
+class ListCell(_Cell, tuple):  # type: ignore[type-arg]
+    """An option that is a list."""
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+
+class NothingCell(_Cell):
+    """An option that is not set."""
+
+    value = None
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, NothingCell)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+_CELLS: dict[type, Callable[[Any], Any]] = {
+    str: TextCell,
+    int: WholeCell,
+    bool: FlagCell,
+    tuple: ListCell,
+    type(None): lambda _: NothingCell(),
+}
+
+
+def as_cell(value: Any) -> Any:
+    """The value with an attribute `value`."""
+    return _CELLS.get(type(value), lambda it: it)(value)
 
 
 class Group:
@@ -241,13 +319,18 @@ class Group:
         if values is None or name.startswith("__"):
             raise AttributeError(name)
         if path in values.options:
-            return values.get(path)
+            return as_cell(values.get(path))
         if any(option.startswith(f"{path}.") for option in values.options):
             return Group(values, f"{path}.")
         raise values.unknown(path)
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_values"].set(f"{vars(self)['_prefix']}{name}", value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options of the group by their paths, with their values."""
+        prefix, values = vars(self)["_prefix"], vars(self)["_values"]
+        return {path.removeprefix(prefix): values.get(path) for path in values.options if path.startswith(prefix)}
 
     def __dir__(self) -> list[str]:
         prefix = vars(self)["_prefix"]
@@ -284,6 +367,7 @@ class _Values:
             raise OptionError(f"option '{path}' cannot be changed to {value!r}: compilation has started.")
         if path not in self.options:
             raise self.unknown(path)
+        value = value.value if isinstance(value, _Cell) else value
         self.given[path] = self.options[path].kind.check(path, value)
 
     def unknown(self, path: str) -> UnknownOptionError:
@@ -336,7 +420,10 @@ def translated(config: Group, journal: Journal) -> GraphexConfig:
             found[option.to] = [_with_config(custom, seen) for custom in value]
         else:
             found[option.to] = option.convert(value)
-    return GraphexConfig(**found)
+    for record in notes:
+        if record not in journal.fallbacks:
+            journal.fall_back(record, warn=False)
+    return GraphexConfig(**{**DEFAULTS, **found})
 
 
 def _with_config(custom: Any, config: Group) -> Any:

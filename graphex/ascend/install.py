@@ -32,10 +32,12 @@ VARIABLE = "GRAPHEX_NPU"
 TARGETS = ("simulated", "cuda", "cpu")
 _installing = threading.RLock()  # an import on the way may ask for the installation again
 _ON_CUDA = {"NPUGraph": "CUDAGraph"}  # the one name that differs in torch.cuda
+TRANSFER = "torch_npu.contrib.transfer_to_npu"  # a module that does something when it is imported
+_NPU_MODULES = ("torch.npu", "torch.npu.amp")
 _TAKE_A_DEVICE = (
     "set_device device synchronize get_device_name get_device_properties memory_allocated memory_reserved"
     " max_memory_allocated max_memory_reserved reset_peak_memory_stats get_rng_state set_rng_state"
-    " default_stream"
+    " mem_get_info memory_stats default_stream"
 )
 
 
@@ -65,7 +67,7 @@ def _checked(target: str) -> str:
 
 
 def _install_device(target: str) -> ServedModule:
-    from graphex.ascend import mapped, simulated
+    from graphex.ascend import collectives, mapped, simulated
     from graphex.torch_private.privateuse1 import claim, claimed_by, why_not
 
     if reason := why_not():
@@ -76,7 +78,13 @@ def _install_device(target: str) -> ServedModule:
     is_simulated = target == "simulated"
     claim("npu", module, accelerator=is_simulated)
     module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _value(name, target))
-    mapped.install_autocast(None if is_simulated else torch.device(target))
+    module.__path__ = []  # a package: `import torch.npu.amp`
+    amp = sys.modules["torch.npu.amp"] = ServedModule("torch.npu.amp")
+    amp.serve([name for name in NAMES if name.module == "torch.npu.amp"], lambda name: _value(name, target))
+    module.amp = amp  # type: ignore[attr-defined]
+    there = None if is_simulated else torch.device(target)
+    mapped.install_autocast(there)
+    collectives.install(there)
     if is_simulated:
         simulated.install_kernels()
         simulated.install_storages()
@@ -90,7 +98,8 @@ def _value(name: Name, target: str) -> Any:
     from graphex.ascend.mapped import with_device_mapped
 
     attribute = name.name.rpartition(".")[2]
-    theirs = getattr(torch.cuda, _ON_CUDA.get(attribute, attribute), None) if target == "cuda" else None
+    there = torch.cuda.amp if name.module == "torch.npu.amp" else torch.cuda
+    theirs = getattr(there, _ON_CUDA.get(attribute, attribute), None) if target == "cuda" else None
     if theirs is None:
         return resolved(name.home)
     return with_device_mapped(theirs, torch.device(target)) if attribute in _TAKE_A_DEVICE.split() else theirs
@@ -118,10 +127,11 @@ def _broken(scope: Mapping[str, Any], frame: Any) -> None:
 
 
 def _register_backend() -> None:
-    from graphex.ascend.api import npugraph_ex_backend
+    from graphex.ascend.api import npu_backend, npugraph_ex_backend
     from graphex.torch_private.dynamo import register_backend
 
     register_backend(npugraph_ex_backend, name="npugraph_ex")
+    register_backend(npu_backend, name="npu")
 
 
 # -- modules made from the catalogue -----------------------------------------------------------------------------------
@@ -140,6 +150,8 @@ class ServedModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "torch_npu" and not name.startswith("__") and hasattr(torch.ops.npu, name):
             return getattr(torch.ops.npu, name)  # an op that the user has defined
+        if f"{self.__name__}.{name}" == TRANSFER:
+            return import_module(TRANSFER)
         raise AttributeError(f"module '{self.__name__}', which graphex serves, has no '{name}'. See docs/ascend.md.")
 
 
@@ -169,6 +181,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self) -> None:
         self._modules = {name: names for name, names in modules().items() if name.split(".")[0] in PACKAGES}
+        self._modules[TRANSFER] = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name not in self._modules:
@@ -181,11 +194,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Fill a module, submodules included: `torchair.scope` needs no import of its own."""
         assert isinstance(module, ServedModule)
-        module.serve(self._modules[module.__name__], lambda name: resolved(name.home))
+        if module.__name__ == TRANSFER:
+            resolved(".extras:transfer_to_npu")()
+            return
+        names = [name for name in self._modules[module.__name__] if name.name != TRANSFER]
+        module.serve(names, lambda name: resolved(name.home))
         prefix = f"{module.__name__}."
         for name in self._modules:
-            if name.startswith(prefix) and "." not in name.removeprefix(prefix):
+            if name.startswith(prefix) and "." not in name.removeprefix(prefix) and name != TRANSFER:
                 setattr(module, name.removeprefix(prefix), import_module(name))
+        if module.__name__ == "torch_npu":
+            sys.modules.update({name.replace("torch.", "torch_npu.", 1): sys.modules[name] for name in _NPU_MODULES})
 
 
 def is_installed(package: str) -> bool:

@@ -7,6 +7,7 @@ Work runs at once and in order, on whichever stream it is. Streams and events ar
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ CORES = {"cube_core_num": 24, "vector_core_num": 48}  # of one Ascend processor
 _DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 _numbers = itertools.count(1)
 _limits: dict[int, dict[str, int]] = {}
+_WHOLE_DEVICE = -1  # what `_limits` has for streams without a limit of their own
 
 
 class Stream(torch.Stream):
@@ -126,16 +128,31 @@ def stream(stream: Stream | None) -> Any:
 
 def set_stream_limit(stream: Stream, cube_num: int = -1, vector_num: int = -1) -> None:
     """Remember how many cores a stream may use; the simulated device has none to limit."""
-    given = {"cube_core_num": cube_num, "vector_core_num": vector_num}
-    _limits[stream.stream_id] = {name: CORES[name] if count == -1 else count for name, count in given.items()}
+    _limits[stream.stream_id] = _limited(cube_num, vector_num)
 
 
 def get_stream_limit(stream: Stream) -> dict[str, int]:
-    return dict(_limits.get(stream.stream_id, CORES))
+    return dict(_limits.get(stream.stream_id, _limits.get(_WHOLE_DEVICE, CORES)))
 
 
 def reset_stream_limit(stream: Stream) -> None:
     _limits.pop(stream.stream_id, None)
+
+
+def set_device_limit(device: Any, cube_num: int = -1, vector_num: int = -1) -> None:
+    """The same for all streams of a device."""
+    check_device(device)
+    _limits[_WHOLE_DEVICE] = _limited(cube_num, vector_num)
+
+
+def get_device_limit(device: Any) -> dict[str, int]:
+    check_device(device)
+    return dict(_limits.get(_WHOLE_DEVICE, CORES))
+
+
+def _limited(cube_num: int, vector_num: int) -> dict[str, int]:
+    given = {"cube_core_num": cube_num, "vector_core_num": vector_num}
+    return {name: CORES[name] if count == -1 else count for name, count in given.items()}
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
@@ -206,6 +223,17 @@ def memory_allocated(device: Any = None) -> int:
 memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
 
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """The host's memory in bytes: (free, all)."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Nothing: memory is not counted."""
+    return {}
+
+
 def reset_peak_memory_stats(device: Any = None) -> None:
     """Memory is not counted."""
 
@@ -258,3 +286,28 @@ def _is_in_bad_fork() -> bool:
 
 def _lazy_init() -> None:
     """There is nothing to start."""
+
+
+# -- mixed precision ---------------------------------------------------------------------------------------------------
+
+
+class autocast(torch.autocast):  # noqa: N801  (torch's name)
+    """`torch.autocast("npu")`."""
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+        super().__init__("npu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`. It scales nothing on the simulated npu, which has no autocast."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        is_on = enabled and torch.cuda.is_available()
+        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, is_on)

@@ -15,7 +15,7 @@ GraphDef in text form, which Netron and TensorBoard draw:
       attr { key: "T" value { type: DT_FLOAT } }
     }
 
-`dump_tensor_data` runs a graph node by node and saves the tensors that nodes return:
+`dump_tensor_data` runs a graph node by node and saves its inputs and the tensors that nodes return:
 
     <data_dump_dir>/worldsizeW_global_rankR/<node>_device_<d>_<count>.pt
 
@@ -45,7 +45,7 @@ from graphex.analysis import node_line
 from graphex.config import CompilerConfig
 from graphex.debug.scripts import write_output_code
 from graphex.debug.tensors import numbers, parts_of
-from graphex.env import rank_and_size, write_text, written_whole
+from graphex.env import numbered, rank_and_size, write_text
 from graphex.errors import GraphexError
 from graphex.quoting import file_name
 from graphex.rewrite.compilation import Compilation, readable
@@ -199,8 +199,12 @@ class _Dumping(Interpreter):
         self._saver = saver
 
     def run_node(self, n: Node) -> Any:
-        if n.op in ("placeholder", "output", "get_attr"):
+        if n.op in ("output", "get_attr"):
             return super().run_node(n)
+        if n.op == "placeholder":
+            given = super().run_node(n)
+            self._saver.given(n, given)
+            return given
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         self._saver.inputs(n, [*args, *kwargs.values()])
         result = super().run_node(n)
@@ -218,19 +222,16 @@ class _TorchSaver:
 
     def inputs(self, node: Node, values: list[Any]) -> None: ...
 
+    def given(self, node: Node, value: Any) -> None:
+        """An input of the graph."""
+        self.outputs(node, value)
+
     def outputs(self, node: Node, result: Any) -> None:
         if not isinstance(result, torch.Tensor):
             return  # the parts of a tuple are saved by their getitem nodes
         where = result.device.index if result.device.index is not None else result.device.type
-        for count in itertools.count():
-            path = self._root / f"{file_name(node.name)}_device_{where}_{count}.pt"
-            try:
-                path.touch(exist_ok=False)  # another process may be counting too
-            except FileExistsError:
-                continue
-            with written_whole(path) as file:
-                torch.save(result.detach().cpu(), file)
-            return
+        with numbered(f"{self._root / file_name(node.name)}_device_{where}_", ".pt") as file:
+            torch.save(result.detach().cpu(), file)
 
 
 class _NumpySaver:
@@ -244,6 +245,9 @@ class _NumpySaver:
     def begin(self) -> None:
         self._directory = self._root / str(next(self._steps))
         self._directory.mkdir(parents=True, exist_ok=True)
+
+    def given(self, node: Node, value: Any) -> None:
+        """Inputs of the graph are inputs of its nodes, which have them."""
 
     def inputs(self, node: Node, values: list[Any]) -> None:
         self._save(node, "INPUT", values)

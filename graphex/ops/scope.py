@@ -27,10 +27,11 @@ from torch import Tensor
 
 NAMESPACES = ("graphex", "air", "npugraph_ex")
 
-# What `graphex.scope` writes on the nodes of model code (`meta["custom"]`). The last two stay there.
+# What `graphex.scope` writes on the nodes of model code (`meta["custom"]`). All but the first stay there.
 LABEL = "graphex_stream"
 PRIORITY = "graphex_priority"
 CORES = "graphex_cores"  # (aicore, vectorcore)
+IGNORED = "graphex_ignored"  # why a scope of another package, which these nodes were in, means nothing here
 
 _LIBRARIES: list[torch.library.Library] = []
 

@@ -23,7 +23,7 @@ from graphex.analysis import node_line, placement
 from graphex.analysis.dependencies import EPOCH, epoch_of, in_epoch_order
 from graphex.analysis.effects import CURRENT, is_work, operator_of, placed_events
 from graphex.errors import StreamError
-from graphex.ops.scope import CORES, LABEL, LEXICAL, NAMESPACES, PRIORITY
+from graphex.ops.scope import CORES, IGNORED, LABEL, LEXICAL, NAMESPACES, PRIORITY
 from graphex.passes.torch_streams import inline_control, label_of, lower_torch_events, stream_of
 from graphex.records import Refused
 from graphex.rewrite.base import GraphPass, Work
@@ -69,6 +69,7 @@ class Scopes:
         self._work = work
         self._open: list[Scope] = []
         self._priorities: dict[object, int] = {}
+        self._said: set[str] = set()
 
     def enter(self, node: Node) -> None:
         keys, values = _two_lists(node)
@@ -118,6 +119,9 @@ class Scopes:
                 custom[PRIORITY] = self._same_priority(node, stream, priority)
         if any(cores):
             custom[CORES] = cores
+        if (why := custom.pop(IGNORED, None)) is not None and why not in self._said:
+            self._said.add(why)
+            self._work.note(lambda graph, name: Refused(graph, name, "scope", node.name, why, node_line(node)))
         if custom != _custom(node):
             if placement(node) != stream and is_work(node):
                 self._work.changes += 1
@@ -188,7 +192,7 @@ class PlaceNodes(GraphPass):
 
 def _is_concerned(node: Node) -> bool:
     custom = node.meta.get("custom")
-    if isinstance(custom, dict) and not custom.keys().isdisjoint((LABEL, CORES)):
+    if isinstance(custom, dict) and not custom.keys().isdisjoint((LABEL, CORES, IGNORED)):
         return True
     op = operator_of(node)
     return op in _OPS or placement(node) is not None or (op is not None and op.namespace == "streams")

@@ -91,7 +91,7 @@ class CapturedProgram(program.GraphProgram):
         config = compilation.config
         self.is_whole = compilation.is_whole
         self._limit, self._force = config.capture_limit, config.force_recapture
-        self._error_mode = config.capture_error_mode
+        self._error_mode, self._captures_first = config.capture_error_mode, config.capture_first_call
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
         plan = self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, from_pieces)
@@ -221,7 +221,7 @@ class CapturedProgram(program.GraphProgram):
             return self._capture(slot, args, why)
         if self._store.knows(key):
             return self._capture_what_moved(slot, args, moved)
-        if key in self._seen or program.is_warming_up():
+        if key in self._seen or self._captures_first or program.is_warming_up():
             return self._capture(slot, args, "")
         self._remember(key, args)
         return None

@@ -55,6 +55,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "is_whole",
+    "mark_dynamic",
     "mark_static_address",
     "modes_enabled",
     "profiler_enabled",
@@ -184,6 +185,11 @@ _OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_
 _cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
 _innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
 _debug_dir = private("torch._dynamo.utils.get_debug_dir", None, lost=_NO_FILES)
+
+mark_dynamic: Callable[[Tensor, int], None] = private(
+    "torch._dynamo.maybe_mark_dynamic", lambda *args: None, lost="set_dim_gears does not make sizes dynamic"
+)
+"""Let the size of a dimension be symbolic, unless the program needs its value."""
 
 _registering = threading.RLock()
 

@@ -13,21 +13,15 @@ from typing import Any
 import torch
 
 from graphex.torch_private.dynamo import disable
-from graphex.torch_private.lookup import private
+from graphex.torch_private.lookup import present
 
 __all__ = ["build_with", "know_classes", "tell_of_broken_scopes"]
 
-_NO_CLASSES = "a graph breaks where a compiled function makes a stream or an event of the npu"
-_known = private(
-    "torch._dynamo.variables.user_defined.UserDefinedClassVariable._in_graph_classes", set, lost=_NO_CLASSES
-)
-_utils: Any = private("torch._dynamo.utils", None, lost=_NO_CLASSES)
-_objects: Any = private("torch._dynamo.graph_bytecode_inputs", None, lost=_NO_CLASSES)
-_scope: Any = private(
-    "torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable",
-    None,
-    lost="a graph break in a scope of a stream is not told",
-)
+# Dynamo's own parts: what it cannot do without is not looked up as a name that may be gone.
+_classes: Any = present("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
+_utils: Any = present("torch._dynamo.utils")
+_objects: Any = present("torch._dynamo.graph_bytecode_inputs")
+_scope: Any = present("torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable")
 
 _NOT_TRACED = "it runs between compiled graphs"
 _MOST_KEPT = 4096  # objects that one call may make
@@ -35,7 +29,7 @@ _MOST_KEPT = 4096  # objects that one call may make
 
 def know_classes(*classes: Any) -> None:
     """Let Dynamo make objects of these classes, which are streams and events, while it traces."""
-    table = _known()  # kept by a cache of torch's: what is added stays
+    table: set[Any] = getattr(_classes, "_in_graph_classes", set)()  # kept by a cache of torch's: what is added stays
     table.update(each for each in classes if isinstance(each, type) and issubclass(each, (torch.Stream, torch.Event)))
 
 

@@ -16,8 +16,13 @@ import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = ["holds_tensors", "is_composite", "overload_of", "require", "require_implemented"]
+__all__ = ["holds_tensors", "is_composite", "overload_of", "print_options", "require", "require_implemented"]
 
+
+print_options: Callable[..., Any] = private(
+    "torch._tensor_str.printoptions", lambda **_: nullcontext(), lost="npu_print prints tensors as print does"
+)
+"""How tensors are printed within a block."""
 
 _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 

@@ -10,6 +10,7 @@ import torch
 import torchair
 
 import graphex
+from tests.harness.ascend import Compiled
 
 
 def ignored(compiled: object) -> list[str]:
@@ -28,7 +29,7 @@ def seen_by_a_pass(config, **options):
 def test_groups_hold_what_is_set():
     config = torchair.CompilerConfig()
     assert config.mode == "max-autotune"
-    assert config.debug.graph_dump.type is None
+    assert config.debug.graph_dump.type.value is None
     config.debug.graph_dump.type = "py"
     assert config.debug.graph_dump.type == "py"
     assert {"graph_dump", "aclgraph", "run_eagerly"} <= set(dir(config.debug))
@@ -69,7 +70,8 @@ def test_options_reach_graphex_by_either_way():
     config.debug.run_eagerly = True
     config.experimental_config.frozen_parameter = True
     backend = torchair.get_npu_backend(compiler_config=config)
-    assert backend.config.given() == {"inplace_pass": False, "force_eager": True, "frozen_parameter": True}
+    given = {"inplace_pass": False, "force_eager": True, "frozen_parameter": True}
+    assert backend.config.given() == {**given, "capture_error_mode": "global"}
 
 
 def test_a_pass_receives_the_configuration_it_was_written_for():
@@ -79,7 +81,7 @@ def test_a_pass_receives_the_configuration_it_was_written_for():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen = seen_by_a_pass(config)
-    assert seen.experimental_config.pattern_fusion_pass is False
+    assert seen.experimental_config.pattern_fusion_pass.value is False
     assert seen.ge_config.optimization_switch == "a:off"
     with pytest.raises(graphex.OptionError, match="compilation has started"):
         seen.mode = "reduce-overhead"
@@ -176,3 +178,42 @@ def test_a_pass_keeps_its_name_and_what_it_declares():
     assert compiled(torch.full((2,), 3.0)).tolist() == [15.0, 15.0]
     assert "doubles" in [record.name for record in graphex.journal(compiled).passes]
     assert graphex.journal(compiled).verifications[0].status == "equal"
+
+
+# -- as the originals have them ----------------------------------------------------------------------------------------
+
+
+def test_an_option_has_a_value_and_compares_as_that():
+    config = torchair.CompilerConfig()
+    config.debug.graph_dump.type = "py"
+    limit = config.debug.aclgraph.static_capture_size_limit
+    assert (config.mode.value, config.debug.graph_dump.type.value, limit.value) == ("max-autotune", "py", 64)
+    assert config.debug.run_eagerly.value is False
+    assert not config.debug.run_eagerly
+    assert repr(config.debug.run_eagerly) == "False"
+    assert config.debug.data_dump.type == None  # noqa: E711
+    config.debug.aclgraph.enable_output_clone = config.debug.run_eagerly
+    assert config.as_dict()["debug.aclgraph.enable_output_clone"] is False
+    assert config.debug.as_dict()["graph_dump.type"] == "py"
+
+
+def test_the_default_of_capture_error_mode_is_the_originals():
+    import npugraph_ex
+
+    assert npugraph_ex.CompilerConfig().capture_error_mode == "global"
+    assert torchair.get_npu_backend().config.capture_error_mode == "global"
+    seen = []
+    options = {"post_grad_custom_pre_pass": lambda gm, inputs, config: seen.append(config)}
+    torch.compile(lambda x: x + 1, backend="npugraph_ex", options=options)(torch.ones(2).npu())
+    assert seen[0].capture_error_mode.value == "global"
+
+
+def test_the_first_call_is_captured_if_asked_for():
+    torch._dynamo.reset()
+    compiled = Compiled(lambda x: x.sin() + 1, capture_first_call=True)
+    compiled(torch.randn(4).npu())
+    assert compiled.captures() == ["captured"]
+    torch._dynamo.reset()
+    compiled = Compiled(lambda x: x.sin() + 2)
+    compiled(torch.randn(4).npu())
+    assert compiled.captures() == []

@@ -1,0 +1,173 @@
+"""Names that scripts call in passing: what they do here, and what the journal says of those that do nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch_npu
+import torchair
+
+import graphex
+from tests.ascend.test_names import run_python
+from tests.harness.ascend import Compiled, on_npu
+
+
+def refusals(compiled):
+    return [record.reason for record in compiled.journal.refusals if record.rule == "scope"]
+
+
+@pytest.mark.parametrize("name", ["super_kernel", "op_never_timeout", "data_dump"])
+def test_a_scope_about_the_npu_is_accepted_with_a_reason(name):
+    def fn(x):
+        with getattr(torchair.scope, name)():
+            y = x.sin()
+            z = y.cos()
+        return z + 1
+
+    torch._dynamo.reset()
+    compiled = Compiled(fn)
+    compiled(torch.randn(4).npu())
+    (reason,) = refusals(compiled)
+    assert reason.startswith(f"torchair.scope.{name}")
+
+
+def test_what_does_nothing_is_in_the_journals_of_what_follows():
+    torchair.patch_for_hcom()
+    compiled = Compiled(lambda x: x + 3)
+    compiled(torch.randn(4).npu())
+    assert any("patch_for_hcom" in record.what for record in compiled.journal.fallbacks)
+
+
+def test_gears_make_dimensions_dynamic():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="npugraph_ex")
+    for rows in (2, 4, 8):
+        x = torch.randn(rows, 3).npu()
+        torchair.inference.set_dim_gears(x, {0: [2, 4, 8]})
+        compiled(x)
+    assert len({graph.compile_id for graph in graphex.journal(compiled).graphs}) == 1
+    with pytest.raises(graphex.InputError, match="2 to 100 sizes"):
+        torchair.inference.set_dim_gears(x, {0: [2]})
+
+
+def test_tagged_events_order_streams():
+    def fn(x):
+        event = torchair.ops.npu_create_tagged_event("made")
+        with torchair.scope.npu_stream_switch("side"):
+            y = x.sin()
+            torchair.ops.npu_record_tagged_stream(y, "side")
+            torchair.ops.npu_tagged_event_record(event)
+        torchair.ops.npu_tagged_event_wait(event)
+        return y + 1
+
+    torch._dynamo.reset()
+    compiled = Compiled(fn)
+    compiled(torch.randn(4).npu())
+    (record,) = compiled.journal.streams
+    assert record.users_events >= 1
+
+
+def test_values_are_printed_where_the_graph_has_come_to_them(capsys):
+    def fn(x):
+        y = x * 2
+        torchair.ops.npu_print(y)
+        return y + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="npugraph_ex", fullgraph=True)
+    x = torch.tensor([1.5, 2.5]).npu()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", graphex.GraphexWarning)
+        for _ in range(3):
+            compiled(x)
+    assert capsys.readouterr().out.count("tensor([3., 5.])") == 3
+
+
+def test_a_tensor_is_saved_in_every_call(tmp_path):
+    def fn(x):
+        y = x * 2
+        torch_npu.save_npugraph_tensor(y, save_path=str(tmp_path / "twice.pt"))
+        return y + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="npugraph_ex", fullgraph=True)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", graphex.GraphexWarning)
+        for number in range(3):
+            compiled(torch.tensor([float(number)]).npu())
+    saved = [torch.load(tmp_path / f"twice_device_0_{number}.pt") for number in range(3)]
+    assert [float(each) for each in saved] == [0, 2, 4]
+
+
+def test_a_dump_has_the_inputs_of_the_graph(tmp_path):
+    compiled = Compiled(lambda x, y: x.sin() + y, dump_tensor_data=True, data_dump_dir=str(tmp_path))
+    x, y = torch.randn(3), torch.randn(3)
+    compiled(*on_npu(x, y))
+    found = {path.name: torch.load(path) for path in tmp_path.rglob("*.pt")}
+    assert torch.equal(found["arg0_1_device_0_0.pt"], x)
+    assert torch.equal(found["arg1_1_device_0_0.pt"], y)
+
+
+def test_the_deadlock_check_says_that_nothing_was_found(capsys):
+    compiled = Compiled(lambda x: x.sin() + 1, deadlock_check=True)
+    compiled(torch.randn(3).npu())
+    assert "[RESULT]" in capsys.readouterr().out
+
+
+def test_limits_and_memory_of_the_device():
+    torch.npu.set_device_limit(0, 12, 24)
+    assert torch.npu.get_device_limit(0) == {"cube_core_num": 12, "vector_core_num": 24}
+    assert torch.npu.get_stream_limit(torch.npu.Stream()) == torch.npu.get_device_limit(0)
+    torch.npu.set_device_limit(0)
+    free, total = torch.npu.mem_get_info()
+    assert 0 < free <= total
+    assert torch.npu.memory_stats() == {}
+
+
+def test_names_that_scripts_look_at():
+    assert torch_npu.__version__ == torch.__version__.split("+")[0]
+    assert torch_npu.npu is torch.npu
+    from torch_npu.npu.amp import GradScaler, autocast
+
+    with autocast(enabled=False):
+        assert GradScaler().scale(torch.ones(1).npu()).item() == 1
+    from npugraph_ex.configs.compiler_config import CompilerConfig
+
+    assert CompilerConfig().capture_limit == 64
+
+
+def test_the_backend_npu():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 3 + 1, backend="npu")
+    x = torch.randn(4).npu()
+    with torch.no_grad():
+        for _ in range(2):
+            result = compiled(x)
+    torch.testing.assert_close(result.cpu(), x.cpu() * 3 + 1)
+    assert [record.status for record in graphex.journal(compiled).captures] == ["captured"]
+
+
+def test_a_script_for_cuda_runs_on_the_npu_by_one_import(tmp_path):
+    code = """
+import torch, graphex.ascend, torch_npu
+from torch_npu.contrib import transfer_to_npu
+model = torch.nn.Linear(4, 2).cuda()
+x = torch.randn(3, 4, device="cuda").to("cuda:0")
+compiled = torch.compile(model, backend="npugraph_ex")
+with torch.no_grad():
+    print(compiled(x).device, torch.zeros(2).cuda().device, torch.equal(compiled(x).cpu(), model(x).cpu()))
+"""
+    assert run_python(code, tmp_path).splitlines()[-1] == "npu:0 npu:0 True"
+
+
+def test_debug_files_are_where_the_originals_documents_say(tmp_path):
+    code = """
+import torch, graphex.ascend
+torch.compile(lambda x: x.sin() + 1, backend="npugraph_ex")(torch.randn(3).npu())
+"""
+    run_python(code, tmp_path, TORCH_COMPILE_DEBUG="1")
+    (folder,) = (tmp_path / "torch_compile_debug").glob("run_*/npugraph_ex")
+    assert (folder / "debug.log").exists()
+    assert (folder / "model__0" / "dynamo_out_graph.txt").exists()
