@@ -67,6 +67,11 @@ def cache_enabled() -> bool:
     return os.environ.get(CACHE, "on").lower() not in _NO
 
 
+def cache_asked_for() -> bool:
+    """Whether the environment says that compiled graphs are kept: on a GPU they are only then."""
+    return CACHE in os.environ and cache_enabled()
+
+
 def cache_limit() -> int:
     """The bytes that stored graphs may take."""
     return _mebibytes(os.environ.get(CACHE_MIB, "")) * 2**20

@@ -49,7 +49,7 @@ _KEPT = (
 )
 _NOT_NEEDED = (  # notes of one pass for a later one; an executable does not ask for them
     *("graphex_writes_before", "graphex_made_by", "graphex_epoch", "graphex_slices_corrected"),
-    *("graphex_written_directly", "graphex_tag", "graphex_activations"),
+    *("graphex_written_directly", "graphex_tag", "graphex_activations", "graphex_merged"),
 )
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -97,7 +97,7 @@ def key_of(
 
     `about` says what else decides how the graph is compiled, such as its static inputs; `lines` are its nodes' own.
     """
-    parts: Parts = {**machine_of(_devices(gm)), **_process(config)}
+    parts: Parts = {**machine_of(devices_of(gm)), **_process(config)}
     parts["options"] = {
         option: repr(value) for option, value in config.as_dict().items() if option not in _NO_PART_OF_KEY
     }
@@ -176,7 +176,7 @@ def machine_of(devices: Sequence[str]) -> Parts:
     return {**_machine(), "devices": {name: _device(name) for name in devices}}
 
 
-def _devices(gm: GraphModule) -> list[str]:
+def devices_of(gm: GraphModule) -> list[str]:
     values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
     return sorted({str(value.device) for value in values if isinstance(value, Tensor)})
 

@@ -23,7 +23,7 @@ from graphex.analysis.effects import synchronisation
 from graphex.analysis.source import placement
 from graphex.cache.artefacts import Artefact, Given, Made, artefact_of, made_from
 from graphex.cache.graphs import CannotStoreError
-from graphex.cache.keys import Key, difference, key_of, nearest
+from graphex.cache.keys import Key, devices_of, difference, key_of, nearest
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
 from graphex.errors import one_line
@@ -103,6 +103,9 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
             raise CannotStoreError(reason)
         search.mode = _fake_mode(gm)
         _check_streams(gm)
+        is_asked_for = compilation.is_ahead or compilation.store is not None or env.cache_asked_for()
+        if not is_asked_for and devices_of(gm) != ["cpu"]:
+            raise CannotStoreError("graphs of a GPU are kept only where GRAPHEX_CACHE=on asks for it")
         search.given = Given.of(gm)
         if is_on:
             about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
