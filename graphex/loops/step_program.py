@@ -12,6 +12,7 @@ A kind that differs from a checked one in sizes alone is captured in its second 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import OrderedDict
@@ -326,6 +327,7 @@ class TrainStep:
         started, before = time.perf_counter(), self._state.gradients()
         if isinstance(kind.gradients, str):
             self._state.put_gradients([None] * len(before))
+        gc.collect()  # a graph of autograd's that garbage holds has parameters accumulate on the stream it was made on
         self._device.release_cached()
         reserved = self._device.reserved_bytes()
         try:
