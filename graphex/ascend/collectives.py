@@ -8,6 +8,7 @@ gloo cannot do fails as gloo says. Process groups are torch's own, so torch trac
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -53,8 +54,10 @@ def _creator(target: torch.device | None) -> Any:
 def _run_on_host() -> None:
     """Let every collective op relabel its tensors; torch's own kernels for the key look for a backend in C++."""
     library = torch.library.Library("c10d", "IMPL")
-    for name in _OPS.split():
-        packet = getattr(torch.ops.c10d, name, None)
-        if packet is not None:  # not every version of torch has all of them
-            library.impl(name, disable(partial(run_on_host, packet.default), NOT_TRACED), KEY, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name in _OPS.split():
+            packet = getattr(torch.ops.c10d, name, None)
+            if packet is not None:  # not every version of torch has all of them
+                library.impl(name, disable(partial(run_on_host, packet.default), NOT_TRACED), KEY, allow_override=True)
     _libraries.append(library)

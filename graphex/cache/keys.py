@@ -38,6 +38,7 @@ from graphex.cache.sources import NoFingerprintError, fingerprint
 from graphex.config import AnyRule, CompilerConfig
 from graphex.fusion.registry import users_rules
 from graphex.regions.compiler import has_cpp_compiler
+from graphex.torch_private.cuda import driver_version
 from graphex.torch_private.inductor import inductor_settings
 from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import pytree
@@ -187,7 +188,7 @@ def _device(name: str) -> str:
     if device.type != "cuda":
         return device.type
     about = torch.cuda.get_device_properties(device)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    driver = driver_version()
     capability = f"{about.major}.{about.minor}"
     runtime = torch.version.cuda or torch.version.hip
     return (

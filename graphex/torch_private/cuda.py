@@ -35,6 +35,7 @@ _raw_stream: Callable[[int], int] = private("torch._C._cuda_getCurrentRawStream"
 is_capturing: Callable[[], bool] = private(
     "torch._C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
+driver_version: Callable[[], int] = private("torch._C._cuda_getDriverVersion", lambda: 0)
 _sleep = private("torch.cuda._sleep", _nothing, lost="measured times include launches by the host")
 _NOT_DIVIDED = "no work is kept to a part of a GPU's multiprocessors"
 _GreenContext = private("torch.cuda.green_contexts.GreenContext", None, lost=_NOT_DIVIDED)

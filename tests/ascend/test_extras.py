@@ -10,8 +10,8 @@ import torch_npu
 import torchair
 
 import graphex
-from tests.ascend.test_names import run_python
 from tests.harness.ascend import Compiled, on_npu
+from tests.harness.processes import in_folder
 
 
 def refusals(compiled):
@@ -159,7 +159,7 @@ compiled = torch.compile(model, backend="npugraph_ex")
 with torch.no_grad():
     print(compiled(x).device, torch.zeros(2).cuda().device, torch.equal(compiled(x).cpu(), model(x).cpu()))
 """
-    assert run_python(code, tmp_path).splitlines()[-1] == "npu:0 npu:0 True"
+    assert in_folder(code, tmp_path).splitlines()[-1] == "npu:0 npu:0 True"
 
 
 def test_debug_files_are_where_the_originals_documents_say(tmp_path):
@@ -167,7 +167,7 @@ def test_debug_files_are_where_the_originals_documents_say(tmp_path):
 import torch, graphex.ascend
 torch.compile(lambda x: x.sin() + 1, backend="npugraph_ex")(torch.randn(3).npu())
 """
-    run_python(code, tmp_path, TORCH_COMPILE_DEBUG="1")
+    in_folder(code, tmp_path, TORCH_COMPILE_DEBUG="1")
     (folder,) = (tmp_path / "torch_compile_debug").glob("run_*/npugraph_ex")
     assert (folder / "debug.log").exists()
     assert (folder / "model__0" / "dynamo_out_graph.txt").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,7 @@ from graphex.ascend.catalogue import NAMES, modules
 from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
 from graphex.ascend.install import TRANSFER
 from graphex.ascend.mapped import with_device_mapped
-from tests.harness.processes import ROOT, python
-
-
-def run_python(code: str, folder: Path, **environment: str) -> str:
-    """What a process of its own prints: the names cannot be taken back."""
-    path = {"PYTHONPATH": f"{folder}:{ROOT}"}
-    return python("-W", "ignore", "-c", code, cwd=folder, **(path | environment)).stdout.strip()
-
+from tests.harness.processes import in_folder
 
 HERE = [name for name in NAMES if name.home and name.name != TRANSFER]
 
@@ -68,7 +60,7 @@ def test_every_module_can_be_imported_by_its_whole_name():
 def test_packages_that_are_installed_are_not_replaced(tmp_path):
     (tmp_path / "torchair.py").write_text("mine = True\n")
     code = "import graphex.ascend, torchair, npugraph_ex; print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
-    assert run_python(code, tmp_path) == "True True"
+    assert in_folder(code, tmp_path) == "True True"
 
 
 def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
@@ -77,12 +69,12 @@ def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
         "import graphex.ascend, torch, importlib.util, torch_npu\n"
         "print(torch_npu.mine, hasattr(torch, 'npu'), importlib.util.find_spec('torchair'))"
     )
-    assert run_python(code, tmp_path) == "True False None"
+    assert in_folder(code, tmp_path) == "True False None"
 
 
 def test_importing_graphex_alone_serves_nothing(tmp_path):
     code = "import graphex, torch, importlib.util\nprint(hasattr(torch, 'npu'), importlib.util.find_spec('torch_npu'))"
-    assert run_python(code, tmp_path) == "False None"
+    assert in_folder(code, tmp_path) == "False None"
 
 
 def test_importing_it_twice_is_importing_it_once(tmp_path):
@@ -90,13 +82,13 @@ def test_importing_it_twice_is_importing_it_once(tmp_path):
         "import sys, graphex.ascend\nfrom graphex.ascend.install import install\n"
         "before = len(sys.meta_path)\ninstall()\nprint(len(sys.meta_path) - before)"
     )
-    assert run_python(code, tmp_path) == "0"
+    assert in_folder(code, tmp_path) == "0"
 
 
 def test_a_device_that_does_not_exist_is_refused_in_one_sentence(tmp_path):
     code = "try:\n    import graphex.ascend\nexcept TypeError as error:\n    print(error)"
     wanted = "GRAPHEX_NPU is 'tpu'; it can be simulated, cuda, cpu."
-    assert run_python(code, tmp_path, GRAPHEX_NPU="tpu") == wanted
+    assert in_folder(code, tmp_path, GRAPHEX_NPU="tpu") == wanted
 
 
 MAPPED = """
@@ -163,7 +155,7 @@ def test_functions_of_the_other_device_take_the_npus_names():
 
 def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
     script = MAPPED.replace("TARGET", "'cpu'").replace("GRADIENTS", EQUAL_GRADIENTS)
-    assert run_python(script, tmp_path, GRAPHEX_NPU="cpu") == "equal"
+    assert in_folder(script, tmp_path, GRAPHEX_NPU="cpu") == "equal"
 
 
 KEPT = """
@@ -179,10 +171,10 @@ print("compiled")
 
 
 def test_dynamo_still_compiles_where_the_accelerator_is_kept(tmp_path):
-    assert run_python(KEPT, tmp_path) == "compiled"
+    assert in_folder(KEPT, tmp_path) == "compiled"
 
 
 @pytest.mark.cuda
 def test_npu_can_be_the_gpu(tmp_path):
     script = MAPPED.replace("TARGET", "'cuda', 0").replace("GRADIENTS", NO_GRADIENTS)
-    assert run_python(script, tmp_path, GRAPHEX_NPU="cuda") == "equal"
+    assert in_folder(script, tmp_path, GRAPHEX_NPU="cuda") == "equal"

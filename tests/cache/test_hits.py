@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.cache.conftest import asked
+from tests.harness.cached import asked
 from tests.harness.processes import python
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import graphex
 from graphex.cache.sources import NoFingerprintError, fingerprint
-from tests.cache.conftest import asked, missed
+from tests.harness.cached import asked, missed
 
 
 def function(x: Tensor) -> Tensor:

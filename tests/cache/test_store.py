@@ -18,7 +18,7 @@ import torch
 from graphex.cache.store import Store
 from graphex.env import sealed
 from graphex.errors import GraphexWarning
-from tests.cache.conftest import asked, missed
+from tests.harness.cached import asked, missed
 from tests.harness.processes import PATH
 
 NOBODY = 65534

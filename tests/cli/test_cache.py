@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from graphex.cache.store import Store
 from graphex.cli import main
-from tests.cache.conftest import asked, folder, run  # noqa: F401  # fixtures
+from tests.harness.cached import asked, folder, run  # noqa: F401  # fixtures
 
 
 def function(x):

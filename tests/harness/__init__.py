@@ -13,4 +13,5 @@ processes       Python and the command line in processes of their own
 documents       programs in documentation; graph_def: a parser of dumped graphs
 properties      settings of property tests
 ascend          scenarios of npugraph_ex
+cached          what the cache of compiled graphs said
 """
