@@ -34,11 +34,12 @@ atexit.register(shutil.rmtree, os.environ["GRAPHEX_CACHE_DIR"], ignore_errors=Tr
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Compiled code of one test is not seen by the next."""
+    """Compiled code of one test is not seen by the next, nor the threads that a program has asked for."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
