@@ -14,8 +14,10 @@ import runpy
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from graphex import records
 from graphex.cli import docs
@@ -192,9 +194,21 @@ def test_what_explain_says_of_a_hugging_face_model(
     ):
         report = example[part]()
         assert [graph.phase for graph in report.journal.graphs] == phases
-        # transformers 5.23 computes a compiled decode step in another way: `aot_eager` differs from eager as much
-        assert report.worst_difference <= (max(rounding, 1e-6) if part == "decode_step" else rounding)
+        own = difference_of_aot_eager(example) if part == "decode_step" else 0.0
+        assert report.worst_difference <= max(rounding, own)
         assert "device ops" in report.summary()
+
+
+def difference_of_aot_eager(example: dict[str, Any]) -> float:
+    """What a decode step owes to transformers: 5.23 computes a compiled one in another way than an eager one."""
+    model, prompt, found = example["model"], example["prompt"], []
+    for step in (model, torch.compile(model, backend="aot_eager")):
+        cache = example["StaticCache"](config=example["shape"], max_cache_len=32)
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            logits = step(prompt[:, -1:], past_key_values=cache).logits
+        found.append([logits, *(each for layer in cache.layers for each in (layer.keys, layer.values))])
+    return max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
 
 
 def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
