@@ -326,7 +326,7 @@ class CompilerConfig:
         Choice("fast", "eager"),
         "fast",
         "`fast`: intermediate values of compiled regions keep the precision they are computed in, as with Inductor by "
-        "default. `eager`: they are rounded to the type of the value where eager rounds; slower by up to a fifth.",
+        "default. `eager`: they are rounded to the type of the value where eager rounds, which takes more kernels.",
     )
     regions_keep_out = Option[tuple[str, ...]](
         Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
