@@ -16,7 +16,9 @@ from tests.harness.ascend import Compiled, on_npu
 from tests.harness.processes import python
 
 TRAINED = """
-import graphex.ascend, torch
+import graphex.ascend
+graphex.ascend.serve()
+import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).npu()
 compiled = torch.compile(model, backend="npugraph_ex")
 compiled(torch.randn(2, 4).npu()).sum().backward()

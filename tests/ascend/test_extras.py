@@ -151,7 +151,9 @@ def test_the_backend_npu():
 
 def test_a_script_for_cuda_runs_on_the_npu_by_one_import(tmp_path):
     code = """
-import torch, graphex.ascend, torch_npu
+import graphex.ascend
+graphex.ascend.serve()
+import torch, torch_npu
 from torch_npu.contrib import transfer_to_npu
 model = torch.nn.Linear(4, 2).cuda()
 x = torch.randn(3, 4, device="cuda").to("cuda:0")
@@ -164,7 +166,9 @@ with torch.no_grad():
 
 def test_debug_files_are_where_the_originals_documents_say(tmp_path):
     code = """
-import torch, graphex.ascend
+import graphex.ascend
+graphex.ascend.serve()
+import torch
 torch.compile(lambda x: x.sin() + 1, backend="npugraph_ex")(torch.randn(3).npu())
 """
     in_folder(code, tmp_path, TORCH_COMPILE_DEBUG="1")

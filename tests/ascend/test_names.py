@@ -59,40 +59,45 @@ def test_every_module_can_be_imported_by_its_whole_name():
 
 def test_packages_that_are_installed_are_not_replaced(tmp_path):
     (tmp_path / "torchair.py").write_text("mine = True\n")
-    code = "import graphex.ascend, torchair, npugraph_ex; print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
+    code = (
+        "import graphex.ascend; graphex.ascend.serve(); import torchair, npugraph_ex\n"
+        "print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
+    )
     assert in_folder(code, tmp_path) == "True True"
 
 
 def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
     (tmp_path / "torch_npu.py").write_text("mine = True\n")
     code = (
-        "import graphex.ascend, torch, importlib.util, torch_npu\n"
+        "import graphex.ascend; graphex.ascend.serve(); import torch, importlib.util, torch_npu\n"
         "print(torch_npu.mine, hasattr(torch, 'npu'), importlib.util.find_spec('torchair'))"
     )
     assert in_folder(code, tmp_path) == "True False None"
 
 
-def test_importing_graphex_alone_serves_nothing(tmp_path):
-    code = "import graphex, torch, importlib.util\nprint(hasattr(torch, 'npu'), importlib.util.find_spec('torch_npu'))"
-    assert in_folder(code, tmp_path) == "False None"
+def test_importing_serves_nothing_and_neither_do_logs_of_torch_that_import_every_package(tmp_path):
+    code = "import torch, graphex.ascend, importlib.util as u\nprint(hasattr(torch, 'npu'), u.find_spec('torch_npu'))"
+    assert in_folder(code, tmp_path, TORCH_LOGS="graphex") == "False None"
 
 
-def test_importing_it_twice_is_importing_it_once(tmp_path):
+def test_serving_twice_is_serving_once(tmp_path):
     code = (
-        "import sys, graphex.ascend\nfrom graphex.ascend.install import install\n"
-        "before = len(sys.meta_path)\ninstall()\nprint(len(sys.meta_path) - before)"
+        "import sys, graphex.ascend\ngraphex.ascend.serve()\n"
+        "before = len(sys.meta_path)\ngraphex.ascend.serve()\nprint(len(sys.meta_path) - before)"
     )
     assert in_folder(code, tmp_path) == "0"
 
 
 def test_a_device_that_does_not_exist_is_refused_in_one_sentence(tmp_path):
-    code = "try:\n    import graphex.ascend\nexcept TypeError as error:\n    print(error)"
+    code = "import graphex.ascend\ntry:\n    graphex.ascend.serve()\nexcept TypeError as error:\n    print(error)"
     wanted = "GRAPHEX_NPU is 'tpu'; it can be simulated, cuda, cpu."
     assert in_folder(code, tmp_path, GRAPHEX_NPU="tpu") == wanted
 
 
 MAPPED = """
-import graphex.ascend, torch, torch_npu, io
+import graphex.ascend
+graphex.ascend.serve()
+import torch, torch_npu, io
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.npu.set_device("npu:0")
