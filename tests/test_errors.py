@@ -101,5 +101,3 @@ def test_an_error_about_an_option_says_nothing_of_bugs_in_torch():
     assert not [name for name in frames if "/graphex/" in name]
     inside = ("convert_frame.py", "output_graph.py", "symbolic_convert.py")
     assert not [name for name in frames if name.endswith(inside)]
-        name for name in frames if name.endswith(("convert_frame.py", "output_graph.py", "symbolic_convert.py"))
-    ]
