@@ -42,18 +42,21 @@ def placed(device: Any, target: torch.device) -> torch.device:
 
 
 def with_device_mapped(function: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """`function` of the other device, which then takes "npu:0" as a device too."""
+    """`function` of the other device, or its class of streams, which then takes "npu:0" as a device too."""
 
     def there(value: Any) -> Any:
         if isinstance(value, str) and value.partition(":")[0] == "npu":
             value = torch.device(value)
         return placed(value, target) if isinstance(value, torch.device) and value.type == "npu" else value
 
-    @functools.wraps(function)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+    is_stream = isinstance(function, type) and issubclass(function, torch.Stream)
+    call = function.__new__ if is_stream else function
 
-    return mapped
+    @functools.wraps(call)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return call(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+
+    return type(function.__name__, (function,), {"__new__": mapped}) if is_stream else mapped  # type: ignore[arg-type]
 
 
 def _empty_on(target: torch.device) -> Any:
@@ -88,6 +91,7 @@ def keep_accelerator(target: torch.device) -> None:
     for name in torch.accelerator.__all__:
         if hasattr(torch.cuda, name):
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
+    torch.accelerator.current_stream = _current_stream
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 
@@ -128,6 +132,15 @@ def _another(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return same
+
+
+def _current_stream(device: Any = None, /) -> torch.Stream:
+    """`torch.cuda.current_stream` as a plain `torch.Stream`, as torch.accelerator returns it.
+
+    Dynamo makes a weak reference to it, and a `torch.cuda.Stream` that dies leaves those pointing at freed memory.
+    """
+    stream = torch.cuda.current_stream(device)
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _map_methods(target: torch.device) -> None:

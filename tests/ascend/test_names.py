@@ -158,6 +158,18 @@ def test_functions_of_the_other_device_take_the_npus_names():
     assert kwargs == {"device": torch.device("cuda"), "name": "npu_0"}
 
 
+def test_streams_of_the_other_device_take_the_npus_names():
+    class Other(torch.Stream):
+        def __new__(cls, *args, **kwargs):
+            made = super().__new__(cls, stream_id=0, device_index=0, device_type=1)
+            made.given = args, kwargs
+            return made
+
+    stream = with_device_mapped(Other, torch.device("cuda"))(device="npu:1", priority=-1)
+    assert isinstance(stream, Other)
+    assert stream.given == ((), {"device": torch.device("cuda", 1), "priority": -1})
+
+
 def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
     script = MAPPED.replace("TARGET", "'cpu'").replace("GRADIENTS", EQUAL_GRADIENTS)
     assert in_folder(script, tmp_path, GRAPHEX_NPU="cpu") == "equal"
