@@ -1,4 +1,4 @@
-"""Ascend scripts whose device "npu" is the GPU. The mapping cannot be taken back, so they have processes of their own."""
+"""Ascend scripts whose device "npu" is the GPU, in processes of their own: the mapping cannot be taken back."""
 
 from __future__ import annotations
 

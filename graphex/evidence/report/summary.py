@@ -348,9 +348,13 @@ def _gain(used: list[dict[str, Any]]) -> str:
         return "They were not measured: expect about the speed of Inductor."
     some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
     return (
-        f"Measured here: {single / compiled:.2g} times the speed of single ops, {_time(compiled)} instead of "
+        f"Measured here: {_factor(single / compiled)} times the speed of single ops, {_time(compiled)} instead of "
         f"{_time(single)} a call{some}. Expect at least eager's speed."
     )
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
 
 
 def _time(seconds: float) -> str:
