@@ -40,7 +40,8 @@ def test_scenario_60_and_61_debug_files_of_a_training_step(tmp_path):
     assert {path.name for path in model.iterdir()} == files
     for phase in ("forward", "backward"):
         names = sorted(path.name for path in (model / phase).iterdir())
-        assert names[0] == "000_original.txt"
+        assert names[0] == f"000_aot_{phase}_graph.txt"
+        assert all(name.startswith(f"{name[:3]}_aot_{phase}_graph_after_") for name in names[1:-1])
         assert "output_code.py" in names
         numbers = [int(name[:3]) for name in names if name.endswith(".txt")]
         assert numbers == list(range(len(numbers)))
