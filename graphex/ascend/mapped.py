@@ -56,7 +56,24 @@ def with_device_mapped(function: Callable[..., Any], target: torch.device) -> Ca
     def mapped(*args: Any, **kwargs: Any) -> Any:
         return call(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
 
-    return type(function.__name__, (function,), {"__new__": mapped}) if is_stream else mapped  # type: ignore[arg-type]
+    if not is_stream:
+        return mapped
+    return type(function.__name__, (function,), {"__new__": mapped, **_ENTERED})  # type: ignore[arg-type]
+
+
+def _enter(self: Any) -> Any:
+    scope = torch.cuda.stream(self)
+    scope.__enter__()
+    self.__dict__.setdefault("entered", []).append(scope)
+    return self
+
+
+def _exit(self: Any, *problem: Any) -> None:
+    self.entered.pop().__exit__(*problem)
+
+
+# `with stream:` of torch asks for a stream of the accelerator, which it takes to be the npu.
+_ENTERED = {"__enter__": _enter, "__exit__": _exit}
 
 
 def _empty_on(target: torch.device) -> Any:
@@ -137,7 +154,7 @@ def _another(function: Any) -> Any:
 def _current_stream(device: Any = None, /) -> torch.Stream:
     """`torch.cuda.current_stream` as a plain `torch.Stream`, as torch.accelerator returns it.
 
-    Dynamo makes a weak reference to it, and a `torch.cuda.Stream` that dies leaves those pointing at freed memory.
+    Dynamo keeps it in guards; with a `torch.cuda.Stream` there torch 2.11 ends the process when it frees them.
     """
     stream = torch.cuda.current_stream(device)
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
