@@ -203,6 +203,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ascend names": ascend_section("names"),
     "torchair options": ascend_section("torchair_options"),
     "npugraph ex options": ascend_section("npugraph_ex_options"),
+    "op schemas": ascend_section("op_schemas"),
     "scenarios not offered": ascend_section("scenarios_not_offered"),
     "scenarios that are better": ascend_section("better_scenarios"),
 }

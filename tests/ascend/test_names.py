@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import graphex
-from graphex.ascend.catalogue import NAMES, modules
+from graphex.ascend.catalogue import NAMES, SCHEMAS, modules
 from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
 from graphex.ascend.install import TRANSFER
 from graphex.ascend.mapped import with_device_mapped
+from graphex.ops import SPECS
 from tests.harness.processes import in_folder
 
 HERE = [name for name in NAMES if name.home and name.name != TRANSFER]
@@ -149,6 +150,10 @@ try:
 except graphex.InputError as error:
     assert "computes no gradients on the GPU while 'npu' is a name for it" in str(error), error
 """
+
+
+def test_the_page_says_where_the_schema_of_every_op_comes_from():
+    assert sorted(SCHEMAS) == sorted(name.removeprefix("npu::") for name in SPECS if name.startswith("npu::"))
 
 
 def test_functions_of_the_other_device_take_the_npus_names():
