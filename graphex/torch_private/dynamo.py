@@ -285,6 +285,8 @@ def surfaced(error: GraphexError) -> GraphexError:
 
     def hand_over(self: Any) -> Any:
         self.args = error.args  # without the advice on bugs of torch that Dynamo has added
+        if error.__cause__ is None:
+            return self.with_traceback(None)
         raise self.with_traceback(None) from error.__cause__  # Dynamo would say `raise ... from None`
 
     members = {"__init__": init, "__module__": "graphex", "remove_dynamo_frames": hand_over}

@@ -94,6 +94,28 @@ def test_the_memory_table_shows_its_lines_at_1230_pixels(chrome: Browser, llama_
     assert all("tiny_llama.py" in row for row in chrome.texts("#panel-memory tbody td:last-child"))
 
 
+def test_regions_are_a_table_that_fits_with_times_that_can_be_read(
+    chrome: Browser, llama: graphex.Report, tmp_path: Path
+) -> None:
+    data = read_data(llama.save(tmp_path / "plain.html"))
+    names = tuple(f"cpp_fused_add_arange_mean_mul_pow_rsqrt_view_transpose_unsqueeze_{number}" for number in range(9))
+    line = "modeling_llama.py:377: position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)"
+    region = {"region": "", "status": "slower", "calls": 39, "kernels": names, "seconds": 6.963471660999858}
+    times = {"seconds_compiled": 0.0021234567, "seconds_single": 0.0010234567, "lines": [line]}
+    border = {"node": "embedding", "op": "aten.embedding.default", "reason": "it may raise", "line": line, "count": 5}
+    data["graphs"][0]["more"] += [{"kind": "region", **region, **times}, {"kind": "region border", **border}]
+    chrome.resize(1230, 900)
+    chrome.open(write_page(data, tmp_path / "report.html"), "tab=captures")
+    boxes = 'return [...document.querySelectorAll("#panel-captures .scroll")].map((b) => b.scrollWidth - b.clientWidth)'
+    assert max(chrome.run(boxes)) <= 0
+    shown = chrome.text("#panel-captures")
+    assert "6.96 s" in shown
+    assert "2.1 ms instead of 1.0 ms" in shown
+    assert names[0] not in shown  # behind the count
+    chrome.click("#panel-captures summary", "9")
+    assert names[0] in chrome.text("#panel-captures")
+
+
 def test_a_list_of_differences_starts_with_the_differences(chrome: Browser, large_page: Path) -> None:
     chrome.open(large_page, "tab=graph&step=1&mode=diff")
     chrome.press("l")

@@ -230,6 +230,19 @@ def test_a_differing_option_is_named_as_the_likely_cause(tmp_path: Path) -> None
     assert not any("cause" in sentence["text"] for sentence in compare(before, before)["summary"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device without kernels is the subject")
+def test_a_comparison_counts_what_runs_here_and_calls_the_rest_a_preview(tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    told = [sentence["text"] for sentence in compare(before, after)["summary"]]
+    (fused,) = re.findall(r"-> (\d+), counted", before["summary"][0]["text"])
+    (single,) = re.findall(r"-> (\d+), counted", after["summary"][0]["text"])
+    assert f"{fused} device ops -> {single}." in told
+    (preview,) = [text for text in told if text.startswith("A preview: ")]
+    assert preview.endswith(f"-> {single} on a device with kernels for the ops of graphex.")
+
+
 def test_another_torch_is_the_likely_cause_where_no_option_is(tmp_path: Path) -> None:
     before, after = (
         read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()

@@ -455,8 +455,14 @@ def npu_moe_init_routing(make: Maker) -> Iterator[Sample]:
 
 def npu_moe_init_routing_v2(make: Maker) -> Iterator[Sample]:
     experts = make.index(2, 0, 1, 2, 0, 3).view(3, 2).int()
-    yield Sample((make(3, 8), experts), {"expert_num": 4})
-    options = {"expert_num": 4, "active_expert_range": [1, 3], "expert_tokens_num_type": 1, "row_idx_type": 1}
+    yield Sample((make(3, 8), experts), {"expert_num": 4, "quant_mode": -1})
+    options = {
+        "expert_num": 4,
+        "quant_mode": -1,
+        "active_expert_range": [1, 3],
+        "expert_tokens_num_type": 1,
+        "row_idx_type": 1,
+    }
     yield Sample((make(3, 8), experts), options)
 
 
