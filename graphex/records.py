@@ -345,6 +345,22 @@ class RegionBorder(Record):
 
 
 @dataclass(frozen=True)
+class RegionsAwaited(Record):
+    """Regions that another process compiles while calls run their nodes one by one (`regions="background"`).
+
+    `status` is "begun", "in use" from the first call on that runs compiled code, or "failed", with a reason: then calls
+    go on as they are. `calls` counts those that were made before, `seconds` is the time since it began.
+    """
+
+    kind: ClassVar[str] = "regions awaited"
+    status: str
+    regions: int
+    seconds: float = 0.0
+    calls: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class CacheAsked(Record):
     """Whether a graph was taken from the cache on disk (hit), compiled and kept there (miss), or compiled and not kept
     (uncacheable), and why. Of a miss `reason` is the first thing in which the graph differs from what was stored.
@@ -564,6 +580,10 @@ class Journal:
     @property
     def region_borders(self) -> list[RegionBorder]:
         return self.of(RegionBorder)
+
+    @property
+    def regions_awaited(self) -> list[RegionsAwaited]:
+        return self.of(RegionsAwaited)
 
     @property
     def cache(self) -> list[CacheAsked]:

@@ -33,7 +33,7 @@ class RegionCode:
     """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
 
     `inlined` are fused ops that it was given the formula of. `stored` is Inductor's own object for it, which can be
-    stored; None if the function is more than that.
+    stored; None if the function is more than that. `is_awaited`: there is none yet, and the nodes run one by one.
     """
 
     run: Boxed
@@ -42,17 +42,26 @@ class RegionCode:
     seconds: float
     inlined: tuple[torch._ops.OpOverload, ...] = ()
     stored: OutputCode | None = None
+    is_awaited: bool = False
+
+
+def awaited_code() -> RegionCode:
+    """The code of regions that are alike, before it is compiled."""
+    return RegionCode(lambda args: None, "", (), 0.0, is_awaited=True)
 
 
 def why_no_compiler(device: torch.device) -> str:
     """Why regions on a device cannot be compiled; empty if they can."""
+    return why_no_kernels(device) or without_inductor()
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why the code that Inductor writes for a device cannot be compiled. Does not import Inductor."""
     if device.type == "cuda":
-        reason = "" if has_triton() else "Triton is not installed"
-    elif device.type == "cpu":
-        reason = "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
-    else:
-        reason = f"Inductor has no compiler for the device '{device.type}'"
-    return reason or without_inductor()
+        return "" if has_triton() else "Triton is not installed"
+    if device.type == "cpu":
+        return "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+    return f"Inductor has no compiler for the device '{device.type}'"
 
 
 def has_cpp_compiler() -> bool:

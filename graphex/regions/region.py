@@ -81,11 +81,17 @@ class Region(torch.nn.Module):
         self._report = report
         self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
         self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-        self._run: Boxed = self._first_call
+        self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
+
+    def take(self, code: RegionCode) -> None:
+        """Run this code from the next call on: it was awaited."""
+        self.code, self._run = code, self._first_call
 
     @property
     def launches(self) -> int:
         """How many kernels it launches: those that Inductor wrote, and the ops that it calls as they are."""
+        if self.code.is_awaited:
+            return sum(map(is_kernel, self.body.graph.nodes))
         written = self.code.inlined
         called = (node for node in self.body.graph.nodes if is_kernel(node) and not is_generated(node))
         return len(self.code.kernels) + sum(node.target not in written for node in called)
