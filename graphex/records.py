@@ -314,7 +314,7 @@ class RegionCompiled(Record):
     `generated` the calls that Inductor writes code for, `fused_ops` those of graphex inside. `kernels` are the names of
     the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
     code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
-    measured.
+    measured. `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
     """
 
     kind: ClassVar[str] = "region"
@@ -330,6 +330,7 @@ class RegionCompiled(Record):
     seconds_single: float = 0.0
     lines: tuple[str, ...] = ()
     inlined: tuple[str, ...] = ()
+    autotuned: bool = False
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ def _loaded(made: Made, body: GraphModule, patches: dict[str, Any]) -> RegionCod
     except Exception as error:  # Inductor may raise anything
         return f"its code cannot be loaded: {one_line(error)}"
     inlined = tuple(called[name] for name in made.inlined)
-    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code)
+    autotuned = bool(patches.get("max_autotune"))
+    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code, autotuned=autotuned)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:

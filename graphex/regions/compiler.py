@@ -3,14 +3,18 @@
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
-CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does.
+CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does. On a terminal a
+line says what is compiled, from `PATIENCE` seconds on.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import which
 from typing import Any
@@ -26,13 +30,15 @@ from graphex.torch_private.inductor import OutputCode, inductor_compile, known_s
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
 Boxed = Callable[[list[Any]], Any]
+PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
 class RegionCode:
     """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
 
-    `inlined` are fused ops that it was given the formula of. `stored` is Inductor's own object for it, which can be
+    `autotuned`: it was asked to try several kernels for each product and convolution, and keep the fastest. `inlined`
+    are fused ops that it was given the formula of. `stored` is Inductor's own object for it, which can be
     stored; None if the function is more than that. `is_awaited`: there is none yet, and the nodes run one by one.
     """
 
@@ -43,6 +49,7 @@ class RegionCode:
     inlined: tuple[torch._ops.OpOverload, ...] = ()
     stored: OutputCode | None = None
     is_awaited: bool = False
+    autotuned: bool = False
 
 
 def awaited_code() -> RegionCode:
@@ -97,7 +104,28 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
         run = stored = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
     sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
     source = "\n\n".join(sources)
-    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored)
+    autotuned = bool(patches.get("max_autotune"))
+    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, autotuned=autotuned)
+
+
+@contextmanager
+def shown_on_terminal() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    begin = threading.Timer(PATIENCE, status.start)
+    begin.daemon = True
+    begin.start()
+    try:
+        yield lambda text: status.update(f"graphex: {text}")
+    finally:
+        begin.cancel()
+        begin.join()
+        status.stop()
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

@@ -32,6 +32,7 @@ from graphex.regions.compiler import (
     compile_region,
     region_key,
     settings,
+    shown_on_terminal,
     why_no_compiler,
     why_no_kernels,
 )
@@ -96,20 +97,34 @@ class CompileRegions(GraphPass):
         self, work: Work, plans: list[Plan], patches: dict[str, Any], device: torch.device
     ) -> list[tuple[Plan, RegionCode]]:
         """The plans to put in place, with their code. Regions that are alike share code and trial."""
-        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        keys = [region_key(plan.body, patches) for plan in plans]
+        kinds: dict[Hashable, Plan] = {}
+        for key, plan in zip(keys, plans, strict=True):
+            kinds.setdefault(key, plan)
+        made = self._each_made(work, kinds, patches, device)
         kept: list[tuple[Plan, RegionCode]] = []
-        for plan in plans:
-            key = region_key(plan.body, patches)
-            is_new = key not in made
-            if is_new:
-                made[key] = self._made(work, plan, key, patches, device)
+        for key, plan in zip(keys, plans, strict=True):
             if (found := made[key]) is None:
                 continue
             code, outcome = found
-            _note(work, f"region_{len(kept)}" if outcome.is_kept else "", plan, code, outcome, is_new=is_new)
+            name = f"region_{len(kept)}" if outcome.is_kept else ""
+            _note(work, name, plan, code, outcome, is_new=plan is kinds[key])
             if outcome.is_kept:
                 kept.append((plan, code))
         return kept
+
+    def _each_made(
+        self, work: Work, kinds: dict[Hashable, Plan], patches: dict[str, Any], device: torch.device
+    ) -> dict[Hashable, tuple[RegionCode, Outcome] | None]:
+        """The code of each kind of regions, one after the other: Inductor's configuration, and what tracing changes,
+        are the whole process's. The kernels of a region compile side by side, in Inductor's processes.
+        """
+        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        with shown_on_terminal() as say:
+            for number, (key, plan) in enumerate(kinds.items(), 1):
+                say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
+                made[key] = self._made(work, plan, key, patches, device)
+        return made
 
     def _made(
         self, work: Work, plan: Plan, key: Hashable, patches: dict[str, Any], device: torch.device
@@ -237,6 +252,7 @@ def region_record(
         seconds_compiled=outcome.compiled,
         seconds_single=outcome.single,
         lines=tuple(dict.fromkeys(filter(None, map(node_line, nodes)))),
+        autotuned=code.autotuned,
     )
 
 

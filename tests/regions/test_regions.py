@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphex
+from graphex.regions import compiler, stage
 from tests.harness import host_ops
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -53,6 +56,7 @@ def test_a_chain_of_ops_is_one_region():
     (region,) = regions(run)
     assert (region.status, region.generated) == ("compiled", 5)
     assert region.kernels
+    assert not region.autotuned
     assert region.lines[0].endswith("return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)")
     assert not graphex.journal(run).fallbacks
 
@@ -280,6 +284,33 @@ def test_bfloat16_is_rounded_where_eager_rounds():
     run = compiled(fn, region_numerics="eager")
     assert torch.equal(run(x, y), fn(x, y))
     assert regions(run)
+
+
+def test_max_autotune_is_inductors_for_regions():
+    def product(x, w):
+        return (torch.sin(x) * 2) @ w + 1
+
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    run = torch.compile(product, backend="graphex", mode="max-autotune")
+    close(run(x, w), product(x, w))
+    assert [record.autotuned for record in regions(run)] == [True]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_what_is_compiled_if_it_takes_long(uncompiled, monkeypatch, is_terminal):
+    shown, quick = threading.Event(), stage.compile_region
+
+    def slow(body, patches):
+        shown.wait(60 if is_terminal else 0)
+        return quick(body, patches)
+
+    monkeypatch.setattr(stage, "compile_region", slow)
+    monkeypatch.setattr(compiler, "PATIENCE", 0.0)
+    monkeypatch.setattr("rich.status.Status.start", lambda status: shown.set())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    run, x = compiled(chain), torch.randn(4, 8)
+    close(run(x), chain(x))
+    assert shown.is_set() == is_terminal
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
