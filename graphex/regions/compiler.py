@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
+from graphex.analysis.effects import is_kernel
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
-from graphex.regions.members import inlined_ops
+from graphex.regions.members import inlined_ops, is_generated
 from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
@@ -50,6 +51,12 @@ class RegionCode:
     stored: OutputCode | None = None
     is_awaited: bool = False
     autotuned: bool = False
+
+    @property
+    def launches(self) -> int:
+        """How many launches of the kernels that Inductor wrote a call makes."""
+        counts = ((self.source.count(f"{name}.run("), self.source.count(f"{name}(")) for name in self.kernels)
+        return sum(max(1, *each) for each in counts)
 
 
 def awaited_code() -> RegionCode:
@@ -126,6 +133,14 @@ def shown_on_terminal() -> Iterator[Callable[[str], None]]:
         begin.cancel()
         begin.join()
         status.stop()
+
+
+def launches(body: GraphModule, code: RegionCode) -> int:
+    """How many kernels a region launches: those that Inductor wrote, and the ops that it calls as they are."""
+    if code.is_awaited:
+        return sum(map(is_kernel, body.graph.nodes))
+    called = (node for node in body.graph.nodes if is_kernel(node) and not is_generated(node))
+    return code.launches + sum(node.target not in code.inlined for node in called)
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphex.analysis.effects import is_kernel
 from graphex.errors import one_line
-from graphex.regions.compiler import Boxed, RegionCode
-from graphex.regions.members import is_generated
+from graphex.ops.definition import has_triton
+from graphex.regions.compiler import Boxed, RegionCode, launches
 from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
 
 Symbols = dict[Any, int]
+LARGE = 2**20  # elements; below, a launch costs the host more than ATen's copy costs the device
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,16 @@ class Unlaid:
 
     value: Tensor
     promised: Tensor
+
+
+def lay_out(target: Tensor, value: Tensor) -> Tensor:
+    """Copy a value into a tensor of its size and type with other strides."""
+    if value.device.type == "cuda" and value.numel() >= LARGE and has_triton():
+        from graphex.kernels.copies import copy_rows
+
+        if copy_rows(target, value):
+            return target
+    return target.copy_(value)
 
 
 class _Asked(threading.local):
@@ -89,12 +99,8 @@ class Region(torch.nn.Module):
 
     @property
     def launches(self) -> int:
-        """How many kernels it launches: those that Inductor wrote, and the ops that it calls as they are."""
-        if self.code.is_awaited:
-            return sum(map(is_kernel, self.body.graph.nodes))
-        written = self.code.inlined
-        called = (node for node in self.body.graph.nodes if is_kernel(node) and not is_generated(node))
-        return len(self.code.kernels) + sum(node.target not in written for node in called)
+        """How many kernels it launches."""
+        return launches(self.body, self.code)
 
     def forward(self, *args: Any) -> Any:
         return self._run(list(args))
@@ -139,7 +145,7 @@ class Region(torch.nn.Module):
             promised = value.as_strided(value.shape, stride)
             _asked.left.append(Unlaid(value, promised))
             return promised
-        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        return lay_out(torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device), value)
 
     def _give_up(self, reason: str) -> None:
         self._run = self._uncompiled

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import CaptureError
-from graphex.regions.region import Unlaid
+from graphex.regions.region import Unlaid, lay_out
 from graphex.runtime.fast_replay import picker
 from graphex.torch_private.memory import (
     UNMARKED,
@@ -255,7 +255,7 @@ class LaidOut:
     window: tuple[torch.Size, tuple[int, ...], int]
 
     def taken(self) -> Tensor:
-        return self.empty().copy_(self.source).as_strided(*self.window)
+        return lay_out(self.empty(), self.source).as_strided(*self.window)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ __all__ = [
     "inductor_settings",
     "known_settings",
     "packed_code",
+    "start_compilers",
     "unpacked_code",
     "without_inductor",
 ]
@@ -48,6 +49,16 @@ def without_inductor() -> str:
     except (ImportError, AttributeError) as error:
         return f"this torch has no Inductor as graphex knows it ({error})"
     return ""
+
+
+def start_compilers() -> None:
+    """Start Inductor's processes for Triton kernels, where it has some: they take seconds, and kernels that are to be
+    compiled before they are there are compiled here, one by one.
+    """
+    try:
+        find("torch._inductor.async_compile.maybe_warm_pool")()
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        pass  # kernels are compiled in this process
 
 
 def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
