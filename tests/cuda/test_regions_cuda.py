@@ -185,6 +185,25 @@ def test_regions_that_are_compiled_in_the_background():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("layers", "is_timed"), [(0, False), (6, True)])
+def test_a_region_is_timed_unless_it_launches_far_fewer_kernels(monkeypatch, layers, is_timed):
+    monkeypatch.setenv("GRAPHEX_TUNING", "again")
+    w = torch.randn(256, 256, device="cuda") * 0.05
+
+    def program(x):
+        x = chain(x)
+        for _ in range(layers):
+            x = torch.relu(x @ w)
+        return x.cos() * 2
+
+    x = torch.randn(512, 256, device="cuda")
+    run = compiled(program)
+    close(run(x), program(x), 1e-2)
+    (region,) = graphex.journal(run).regions
+    assert (region.seconds_compiled > 0, region.seconds_single > 0) == (is_timed, is_timed)
+
+
+@torch.no_grad()
 def test_max_autotune_tries_kernels_for_products():
     torch.manual_seed(0)
     model, x = Block(256).cuda().half(), torch.randn(512, 256, device="cuda", dtype=torch.float16)
