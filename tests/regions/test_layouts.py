@@ -8,6 +8,7 @@ from torch import Tensor
 
 import graphex
 from graphex.regions.compiler import RegionCode
+from tests.harness import host_ops
 from tests.harness.tape import TapeDevice
 
 aten = torch.ops.aten
@@ -118,6 +119,29 @@ def test_a_result_that_is_read_in_the_graph_is_laid_out_inside(tape, padded, arg
 
     called(written, (*args, torch.zeros(4)))
     assert copies(tape) == 2  # one of them is the user's
+
+
+def test_a_result_that_another_piece_reads_has_its_strides(tape, padded, args):
+    def cut(x, w):
+        logits = head(x, w)
+        return host_ops.looks(logits).tanh().exp() * 2, logits
+
+    run = called(cut, args)
+    assert len(graphex.journal(run).cuts) == 1
+
+
+def test_a_step_of_training(tape, padded, args):
+    x, mine = args
+    theirs = mine.clone().requires_grad_()
+    mine.requires_grad_()
+    run = torch.compile(head, backend="graphex")
+    for _ in range(4):
+        for forward, w in ((run, mine), (head, theirs)):
+            w.grad = None
+            forward(x, w).logsumexp(-1).sum().backward()
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert {record.graph.rpartition(" ")[2] for record in graphex.journal(run).regions} >= {"forward"}
+    assert graphex.journal(run).captures
 
 
 def test_sizes_may_vary(tape, padded):
