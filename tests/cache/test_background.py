@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,12 @@ from graphex.regions.compiler import RegionCode
 @pytest.fixture(autouse=True)
 def regions_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+
+
+def wait_for_code() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "graphex regions":
+            thread.join()
 
 
 class Elsewhere:
@@ -49,9 +56,7 @@ class Elsewhere:
     def end(self) -> None:
         """Let it end, and wait until the code is there."""
         self.may_end.set()
-        for thread in threading.enumerate():
-            if thread.name == "graphex regions":
-                thread.join()
+        wait_for_code()
 
 
 @pytest.fixture
@@ -179,6 +184,28 @@ def test_sizes_that_vary_are_waited_for(monkeypatch, elsewhere):
     assert record.what == "regions are compiled before the first call"
 
 
+def test_the_code_comes_back_as_bytes(monkeypatch):
+    """What the other process does, done in this one."""
+    background = import_module("graphex.cache.background")
+
+    class Here:
+        def __init__(self, command, **options):
+            self.folder = command[-1]
+
+        def wait(self):
+            background.serve(self.folder)
+            return 0
+
+    monkeypatch.setattr(background, "subprocess", SimpleNamespace(Popen=Here, DEVNULL=None))
+    run, x = compiled(chain), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    wait_for_code()
+    torch.testing.assert_close(run(x), chain(x))
+    (region,) = graphex.journal(run).regions
+    assert region.kernels
+    assert graphex.journal(run).fallbacks == []
+
+
 PROGRAM = """
 import torch, threading, graphex
 
@@ -201,6 +228,7 @@ for each in (run, last):
 """
 
 
+@pytest.mark.full
 def test_another_process_compiles_and_ends_with_this_one():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert ended.stdout.splitlines() == ["begun, in use", "begun"], ended.stderr
