@@ -315,6 +315,7 @@ class RegionCompiled(Record):
     the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
     code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
     measured. `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
+    `split_products` counts large products of odd width that are computed in two parts, because of their alignment.
     """
 
     kind: ClassVar[str] = "region"
@@ -331,6 +332,7 @@ class RegionCompiled(Record):
     lines: tuple[str, ...] = ()
     inlined: tuple[str, ...] = ()
     autotuned: bool = False
+    split_products: int = 0
 
 
 @dataclass(frozen=True)

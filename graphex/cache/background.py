@@ -58,6 +58,8 @@ class Made:
     kernels: tuple[str, ...]
     inlined: tuple[str, ...]
     seconds: float
+    autotuned: bool
+    split_products: int
 
 
 Kinds = list[list[tuple[str, Region]]]  # the regions of a graph by name, those that are alike together
@@ -183,8 +185,8 @@ def _loaded(made: Made, body: GraphModule, patches: dict[str, Any]) -> RegionCod
     except Exception as error:  # Inductor may raise anything
         return f"its code cannot be loaded: {one_line(error)}"
     inlined = tuple(called[name] for name in made.inlined)
-    autotuned = bool(patches.get("max_autotune"))
-    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code, autotuned=autotuned)
+    about: dict[str, Any] = {"autotuned": made.autotuned, "split_products": made.split_products}
+    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code, **about)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:
@@ -245,7 +247,8 @@ def _compiled(data: GraphData, patches: dict[str, Any]) -> Made:
         code = compile_region(body, patches)
     if code.stored is None:
         raise TypeError("its code needs AOTAutograd around it")
-    return Made(packed_code(code.stored), code.source, code.kernels, tuple(map(str, code.inlined)), code.seconds)
+    about = code.seconds, code.autotuned, code.split_products
+    return Made(packed_code(code.stored), code.source, code.kernels, tuple(map(str, code.inlined)), *about)
 
 
 def _devices(body: GraphModule) -> set[int]:

@@ -253,6 +253,7 @@ def region_record(
         seconds_single=outcome.single,
         lines=tuple(dict.fromkeys(filter(None, map(node_line, nodes)))),
         autotuned=code.autotuned,
+        split_products=code.split_products,
     )
 
 

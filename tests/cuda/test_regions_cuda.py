@@ -78,34 +78,37 @@ def test_a_constant_on_the_host_does_not_stop_a_capture():
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
+def logits(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(nn.functional.layer_norm(torch.tanh(x).sin(), (512,)), w)
+
+
+def head(width: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
+    return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
 @pytest.mark.parametrize("clone_output", ["auto", True, False])
+@pytest.mark.parametrize(("width", "split"), [(32769, 1), (32768, 0), (8191, 0)])
 @torch.no_grad()
-def test_logits_in_padded_rows_have_eagers_strides(clone_output):
-    """Inductor pads the rows of products with an odd width, if they are large."""
-    x = torch.randn(8, 128, 256, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(8191, 256, device="cuda", dtype=torch.bfloat16) * 0.05
-
-    def logits(x, w):
-        return nn.functional.linear(nn.functional.layer_norm(torch.tanh(x).sin(), (256,)), w)
-
+def test_logits_have_eagers_strides_whatever_rows_they_are_computed_in(width, split, clone_output):
+    x, w = head(width)
     run = compiled(logits, clone_output=clone_output)
     for _ in range(CALLS):
         found, expected = run(x, w), logits(x, w)
         assert found.stride() == expected.stride()
         close(found.float(), expected.float(), 2e-1)
         del found
-    assert "compiled" in statuses(run)
+    assert [(record.status, record.split_products) for record in graphex.journal(run).regions] == [("compiled", split)]
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
 @torch.no_grad()
 def test_kept_logits_stay_right():
-    w = torch.randn(8191, 256, device="cuda", dtype=torch.bfloat16) * 0.05
-    run = compiled(lambda x: torch.tanh(x).sin().cos() @ w.t())
-    inputs = [torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
-    kept = [run(x) for x in inputs]
+    run, w = compiled(logits), head(32769)[1]
+    inputs = [torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
+    kept = [run(x, w) for x in inputs]
     for x, result in zip(inputs, kept, strict=True):
-        close(result.float(), (torch.tanh(x).sin().cos() @ w.t()).float(), 2e-1)
+        close(result.float(), logits(x, w).float(), 2e-1)
 
 
 @torch.no_grad()
@@ -166,6 +169,7 @@ def test_a_region_that_raises_runs_its_nodes_and_is_captured(monkeypatch):
     assert replays(run) == CALLS - 1
 
 
+@pytest.mark.full
 def test_regions_that_are_compiled_in_the_background():
     import threading
 
@@ -203,6 +207,7 @@ def test_a_region_is_timed_unless_it_launches_far_fewer_kernels(monkeypatch, lay
     assert (region.seconds_compiled > 0, region.seconds_single > 0) == (is_timed, is_timed)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_max_autotune_tries_kernels_for_products():
     torch.manual_seed(0)

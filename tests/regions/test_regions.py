@@ -296,6 +296,22 @@ def test_max_autotune_is_inductors_for_regions():
     assert [record.autotuned for record in regions(run)] == [True]
 
 
+@pytest.mark.parametrize(("width", "split"), [(51, 1), (48, 0)])
+def test_a_large_product_of_odd_width_is_computed_in_two_parts(monkeypatch, width, split):
+    monkeypatch.setattr(compiler, "MINDS", ("cpu",))
+    monkeypatch.setattr(compiler, "LARGE_WEIGHT", 512)
+
+    def logits(x, w):
+        return nn.functional.linear(torch.tanh(x).sin(), w)
+
+    x, w = (torch.randn(rows, 16, dtype=torch.bfloat16) for rows in (128, width))
+    run = compiled(logits)
+    found, expected = run(x, w), logits(x, w)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert found.stride() == expected.stride()
+    assert [record.split_products for record in regions(run)] == [split]
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_what_is_compiled_if_it_takes_long(uncompiled, monkeypatch, is_terminal):
     shown, quick = threading.Event(), stage.compile_region
