@@ -152,6 +152,27 @@ def test_eagers_error_is_raised_and_state_is_eagers():
     assert state.tolist() == [2.0, 2.0]
 
 
+def test_interpolation_counts_rows_that_are_there(uncompiled):
+    def enlarged(x):
+        return nn.functional.interpolate(torch.sin(x) * 2, scale_factor=2.0, mode="nearest").cos() + 1
+
+    x = torch.randn(1, 2, 4, 4)
+    run = compiled(enlarged)
+    close(run(x), enlarged(x))
+    assert len(regions(run)) == 1
+    assert borders(run) == set()
+
+
+def test_an_unsafe_lookup_by_given_indices_raises_as_in_eager(uncompiled):
+    def looked_up(x, index):
+        return torch.ops.aten._unsafe_index(torch.sin(x) * 2, [index]).cos() + 1
+
+    run, x = compiled(looked_up), torch.randn(4, 4)
+    close(run(x, torch.tensor([1])), looked_up(x, torch.tensor([1])))
+    with pytest.raises(IndexError):
+        run(x, torch.tensor([9]))
+
+
 def test_custom_ops_stay_visible():
     def fn(x):
         h = torch.sin(x) * 2 + 1
