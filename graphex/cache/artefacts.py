@@ -143,6 +143,8 @@ def artefact_of(
 
 
 def _code_data(name: str, code: RegionCode) -> CodeData:
+    if code.is_awaited:
+        raise CannotStoreError(f"'{name}' is compiled in the background")
     if code.stored is None:
         raise CannotStoreError(f"'{name}' needs AOTAutograd around its code")
     try:

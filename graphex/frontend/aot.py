@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
+from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.compiler import Executables, compile_graph
@@ -23,6 +24,7 @@ from graphex.frontend.partition import partition
 from graphex.frontend.portable import Portable, portable
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
+from graphex.ops.definition import has_triton
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation
@@ -43,6 +45,7 @@ from graphex.torch_private.aot import (
     without_autograd_cache,
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, dual_level, flatten_graph_inputs
+from graphex.torch_private.inductor import start_compilers
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
 
@@ -87,12 +90,20 @@ def _compile_flat(
         return plain
 
 
+def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
+    """The kernels of regions on a GPU are compiled in processes that start while the graph is traced."""
+    is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
+    if is_on_gpu and compilation.config.regions is True and regions_enabled() and has_triton():
+        start_compilers()
+
+
 def _aot(
     gm: Any,
     example_inputs: Sequence[Any],
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> Compiled:
+    _start_compilers(example_inputs, compilation)
     bypasses: list[Bypass] = []
     made_portable: list[Portable | str] = []
     trains = False

@@ -14,6 +14,7 @@ from graphex.analysis import Aliases
 from graphex.analysis.contract import every_node, inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.cache.artefacts import Artefact
+from graphex.cache.background import compiled_in_background
 from graphex.cache.warm import look_up
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
@@ -106,7 +107,7 @@ def _executable(
         graph = ExecutableGraph(
             compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools, saved=saved
         )
-        program = build_executable(graph, runner)
+        program = compiled_in_background(graph, build_executable(graph, runner))
     if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, gm.graph)

@@ -18,6 +18,8 @@ A result gets out in one of these ways:
     "kept"       the same, for what a training step saves and for gradients: no replay before their holders let go
     "lent"       the same, for a caller that copies it before that
 
+A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
+
 A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
 written to a copy of an input, the new value is put back first.
 """
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import CaptureError
+from graphex.regions.region import Unlaid, lay_out
 from graphex.runtime.fast_replay import picker
 from graphex.torch_private.memory import (
     UNMARKED,
@@ -244,6 +247,18 @@ class Window:
 
 
 @dataclass(frozen=True)
+class LaidOut:
+    """A copy of `source` in other strides; `empty` allocates it. The result is the part of it that `window` says."""
+
+    source: Tensor
+    empty: Callable[[], Tensor]
+    window: tuple[torch.Size, tuple[int, ...], int]
+
+    def taken(self) -> Tensor:
+        return lay_out(self.empty(), self.source).as_strided(*self.window)
+
+
+@dataclass(frozen=True)
 class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
@@ -256,19 +271,25 @@ class OutputPlan:
     """Made once, when the graph is captured; `take` runs after every replay.
 
     `ways` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
+    `unlaid` are copied into other strides than they have.
     """
 
-    def __init__(self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
+    ) -> None:
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
         copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
         sharing = Counter(_memory(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
+        left = {_memory(each.value): each for each in unlaid}
         self._plan: list[Any] = []
         for value, way in zip(outputs, ways, strict=True):
             if not _lives(value):
                 self._plan.append(Constant(value))
+            elif value.numel() and (each := left.get(_memory(value))):
+                self._plan.append(_laid_out(each, value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
             elif way in _IN_PLACE:
@@ -338,9 +359,14 @@ class PuttingBack(OutputPlan):
     """The same for a graph that has written to copies of the inputs `put_back`: their values go back to the inputs."""
 
     def __init__(
-        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], put_back: Sequence[int]
+        self,
+        outputs: Sequence[Any],
+        ways: Sequence[str],
+        inputs: dict[int, Tensor],
+        unlaid: Sequence[Unlaid],
+        put_back: Sequence[int],
     ) -> None:
-        super().__init__(outputs, ways, inputs)
+        super().__init__(outputs, ways, inputs, unlaid)
         self._written = [inputs[index] for index in put_back]
         self.needed = picker([*put_back, *self._parts])
 
@@ -348,6 +374,12 @@ class PuttingBack(OutputPlan):
         for given, written in zip(inputs, self._written, strict=False):
             given.copy_(written)
         return super().take(inputs[len(self._written) :])
+
+
+def _laid_out(unlaid: Unlaid, value: Tensor) -> LaidOut:
+    promised = unlaid.promised
+    window = value.size(), value.stride(), int(value.storage_offset())
+    return LaidOut(borrowed(unlaid.value), empty_for(promised, promised.size(), promised.stride()), window)
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
@@ -380,6 +412,8 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
         return step.of(next(given))
     if isinstance(step, InPlace):
         return step.value.detach()
+    if isinstance(step, LaidOut):
+        return step.taken()
     return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
 
 

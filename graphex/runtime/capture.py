@@ -197,7 +197,8 @@ class CapturedProgram(program.GraphProgram):
             self._run(args)
 
     def free(self) -> None:
-        self._store.free()
+        with self._lock:  # another thread may be replaying
+            self._store.free()
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 

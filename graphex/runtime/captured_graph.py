@@ -9,6 +9,7 @@ Store           the captured graphs of one program, by key and by addresses, the
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +23,10 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
+from graphex.regions.members import is_view
+from graphex.regions.region import Region, laid_out_by_caller
 from graphex.runtime.buffers import Arena, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
-from graphex.runtime.codegen import Boxed
+from graphex.runtime.codegen import Boxed, region_called
 from graphex.runtime.fast_replay import Addresses, FastReplay, ReplayBody, picker
 from graphex.runtime.keys import Key
 
@@ -61,6 +64,7 @@ class Plan:
     moving: list[int]
     put_back: list[int]
     received: list[int]
+    unlaid: frozenset[tuple[Region, int]]
     returns_one: bool
 
     @staticmethod
@@ -89,10 +93,11 @@ class Plan:
         by_address = [index for index in tensors if index in fixed]
         unchecked = parameters.difference(written) if config.frozen_parameter else set()
         outputs = output_leaves(gm)
+        found = [ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))]
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
-            ways=[ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))],
+            ways=found,
             static=sorted(static.difference(hosts)),
             parameters=sorted(parameters.difference(hosts)),
             by_address=by_address,
@@ -106,6 +111,7 @@ class Plan:
             moving=list(moving),
             put_back=[index for index, is_seen in moving.items() if is_seen],
             received=received,
+            unlaid=_copied_alone(gm, found),
             returns_one=returns_one(gm),
         )
 
@@ -122,6 +128,40 @@ class Plan:
 
 
 _WAYS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
+
+
+def _copied_alone(gm: GraphModule, ways: Sequence[str]) -> frozenset[tuple[Region, int]]:
+    """The results of regions that are read nowhere and leave the graph as one copy, of them or of a view of them.
+
+    region_0 = region_0(x, w); mm = region_0[0]; logits = view(mm, [8, 128, 50257]); return (logits,)
+    """
+    times = Counter(leaf for leaf in output_leaves(gm) if isinstance(leaf, Node))
+    ways_of = zip(output_leaves(gm), ways, strict=True)
+    alone = {leaf for leaf, way in ways_of if way in ("copied", "separate") and times[leaf] == 1}
+    return frozenset(
+        (region, int(result.args[1]))
+        for node in gm.graph.find_nodes(op="call_module")
+        if (region := region_called(gm, node)) is not None
+        for result in node.users
+        if _only_view(result) in alone
+    )
+
+
+def _only_view(node: Node) -> Node | None:
+    """The output of a graph that is a value, or a view of it, if that is all that becomes of the value."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return node
+        if not is_view(user) or user.target is operator.getitem or not _same_type(user, node):
+            return None
+        node = user
+    return None
+
+
+def _same_type(one: Node, other: Node) -> bool:
+    left, right = one.meta.get("val"), other.meta.get("val")
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.dtype == right.dtype
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
@@ -296,13 +336,15 @@ def capture_graph(
             buffer.target.copy_(buffer.source(args[index]))
     for index in plan.hosts:
         captured[index] = args[index].clone()
-    replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
+    with laid_out_by_caller(plan.unlaid) as unlaid:
+        replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
     try:
         flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
         inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
         put_back = [index for index in plan.put_back if index in copied]
-        outputs = PuttingBack(flat, plan.ways, inputs, put_back) if put_back else OutputPlan(flat, plan.ways, inputs)
-        del results, flat
+        about = flat, plan.ways, inputs, unlaid
+        outputs = PuttingBack(*about, put_back) if put_back else OutputPlan(*about)
+        del results, flat, about, unlaid
         outputs.settle()
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter

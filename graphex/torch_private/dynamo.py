@@ -36,6 +36,7 @@ __all__ = [
     "called_by",
     "code_of",
     "compile_id",
+    "compile_lock",
     "compile_stage",
     "compiled_ahead",
     "compiling_backend",
@@ -144,6 +145,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile returned"
 _NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
+
+compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_frame.compile_lock", nullcontext())
+"""Held by the one thread that compiles: Inductor's configuration is the whole process's."""
 
 flatten_graph_inputs = private("torch._dynamo.utils.flatten_graph_inputs")
 mark_static_address = private(

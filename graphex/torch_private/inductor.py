@@ -24,6 +24,7 @@ __all__ = [
     "inductor_settings",
     "known_settings",
     "packed_code",
+    "start_compilers",
     "unpacked_code",
     "without_inductor",
 ]
@@ -48,6 +49,16 @@ def without_inductor() -> str:
     except (ImportError, AttributeError) as error:
         return f"this torch has no Inductor as graphex knows it ({error})"
     return ""
+
+
+def start_compilers() -> None:
+    """Start Inductor's processes for Triton kernels, where it has some: they take seconds, and kernels that are to be
+    compiled before they are there are compiled here, one by one.
+    """
+    try:
+        find("torch._inductor.async_compile.maybe_warm_pool")()
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        pass  # kernels are compiled in this process
 
 
 def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +89,7 @@ def inductor_compile(
 ) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
 
-    `inlined` are ops with functions that are traced in their place.
+    `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
     not hand out the code; Inductor's own cache is on. Outside of a compilation of Dynamo's, in the middle of a call for
@@ -108,9 +119,22 @@ def _compile(
     with _tracing(fake_mode), find("torch._functorch.config").patch(enable_autograd_cache=False):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
-            options["decompositions"] = {**find("torch._inductor.decomposition.select_decomp_table")(), **inlined}
+            table = find("torch._inductor.decomposition.select_decomp_table")()
+            options["decompositions"] = table | {op: _first_of(each, table.get(op)) for op, each in inlined.items()}
         artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
+
+
+def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A decomposition that asks Inductor's own where ours returns NotImplemented."""
+    if theirs is None:
+        return ours
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        result = ours(*args, **kwargs)
+        return theirs(*args, **kwargs) if result is NotImplemented else result
+
+    return decomposed
 
 
 # -- code for another process ------------------------------------------------------------------------------------------
