@@ -79,7 +79,9 @@ class Job:
 
     @property
     def bytes(self) -> int:
-        return int(MODELS[self.setting.model].gib * 2**30) if self.setting.device == "cuda" else 0
+        case = MODELS[self.setting.model]
+        part = 1 if self.setting.batch != case.batches[0] else 0.5
+        return int(case.gib * part * 2**30) if self.setting.device == "cuda" else 0
 
     def row(self, facts: dict[str, Any], **about: Any) -> Row:
         return Row(self.setting, self.variant.name, **about, **facts)

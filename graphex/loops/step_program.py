@@ -327,8 +327,9 @@ class TrainStep:
         started, before = time.perf_counter(), self._state.gradients()
         if isinstance(kind.gradients, str):
             self._state.put_gradients([None] * len(before))
-        gc.collect()  # a graph of autograd's that garbage holds has parameters accumulate on the stream it was made on
+        gc.collect()  # memory that garbage holds is memory that the graph cannot have
         self._device.release_cached()
+        self._state.renew_accumulators()
         reserved = self._device.reserved_bytes()
         try:
             graph = self._captured(leaves, spec, own_pool=self._learnt[kind].leaves_gradients)
