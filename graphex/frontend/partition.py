@@ -177,12 +177,12 @@ def _why_saved(node: Node) -> str:
     return "the cheapest place to cut: what comes before costs more to compute again, or is larger"
 
 
+_FREE = "a region computes it where it is read"
+
+
 def _why_again(node: Node, ours: set[str]) -> str:
-    if node.target in _WIDENING and node.name in ours:
-        return "it is larger than what it is computed from"
-    if node.name not in ours and node.meta.get(_MARK) in (
-        CheckpointPolicy.MUST_RECOMPUTE,
-        CheckpointPolicy.PREFER_RECOMPUTE,
-    ):
+    if node.name in ours:
+        return "it is larger than what it is computed from" if node.target in _WIDENING else _FREE
+    if node.meta.get(_MARK) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return "it is in a checkpoint"
-    return "a region computes it where it is read"
+    return _FREE
