@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
@@ -279,17 +280,20 @@ def test_a_loop_that_zeroes_later_from_some_step_on_gets_another_pool(tape):
     assert replays(compiled) == before + 10
 
 
+class Broken(nn.Module):
+    """Two compiled functions, because of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x.sin())
+
+
 def test_two_functions_of_one_model_share_a_pool_and_hand_gradients_on(tape):
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x):
-            x = self.first(x).tanh()
-            torch._dynamo.graph_break()
-            return self.second(x.sin())
-
     model = Broken()
     compiled = compile_it(model)
     steps(compiled, model, "before the forward")
@@ -306,3 +310,31 @@ def test_models_do_not_share_the_pool_of_their_steps(tape):
         steps(compile_it(model), model, "before the forward")
         torch._dynamo.reset()
     assert len({each.pool for each in tape.tapes}) == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
+    """Steps in flight, gradients that add up or are kept, losses that are dropped: equal to eager after each action."""
+    draw, models = random.Random(seed), (Broken(), Broken())
+    models[1].load_state_dict(models[0].state_dict())
+    runs, pending, kept = (compile_it(models[0]), models[1]), [], []
+    for _ in range(60):
+        action = draw.choice(["step", "step", "late step", "forward", "backward", "zero", "keep", "drop"])
+        if action in ("zero", "step"):
+            [model.zero_grad() for model in models]
+        if action in ("step", "late step", "forward"):
+            x = torch.randn(3, 4)
+            pending.append([run(x).square().sum() for run in runs])
+        if action == "late step":
+            [model.zero_grad() for model in models]
+        if action in ("step", "late step", "backward") and pending:
+            [loss.backward() for loss in pending.pop(-1 if "step" in action else draw.randrange(len(pending)))]
+        if action == "keep":
+            kept = [[each.grad for each in model.parameters()] for model in models]
+            [model.zero_grad() for model in models]
+        if action == "drop":
+            pending.clear()
+        same(*([each.grad for each in model.parameters()] for model in models))
+        same(*(kept or ([], [])))
+        [same(*losses) for losses in pending]
+    assert replays(runs[0]) > 20
