@@ -19,6 +19,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -271,8 +272,11 @@ class StepState:
         """Let autograd make the accumulators of all parameters anew, on the stream of the next forward.
 
         An accumulator lives as long as any graph that ends in it: an old loss that somebody keeps is enough. It adds
-        gradients up on the stream it was made on, and a capture must not touch that one.
+        gradients up on the stream it was made on, and a capture must not touch that one. In a distributed program it
+        may be DDP's, which has hooks on it that nobody else sees: there they stay.
         """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
         for parameter in filter(_accumulates, self.parameters):
             memory, other = parameter.data, torch.float32 if parameter.dtype == torch.float64 else torch.float64
             parameter.data = torch.empty(0, dtype=other, device=parameter.device)  # drops one of another type
