@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -197,6 +198,7 @@ def _aligned(size: int) -> int:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
+_new_on_its_memory = attrgetter("data")
 _COPIED = ("copied", "handed on")
 _IN_PLACE = ("in place", "lent", "kept")
 
@@ -210,7 +212,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PartOfInput:
-    """A result that lives in an input. `offset` counts elements from where the input begins."""
+    """A result that lives in an input. `offset` counts elements from where the input begins; `is_all`: it is that."""
 
     index: int
     dtype: torch.dtype
@@ -218,8 +220,11 @@ class PartOfInput:
     stride: tuple[int, ...]
     offset: int
     marks: Marks
+    is_all: bool
 
     def of(self, given: Tensor) -> Tensor:
+        if self.is_all:
+            return given
         start = given.storage_offset()
         if given.dtype == self.dtype:
             return marked(given.as_strided(self.size, self.stride, start + self.offset), self.marks)
@@ -317,9 +322,13 @@ class OutputPlan:
             for step in self._plan
         ]
         self.may_be_held = bool(self._in_place("in place"))
-        kept = self._in_place("kept")
-        self.are_kept_in_use = held_by_others(kept) if kept else None
-        self.kept_addresses = [value.data_ptr() for value in kept]
+        self._kept = self._in_place("kept")
+        self.are_kept_in_use = held_by_others(self._kept) if self._kept else None
+        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
+        is_kept = [isinstance(step, InPlace) and step.way == "kept" for step in self._plan]
+        places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
+        self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
+        self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _in_place(self, *ways: str) -> list[Tensor]:
         return [step.value for step in self._plan if isinstance(step, InPlace) and step.way in ways]
@@ -346,7 +355,9 @@ class OutputPlan:
         if self._as_copied:
             return tuple(copies)
         given = iter(inputs)
-        return tuple(_result(step, copies, given) for step in self._plan)
+        others = [_result(step, copies, given) for step in self._others]
+        # There are hundreds of kept ones. A new tensor on the same memory costs least without a version to share.
+        return tuple(self._in_order([*map(_new_on_its_memory, self._kept), *others]))
 
     def _source(self, tensor: Tensor, way: str) -> int:
         self._sources.append(borrowed(tensor))
@@ -427,7 +438,8 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
         offset, rest = divmod(address - start, value.element_size())
         if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
-            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value))
+            is_all = value is tensor
+            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value), is_all)
     return None
 
 

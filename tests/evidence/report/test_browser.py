@@ -15,7 +15,7 @@ from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.harness.browser import Browser
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, explain_gate
+from tests.harness.reports import VERSIONS, explain_gate, explain_training
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source", "code")
 
@@ -52,6 +52,14 @@ def test_the_overview_says_how_long_compiling_took_and_with_what(chrome: Browser
     assert torch.__version__ in made
     chrome.click("#made-with .chip", "Generated code")
     assert "def forward(" in chrome.text(".generated")
+
+
+def test_a_training_step_is_drawn_from_forward_to_backward(chrome: Browser, tmp_path: Path) -> None:
+    chrome.open(explain_training().save(tmp_path / "report.html"))
+    assert [text.split()[0] for text in chrome.texts(".memory-curve text")] == ["forward", "backward"]
+    assert chrome.texts(".training-step tbody td:first-child") == ["forward", "backward"]
+    chrome.click(".training-step .chip", "Sequential backward")
+    assert chrome.texts("select[aria-label=Graph] option:checked") == ["Sequential backward"]
 
 
 def test_a_view_that_several_modules_share_is_drawn_around_them(chrome: Browser, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.records import Record
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, Gated, explain_gate, explain_llama
+from tests.harness.reports import VERSIONS, Gated, explain_gate, explain_llama, explain_training
 
 VENDOR = ROOT / "graphex/evidence/report/assets/vendor"
 
@@ -358,3 +358,17 @@ def test_libraries_are_the_pinned_ones_with_their_licences() -> None:
     for name in found:
         licence = VENDOR / f"{name.partition('.')[0]}.LICENSE"
         assert "Permission is hereby granted" in licence.read_text()
+
+
+def test_a_training_step_is_one_timeline_with_memory_over_it(tmp_path: Path) -> None:
+    (parts,) = read_data(explain_training().save(tmp_path / "report.html"))["training"]
+    assert [part["phase"] for part in parts] == ["forward", "backward"]
+    forward, backward = parts
+    assert forward["before"] == backward["held"] == 0
+    assert forward["held"] == backward["before"] > 0
+    assert max(forward["curve"]) == forward["most"]
+    assert min(backward["curve"]) >= backward["before"]
+
+
+def test_inference_has_no_training_step(llama: graphex.Report, llama_page: Path) -> None:
+    assert read_data(llama_page)["training"] == []
