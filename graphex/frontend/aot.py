@@ -79,8 +79,12 @@ def _compile_flat(
     _note_subclasses(example_inputs, compilation)
     try:
         check_required()
+        program, call = load_call(compilation, gm, example_inputs)
+        if program is not None and call.handed is not None:
+            with counted():
+                return called(program, call.handed)
         with context:
-            return _aot(gm, example_inputs, compilation, custom)
+            return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise
     except Exception as error:
@@ -94,19 +98,17 @@ def _aot(
     example_inputs: Sequence[Any],
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
+    call: CallSearch,
 ) -> Compiled:
+    phases = _Phases(gm, example_inputs, compilation, call)
     with counted():
-        program, call = load_call(compilation, gm, example_inputs)
-        if program is not None and call.handed is not None:
-            return called(program, call.handed)
-        phases = _Phases(gm, example_inputs, replace(compilation, traced_because=call.reason), call)
         compiled: Compiled = aot_module_simplified(
             gm,
             example_inputs,
             fw_compiler=phases.compiler("forward"),
             bw_compiler=_untraced(phases.compiler("backward")),
             inference_compiler=phases.inference,
-            partition_fn=functools.partial(partition, compilation=phases.compilation, has_out=phases.has_out),
+            partition_fn=functools.partial(partition, compilation=compilation, has_out=phases.has_out),
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
