@@ -133,29 +133,32 @@ def look_up_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any
 
 
 def _load(search: CallSearch) -> None:
-    """Load what is stored for a key, or say why nothing is."""
-    compilation, gm, mode = search.compilation, search.gm, search.mode
+    """Load what is stored for a key and fits these sizes, or say why nothing does."""
     assert search.key is not None
-    assert gm is not None
-    assert mode is not None
-    store = Store(compilation.store)
-    found = store.load_call(search.key)
-    if found is None:
-        search.reason = why_missed(search.key, store.calls_alike(search.key))
+    assert search.mode is not None
+    store = Store(search.compilation.store)
+    for id, data in store.load_calls(search.key):
+        call = pickle.loads(data)
+        if not isinstance(call, StoredCall):
+            raise ValueError("it is not a call")
+        content = store.artefact(id)
+        if (broken := broken_guard(search.mode, call.guards)) is not None:
+            search.reason = f"the stored graph is for sizes with {broken}"
+            continue
+        _make(search, call, Artefact.from_bytes(content))
+        search.entry, search.bytes, search.reason = id, len(content), ""
+        store.note_hit(id)
         return
-    id, data = found
-    call = pickle.loads(data)
-    if not isinstance(call, StoredCall):
-        raise ValueError("it is not a call")
-    content = store.artefact(id)
-    artefact = Artefact.from_bytes(content)
-    if (broken := broken_guard(mode, call.guards)) is not None:
-        search.reason = f"the stored graph is for sizes with {broken}"
-        return
-    given = _given(call, artefact, list(gm.graph.nodes))
-    search.made = made_here(artefact, given, mode, compilation, compilation.name_graph("inference"))
-    search.handed, search.entry, search.bytes = call.handed, id, len(content)
-    store.note_hit(id)
+    search.reason = search.reason or why_missed(search.key, store.calls_alike(search.key))
+
+
+def _make(search: CallSearch, call: StoredCall, artefact: Artefact) -> None:
+    compilation = search.compilation
+    assert search.gm is not None
+    assert search.mode is not None
+    given = _given(call, artefact, list(search.gm.graph.nodes))
+    search.made = made_here(artefact, given, search.mode, compilation, compilation.name_graph("inference"))
+    search.handed = call.handed
 
 
 def _given(call: StoredCall, artefact: Artefact, nodes: list[Node]) -> Given:

@@ -76,14 +76,14 @@ class Store:
             make_room(folder, cache_limit(), but=name_of(key))
         return len(content) + len(about)
 
-    def load_call(self, key: Key) -> tuple[str, bytes] | None:
-        """The entry of the graph that a call of the backend leads to, and what is stored of the call; None without one.
+    def load_calls(self, key: Key) -> list[tuple[str, bytes]]:
+        """The entries of the graphs that a call of the backend leads to, for some sizes each, and what is stored of it.
 
-        Raises ValueError if it is damaged.
+        Raises ValueError if one is damaged.
         """
         with self._open() as folder:
-            name = next((name for name in folder.names() if name.endswith(f".{key.digest}{CALL}")), None)
-            return None if name is None else (name.partition(".")[0], _call(folder, name)[1])
+            names = sorted(name for name in folder.names() if name.endswith(f".{key.digest}{CALL}"))
+            return [(name.partition(".")[0], _call(folder, name)[1]) for name in names]
 
     def save_call(self, id: str, key: Key, call: bytes) -> None:
         """Write a call of the backend that leads to the graph of this entry."""
