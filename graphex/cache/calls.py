@@ -42,7 +42,7 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, condition
 
 PHASE = "call"
 _FUNCTIONS = (  # modules whose functions are known by their names and keep nothing of the process
-    *("torch", "torch.functional", "torch.nn.functional", "torch._VF", "_operator", "operator", "math"),
+    *("torch", "torch.functional", "torch.nn.functional", "torch._VF", "_operator", "operator", "math", "builtins"),
     *("torch._C._nn", "torch._C._special", "torch._C._fft", "torch._C._linalg"),
 )
 _NAMESPACES = ("aten", "prims", "graphex", "npu")  # ops that are known by the versions of torch and graphex

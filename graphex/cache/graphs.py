@@ -277,7 +277,11 @@ def unpacked_graph(data: GraphData, mode: FakeTensorMode, traces: Sequence[str] 
 
     `traces` are those that numbers in the data stand for.
     """
-    tensors = _Tensors(data, mode)
+    with unset_fake_temporarily(), without_guards(mode.shape_env):
+        return _unpacked_graph(data, _Tensors(data, mode), traces)
+
+
+def _unpacked_graph(data: GraphData, tensors: _Tensors, traces: Sequence[str]) -> Graph:
     graph = Graph()
     nodes: list[Node] = []
     for each in data.nodes:
@@ -311,7 +315,7 @@ def _unpacked(value: Any, nodes: list[Node]) -> Any:
 
 
 class _Tensors:
-    """Makes the values of one graph again."""
+    """Makes the values of one graph again. No fake mode is on, and nothing that is asked of sizes is a guard."""
 
     def __init__(self, data: GraphData, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -328,14 +332,13 @@ class _Tensors:
 
     def _tensor(self, data: TensorData) -> Tensor:
         sizes, strides = tuple(map(self._number, data.sizes)), tuple(map(self._number, data.strides))
-        with unset_fake_temporarily(), without_guards(self._mode.shape_env):
-            if data.storage in self._storages or data.offset != 0:
-                meta = torch.empty(0, dtype=data.dtype, device="meta")
-                # torch compares the sizes with those of the storage; they have fitted when the graph was stored
-                meta.set_(self._storage(data.storage), self._number(data.offset), sizes, strides)
-            else:
-                meta = torch.empty_strided(sizes, strides, dtype=data.dtype, device="meta")
-                self._storages[data.storage] = meta.untyped_storage()
+        if data.storage in self._storages or data.offset != 0:
+            meta = torch.empty(0, dtype=data.dtype, device="meta")
+            # torch compares the sizes with those of the storage; they have fitted when the graph was stored
+            meta.set_(self._storage(data.storage), self._number(data.offset), sizes, strides)
+        else:
+            meta = torch.empty_strided(sizes, strides, dtype=data.dtype, device="meta")
+            self._storages[data.storage] = meta.untyped_storage()
         made = FakeTensor(self._mode, meta, data.device)
         return made.requires_grad_() if data.requires_grad else made
 

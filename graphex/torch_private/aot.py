@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.lookup import find, present, private
+from graphex.torch_private.lookup import find, later, present, private
 
 __all__ = [
     "adds_guards",
@@ -50,16 +50,17 @@ __all__ = [
 
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
-aot_module_simplified = private("torch._functorch.aot_autograd.aot_module_simplified")
-default_partition = private("torch._functorch.partitioners.default_partition")
-min_cut_rematerialization_partition = private(
+aot_module_simplified = later("torch._functorch.aot_autograd.aot_module_simplified")
+default_partition = later("torch._functorch.partitioners.default_partition")
+min_cut_rematerialization_partition = later(
     "torch._functorch.partitioners.min_cut_rematerialization_partition",
     default_partition,
     lost="training graphs are partitioned without min-cut",
 )
-_WRAPPERS = "torch._functorch._aot_autograd.runtime_wrappers"
-_mark = present(f"{_WRAPPERS}.mark_dynamo_propagated_dynamic_indices") or private(
-    f"{_WRAPPERS}.maybe_mark_dynamic_helper", None, lost="results of loaded graphs are not marked as dynamic"
+_mark = present("torch._functorch._aot_autograd.runtime_wrappers.mark_dynamo_propagated_dynamic_indices") or private(
+    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper",
+    None,
+    lost="results of loaded graphs are not marked as dynamic",
 )
 _any_autocast = private(
     "torch._C._is_any_autocast_enabled", lambda: True, lost="calls go through AOTAutograd's wrapper"
@@ -279,7 +280,7 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
 _NO_RULES = "rules given as functions match nothing"
 _NO_JOINT_RULES = "rules about training match nothing"
 _python_dispatcher = private("torch._dispatch.python.enable_python_dispatcher", lost=_NO_RULES)
-_aot_function = private("torch._functorch.aot_autograd.aot_function", lost=_NO_JOINT_RULES)
+_aot_function = later("torch._functorch.aot_autograd.aot_function", lost=_NO_JOINT_RULES)
 _boxed = private("torch._functorch._aot_autograd.utils.make_boxed_func", lost=_NO_JOINT_RULES)
 _no_context = private("torch._guards.tracing", lost=_NO_JOINT_RULES)
 _patch_functorch = private("torch._functorch.config.patch", lost=_NO_JOINT_RULES)

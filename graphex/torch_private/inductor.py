@@ -153,11 +153,12 @@ def unpacked_code(
 ) -> OutputCode:
     """The code that was packed, to be called here. `data` must come from a file that only this user can have written.
 
-    The steps are those of Inductor's own cache after a hit.
+    The steps are those of Inductor's own cache after a hit. There is nothing to compile, so it starts no worker
+    processes: a program that ends soon would wait for them.
     """
     cache, boxed = find("torch._inductor.codecache.FxGraphCache"), find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
-    with _tracing(fake_mode), find("torch._inductor.config").patch(dict(patches)):
+    with _tracing(fake_mode), find("torch._inductor.config").patch({**patches, "compile_threads": 1}):
         code, _ = import_code(lambda: cache.cache_hit_post_compile(pickle.loads(data), {}, constants))
         if code is None:
             raise OSError("Inductor cannot write the code to its folder")
