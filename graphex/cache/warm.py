@@ -42,6 +42,9 @@ _WANTS_PASSES = {  # options that are about the passes themselves, or about the 
 }
 
 
+_TRIED = ("cpu", "cuda")  # devices on which graphs were loaded and compared with what was compiled
+
+
 @dataclass
 class Search:
     """What the cache has for a graph. `made` is the graph that was stored; None where it is to be compiled.
@@ -141,8 +144,8 @@ def check_wanted(compilation: Compilation, devices: list[str]) -> None:
     if reason := _why_not_asked(compilation):
         raise CannotStoreError(reason)
     is_asked_for = compilation.is_ahead or compilation.store is not None or env.cache_asked_for()
-    if not is_asked_for and devices != ["cpu"]:
-        raise CannotStoreError("graphs of a GPU are kept only where GRAPHEX_CACHE=on asks for it")
+    if untried := [device for device in devices if device.partition(":")[0] not in _TRIED and not is_asked_for]:
+        raise CannotStoreError(f"graphs of '{untried[0]}' are kept only where GRAPHEX_CACHE=on asks for it")
 
 
 def _why_not_asked(compilation: Compilation) -> str:
