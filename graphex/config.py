@@ -345,8 +345,8 @@ class CompilerConfig:
     cache = Option(
         Flag(),
         True,
-        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again; those "
-        "of a GPU only with `GRAPHEX_CACHE=on`. See docs/cache.md.",
+        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again. See "
+        "docs/cache.md.",
     )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."

@@ -170,6 +170,7 @@ class Compilation:
     origin: Origin = Origin("graph", "graph")
     is_ahead: bool = False  # True where what is compiled may be saved
     store: Path | None = None  # where compiled graphs are kept, if not in the cache of the user
+    traced_because: str = ""  # why AOTAutograd has traced what is compiled here, although there is a cache
 
     def name_graph(self, phase: str) -> str:
         """A name for a new graph that no other graph of this journal has."""

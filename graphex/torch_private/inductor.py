@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
@@ -22,6 +23,7 @@ __all__ = [
     "OutputCode",
     "inductor_compile",
     "inductor_settings",
+    "known_instruction_set",
     "known_settings",
     "packed_code",
     "start_compilers",
@@ -32,6 +34,8 @@ __all__ = [
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
+_FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
+_ISA_OK = {"cpp.vec_isa_ok": True}
 _NAMES = (
     "torch._inductor.compile_fx.compile_fx_inner",
     "torch._functorch.config.patch",
@@ -140,12 +144,31 @@ def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
 # -- code for another process ------------------------------------------------------------------------------------------
 
 
+def known_instruction_set() -> dict[str, Any]:
+    """The setting that spares another process the trial of each instruction set of this CPU, which takes a second.
+
+    Empty where one of those that the CPU names has failed its trial here, and where none was tried.
+    """
+    module, config = find("torch._inductor.cpu_vec_isa"), find("torch._inductor.config")
+    tried: Any = getattr(module, "valid_vec_isa_list", None)
+    if not hasattr(tried, "cache_info") or not tried.cache_info().currsize or config.cpp.vec_isa_ok is not None:
+        return {}
+    with config.patch(_ISA_OK):
+        named = tried.__wrapped__()
+    return _ISA_OK if list(map(str, named)) == list(map(str, tried())) else {}
+
+
 def packed_code(code: OutputCode) -> bytes:
     """Compiled code as bytes, with the binaries of its Triton kernels. Raises whatever stands in the way."""
     if not isinstance(code, find("torch._inductor.output_code.CompiledFxGraph")):
         raise TypeError(f"this Inductor returns {type(code).__name__}")
     portable = copy.copy(code)
     portable.prepare_for_serialization()
+    for name, nothing in _FOR_LOGS.items():
+        if hasattr(portable, name):
+            setattr(portable, name, nothing)
+    # Functions among the settings were for compiling; loading them would import the code generators.
+    portable.fx_kwargs = {name: value for name, value in portable.fx_kwargs.items() if not callable(value)}
     return pickle.dumps(portable)
 
 
@@ -154,12 +177,13 @@ def unpacked_code(
 ) -> OutputCode:
     """The code that was packed, to be called here. `data` must come from a file that only this user can have written.
 
-    The steps are those of Inductor's own cache after a hit.
+    The steps are those of Inductor's own cache after a hit. There is nothing to compile, so it starts no worker
+    processes: a program that ends soon would wait for them.
     """
     cache, boxed = find("torch._inductor.codecache.FxGraphCache"), find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
-    with _tracing(fake_mode), find("torch._inductor.config").patch(dict(patches)):
-        code, _ = cache.cache_hit_post_compile(pickle.loads(data), {}, constants)
+    with _tracing(fake_mode), find("torch._inductor.config").patch({**patches, "compile_threads": 1}):
+        code, _ = import_code(lambda: cache.cache_hit_post_compile(pickle.loads(data), {}, constants))
         if code is None:
             raise OSError("Inductor cannot write the code to its folder")
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})

@@ -7,7 +7,7 @@
 The second argument is what serves where the name is gone. Without one, a placeholder does: it can be imported,
 subclassed and asked about with `isinstance`, and raises `MissingNameError` where it is used. `lost` says what a user
 loses; every compilation writes it into its journal. A name with neither is required: without it models run without
-graphex's passes.
+graphex's passes. `later` is for functions whose modules a process that loads compiled code does not need.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ class _Placeholder(type):
 
 
 _required: set[str] = set()
+_later: list[Callable[[], Any]] = []
 losses: dict[tuple[str, str], None] = {}  # (path, what is lost), in the order in which they were looked up
 
 
@@ -63,6 +65,17 @@ def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
         _required.add(path)
     losses[path, lost or _WITHOUT_PASSES] = None
     return _Placeholder(path.rpartition(".")[2], (Exception,), {"path": path})
+
+
+def later(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Callable[..., Any]:
+    """A function of torch's that is looked up, as by `private`, when it is called: its module takes long to import."""
+    found = cache(partial(private, path, otherwise, lost=lost))
+    _later.append(found)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return found()(*args, **kwargs)
+
+    return call
 
 
 def present(path: str) -> Any:
@@ -91,6 +104,8 @@ def missing_names() -> list[tuple[str, str]]:
 
 def check_required() -> None:
     """Raise `MissingNameError` if this torch lacks a name that passes and programs cannot do without."""
+    while _later:
+        _later.pop()()
     if _required:
         raise MissingNameError(_sentence(min(_required)))
 
