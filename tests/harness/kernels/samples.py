@@ -165,6 +165,20 @@ def experts(make: Maker) -> Iterator[Sample]:
         yield Sample((make(tokens, hidden), chosen, weights, *stacked, *how))
 
 
+def route(make: Maker) -> Iterator[Sample]:
+    """Logits without equal ones, of which either could be chosen."""
+    for tokens, count, top, scores, groups in (
+        (1, 8, 2, "softmax", 1),
+        (3, 60, 4, "chosen", 1),
+        (2, 32, 6, "sigmoid", 4),
+    ):
+        order = torch.stack([torch.randperm(count, device=make.device) for _ in range(tokens)])
+        logits, dtype = (order * 0.125 - 1).to(make(1).dtype), make(1).dtype
+        bias = torch.arange(count, device=make.device) / 1024 if groups > 1 else None
+        how = {"normalised": scores != "chosen", "scale": 2.5, "groups": groups, "top_groups": max(1, groups // 2)}
+        yield Sample((logits, bias, top, scores, dtype), how)
+
+
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
     for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
         yield Sample(sample.args, options)
@@ -493,6 +507,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::silu_mul": silu_mul,
     "graphex::embedding": embedding,
     "graphex::experts": experts,
+    "graphex::route": route,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
     "graphex::linears": linears,
