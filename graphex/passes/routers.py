@@ -112,7 +112,8 @@ def _router(numbers: Any, weights: Any) -> Router | Refusal:
     found = _known(numbers, weights)
     if found is None:
         return Refusal("its experts are chosen in a form that is not known")
-    return found.refusal() or found
+    refusal = found.refusal()
+    return found if refusal is None else refusal
 
 
 def _known(numbers: Any, weights: Any) -> Router | None:
