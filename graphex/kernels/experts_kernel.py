@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import pdl_launch, pdl_wait
+from graphex.kernels.attention_kernel import bound
 from graphex.kernels.embedding import inside
 from graphex.kernels.linears_kernel import read_weight
 
@@ -255,7 +256,7 @@ def many_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
     matrix = weight + expert * e_stride
-    for first in range(0, total, TILE):
+    for first in range(0, bound(total), TILE):
         pair = chosen(match, place, first, TILE).to(tl.int64)
         mask = (first + tl.arange(0, TILE) < total)[:, None] & ok
         if GATE != "":
@@ -292,7 +293,7 @@ def combine_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok = column < width
     total = tl.zeros((COLUMNS,), tl.float32)
-    for each in range(0, times):
+    for each in range(0, bound(times)):
         pair = token * times + each
         found = tl.load(projected + pair * width + column, mask=ok, other=0.0).to(tl.float32)
         found *= tl.load(weights + pair).to(tl.float32)

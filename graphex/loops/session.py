@@ -14,6 +14,7 @@ A step of a session, all of it on the device:
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import weakref
 from collections import OrderedDict
@@ -34,6 +35,7 @@ from graphex.loops.loop_cache import LoopCache, read
 from graphex.loops.processors import Sequence
 from graphex.loops.wanted import Wanted, bucket
 from graphex.records import Journal
+from graphex.torch_private.dynamo import compiled_version
 
 _ATTACHED = "_graphex_generation"
 _attaching = threading.Lock()
@@ -131,6 +133,11 @@ def prompt_step(model: Any, tokens: Tensor, positions: Tensor | None, cache: Any
     return logits
 
 
+def _keeps_some_logits(model: Any) -> bool:
+    """Whether a model takes the places of a prompt whose logits it computes."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -154,10 +161,12 @@ class Session:
         self._extra = wanted.extra
         backend = Backend(config_from({"force_eager": True, **(options or {})}))
         self.journal = backend.journal
-        self._step = torch.compile(with_own_code(model_step), backend=backend, dynamic=False)
+        self._function = with_own_code(model_step)
+        self._step = torch.compile(self._function, backend=backend, dynamic=False)
         self._prompt = torch.compile(with_own_code(prompt_step), backend=backend, dynamic=False)
         self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
         self._counts: dict[str, int] = {}
+        self._settled: dict[tuple[Any, ...], Hashable] = {}
 
     @property
     def _model(self) -> Any:
@@ -175,7 +184,7 @@ class Session:
         self.cache.clear()
         self.cache.begin(wanted.past)
         length = bucket(wanted.input_ids.shape[1])
-        if compiled and wanted.plain_prompt and "logits_to_keep" in wanted.extra and self.cache.takes(length):
+        if compiled and wanted.plain_prompt and _keeps_some_logits(self._model) and self.cache.takes(length):
             return self._compiled_prefill(wanted, length)
         if wanted.past:
             read(wanted.cache, self.cache, wanted.past)
@@ -247,30 +256,50 @@ class Session:
         return tokens
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
-        """A step, or the model alone where the host does the rest; it is rehearsed once more in every generation."""
-        found = self._calls.get(wanted.step_key)
+        """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which
+        it could be another one than was captured.
+        """
+        key = wanted.step_key
+        found = self._calls.get(key)
         if found is None:
 
             def step() -> tuple[Tensor, ...]:
                 tokens, logits, scores = self.choose(wanted, self.forward())
                 return tokens, self.done, logits, scores
 
+            def state() -> Hashable:
+                ran = self._ran()
+                self._settled[key] = self._version() if len(ran) == 1 and not self.journal.breaks else None
+                return ran, self._addresses()
+
             body = self.forward if wanted.host else step
-            found = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", self._state)
-            self._calls[wanted.step_key] = found
-        self._calls.move_to_end(wanted.step_key)
+            found = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", state)
+            self._calls[key] = found
+        self._calls.move_to_end(key)
         while len(self._calls) > KEPT:
             self._calls.popitem(last=False)[1].free()
-        found.rehearse()
-        self._state()
+        if not found.is_captured or self._settled.get(key) is None or self._settled[key] != self._version():
+            found.rehearse()
+            self._ran()
         return found
 
-    def _state(self) -> Hashable:
-        """The graphs that ran since this was last asked, and where the weights are: a capture is right for these."""
-        model, counts = self._model, {name: found["calls"] for name, found in self.journal.counts.items()}
+    def _ran(self) -> tuple[str, ...]:
+        """The graphs that ran since this was last asked."""
+        counts = {name: found["calls"] for name, found in self.journal.counts.items()}
         ran = tuple(name for name, count in counts.items() if count != self._counts.get(name, 0))
         self._counts = counts
-        return ran, tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+        return ran
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the weights are: a capture is right for these."""
+        model = self._model
+        return tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+
+    def _version(self) -> Hashable:
+        """Which graph a step would run on which weights, by Dynamo's guards; None if only running it can tell."""
+        values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
+        found = compiled_version(self._function, {**values, "cache": self.cache, "extra": self._extra})
+        return None if found is None else (found, self._addresses())
 
     @property
     def newest(self) -> FixedCall | None:

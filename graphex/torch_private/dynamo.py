@@ -38,6 +38,7 @@ __all__ = [
     "compile_id",
     "compile_stage",
     "compiled_ahead",
+    "compiled_version",
     "compiling_backend",
     "compiling_code",
     "compiling_frame",
@@ -366,6 +367,27 @@ def code_of(compiled: object) -> CodeType | None:
         original = module.forward
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
+
+
+_cache_entries: Callable[[CodeType], list[Any]] = private(
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
+    lambda code: [],
+    lost="the first step of every generation runs uncaptured",
+)
+
+
+def compiled_version(function: Any, values: dict[str, Any]) -> str | None:
+    """Which of the graphs that Dynamo has for a function a call with these local variables would run.
+
+    Guards are asked, and nothing runs. None if Dynamo would compile the function, or if it cannot be asked.
+    """
+    for entry in _cache_entries(function.__code__):
+        guards, name = getattr(entry, "guard_manager", None), getattr(entry, "compile_id", None)
+        if guards is None or name is None:
+            return None
+        if guards.check(values):
+            return str(name)
+    return None
 
 
 def cached_backends_equal_to(backend: object) -> list[object]:
