@@ -240,6 +240,15 @@ def static_quantised(
 
 
 @triton.jit
+def ordered(value, place, LAST: tl.constexpr):
+    """A number that is larger for a larger value, NaN being the largest, and for the first of equal ones."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # two zeros are equal
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(value == value, bits, 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (-place + LAST).to(tl.int64)
+
+
+@triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done and their results are there to be read."""
     if PDL:

@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm
 
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
 from graphex.kernels.launch import Plan
-from graphex.kernels.layout import block_of, blocks_of
+from graphex.kernels.layout import block_of, blocks_of, next_power_of_2
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.experts import ACTIVATIONS, SCORES, gated
 
@@ -115,7 +115,7 @@ def few(call: Any, x: Tensor, gate: str, out: Tensor, tile: Tile, *, weighted: b
     constants = {"GATE": gate, "WEIGHTED": weighted, "ROUNDED": call.weights.dtype == call.x.dtype} | _along(
         x, out, tile
     )
-    constants["EXPERTS"] = block_of(times) if weighted else 1
+    constants["EXPERTS"] = next_power_of_2(times) if weighted else 1
     tensors = (x, call.experts, call.weights, call.residual if weighted else None, weight, bias, out)
     plan = Plan((blocks_of(out.shape[1], tile.columns), tokens if weighted else tokens * times), sizes, constants)
     plan.launch(few_kernel, tensors, x, (call.alpha, call.limit))
@@ -201,14 +201,14 @@ def route(call: Arguments) -> Any:
     bias, groups = call.bias, call.groups
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous() or bias.device != logits.device):
         return Declined("the correction is not a contiguous float32 vector")
-    if groups > 1 and (count != block_of(count) or groups != block_of(groups) or count // groups < 2):
+    if groups > 1 and (count != next_power_of_2(count) or groups != next_power_of_2(groups) or count < 2 * groups):
         return Declined(f"{count} experts in {groups} groups: no powers of two")
     weights = logits.new_empty((logits.shape[0], call.top_k), dtype=call.dtype)
     chosen = torch.empty_like(weights, dtype=torch.int64)
     constants = {
         **{"SCORES": call.scores, "NORMALISED": call.normalised, "GROUPS": groups, "TOP_GROUPS": call.top_groups},
-        **{"GROUP_SLOTS": block_of(call.top_groups), "EXPERTS": max(16, block_of(count)), "COUNT": call.top_k},
-        **{"SLOTS": block_of(call.top_k), "num_warps": 1},
+        **{"GROUP_SLOTS": next_power_of_2(call.top_groups), "EXPERTS": max(16, block_of(count)), "COUNT": call.top_k},
+        **{"SLOTS": next_power_of_2(call.top_k), "num_warps": 1},
     }
     plan = Plan((logits.shape[0],), (count, logits.stride(0)), constants)
     plan.launch(route_kernel, (logits, bias, weights, chosen), logits, (call.epsilon, call.scale))

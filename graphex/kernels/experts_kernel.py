@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import pdl_launch, pdl_wait
+from graphex.kernels.arithmetic import ordered, pdl_launch, pdl_wait
 from graphex.kernels.attention_kernel import bound
 from graphex.kernels.embedding import inside
 from graphex.kernels.linears_kernel import read_weight
@@ -300,15 +300,6 @@ def combine_kernel(
         total += rounded(found, out) if ROUNDED else found
     pdl_launch(PDL)
     store_sum(total, residual, out, token * width + column, ok)
-
-
-@triton.jit
-def ordered(value, place, LAST: tl.constexpr):
-    """A number that is larger for a larger value, NaN being the largest, and for the first of equal ones."""
-    bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(value == value, bits, 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | (LAST - place).to(tl.int64)
 
 
 @triton.jit

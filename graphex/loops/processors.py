@@ -70,6 +70,12 @@ def on_device(processor: Any, device: torch.device) -> Process | None:
     return None if translate is None else translate(processor, device)
 
 
+def is_eos(criterion: Any) -> bool:
+    """Whether a criterion is one token that ends a sequence, or several."""
+    kind = type(criterion)
+    return (kind.__module__, kind.__name__) == (CRITERIA, "EosTokenCriteria")
+
+
 def stop_on_device(criterion: Any, device: torch.device) -> Stop | None:
     """A stopping criterion as part of a captured step; None if only the host can call it."""
     kind = type(criterion)
@@ -244,11 +250,6 @@ TRANSLATED: dict[str, Callable[[Any, torch.device], Process | None]] = {
 # -- stopping criteria -------------------------------------------------------------------------------------------------
 
 
-def _eos(given: Any, device: torch.device) -> Stop:
-    ends = given.eos_token_id.to(device)
-    return lambda sequence: torch.isin(sequence.newest, ends)
-
-
 def _stop_strings(given: Any, device: torch.device) -> Stop:
     """Where there are fewer tokens than it looks at, the others are none of the vocabulary, which match nothing."""
     unknown = given.embedding_vec.shape[0]
@@ -256,4 +257,4 @@ def _stop_strings(given: Any, device: torch.device) -> Stop:
     return lambda sequence: given(sequence.last(given.maximum_token_len, otherwise=unknown), None)
 
 
-STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"EosTokenCriteria": _eos, "StopStringCriteria": _stop_strings}
+STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"StopStringCriteria": _stop_strings}

@@ -9,6 +9,7 @@ A step of a session, all of it on the device:
     scores      the processors
     token       the best one, or one that is drawn; for a finished sequence the padding token
     counting    the tokens so far, the length, the position; once all sequences are finished nothing counts any more
+                (`graphex::append_tokens_`)
 """
 
 from __future__ import annotations
@@ -223,37 +224,36 @@ class Session:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> Tensor:
-        """The logits after `token`, which is one more in the cache unless the sequences were finished before."""
-        logits = self._step(self._model, self.token, self.position, self.mask, self.cache, self._extra)
-        live = ~self.done
-        self.cache.place.length.add_(live)
-        if self.position is not None:
-            self.position.add_(live)
-        found: Tensor = logits
-        return found
+        """The logits after `token`."""
+        logits: Tensor = self._step(self._model, self.token, self.position, self.mask, self.cache, self._extra)
+        return logits
 
-    def choose(self, wanted: Wanted, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next tokens, and the logits and scores that they are chosen by."""
-        logits = logits.to(dtype=torch.float32, copy=True)
+    def choose(self, wanted: Wanted, logits: Tensor, *, first: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The next tokens, and the logits and scores that they are chosen by. The `first` ones follow a prompt."""
+        if wanted.sample or wanted.processors or wanted.keeps_scores or wanted.keeps_logits:
+            logits = logits.to(dtype=torch.float32, copy=True)
         scores, so_far = logits, Sequence(self.tokens, self.length, self.token[:, 0])
         for process in wanted.processors:
             scores = process(so_far, scores)
-        tokens = self.take(wanted, scores)
+        tokens = self.take(wanted, scores, first=first)
         for stop in wanted.stops:
             self.unfinished.logical_and_(~stop(so_far))
-        self.done.copy_(~self.unfinished.any())
+        if wanted.stops:
+            self.done.copy_(~self.unfinished.any())
         return tokens, logits, scores
 
-    def take(self, wanted: Wanted, scores: Tensor) -> Tensor:
-        """The tokens that scores lead to, written behind those that are there."""
-        drawn = wanted.sample
-        tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0] if drawn else scores.argmax(-1)
-        if wanted.pad is not None:
-            tokens = torch.where(self.unfinished, tokens, wanted.pad)
-        self.tokens.index_copy_(1, self.length.view(1), tokens[:, None])
-        self.length.add_(~self.done)
-        self.token.copy_(tokens[:, None])
-        return tokens
+    def take(self, wanted: Wanted, scores: Tensor, *, first: bool) -> Tensor:
+        """The tokens that scores lead to, written behind those that are there. The token before them, of which the
+        model was called, is one more in the cache, unless all sequences were finished before.
+        """
+        if wanted.sample:
+            tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        else:
+            tokens = torch.ops.graphex.argmax(scores)
+        counted = (None, None) if first else (self.cache.place.length, self.position)
+        state = (self.tokens, self.token, self.length, self.unfinished, self.done)
+        torch.ops.graphex.append_tokens_(tokens, *state, *counted, wanted.pad, wanted.ends)
+        return self.token[:, 0]
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
         """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphex.loops.loop_cache import why_not
-from graphex.loops.processors import Process, Stop, described, on_device, stop_on_device
+from graphex.loops.processors import Process, Stop, described, is_eos, on_device, stop_on_device
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Wanted:
     stopping_criteria: Any
     processors: list[Process]
     stops: list[Stop]
+    ends: Tensor | None  # the tokens that end a sequence
     limits: list[Any]  # criteria that look at the clock
     host: str
     key: tuple[Any, ...]
@@ -57,10 +59,12 @@ class Wanted:
         timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
         counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
         others = [each for each in criteria if each not in timed and each not in counted]
+        ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
+        looking = [each for each in others if not is_eos(each)]
         made = [on_device(each, device) for each in processors]
-        stops = [stop_on_device(each, device) for each in others]
+        stops = [stop_on_device(each, device) for each in looking]
         host = [type(each).__name__ for each, found in zip(processors, made, strict=True) if found is None]
-        host += [type(each).__name__ for each, found in zip(others, stops, strict=True) if found is None]
+        host += [type(each).__name__ for each, found in zip(looking, stops, strict=True) if found is None]
         has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         past = int(cache.get_seq_length())
         embeds = model_kwargs.get("inputs_embeds")
@@ -71,6 +75,7 @@ class Wanted:
             stopping_criteria=criteria,
             processors=[each for each in made if each is not None],
             stops=[each for each in stops if each is not None],
+            ends=torch.cat(ending) if ending else None,
             limits=timed,
             host=host[0] if host else "",
             key=() if host else tuple(map(described, (*processors, *others))),
@@ -102,7 +107,7 @@ class Wanted:
     def step_key(self) -> tuple[Any, ...]:
         """What a captured step depends on, besides the memory that it works on."""
         pad = None if self.pad is None else tuple(self.pad.view(-1).tolist())
-        return bool(self.host), self.sample, pad, self.key
+        return bool(self.host), self.sample, self.keeps_scores or self.keeps_logits, pad, self.key
 
     @property
     def memory_key(self) -> tuple[Any, ...]:

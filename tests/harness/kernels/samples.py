@@ -179,6 +179,25 @@ def route(make: Maker) -> Iterator[Sample]:
         yield Sample((logits, bias, top, scores, dtype), how)
 
 
+def argmax(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 5000),))
+    yield Sample((make(1, 7).round(),))
+    nan = make(3, 40)
+    nan[1, 5:7] = torch.nan
+    yield Sample((nan,))
+
+
+def append_tokens_(make: Maker) -> Iterator[Sample]:
+    """With and without places to count, a padding token, and last tokens; before and after all are done."""
+    for done, extra in ((False, False), (False, True), (True, True)):
+        tokens, token = torch.zeros(3, 9, dtype=torch.long, device=make.device), make.index(0, 0, 0).view(3, 1)
+        state = (tokens, token, make.index(4)[0], torch.tensor([True, False, True], device=make.device))
+        ended = torch.tensor(done, device=make.device)
+        counted = (make.index(6)[0], make.index(7, 7, 8).view(3, 1)) if extra else (None, None)
+        others = (make.index(1)[0], make.index(5, 12)) if extra else (None, None)
+        yield Sample((make.index(12, 11, 5), *state, ended, *counted, *others))
+
+
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
     for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
         yield Sample(sample.args, options)
@@ -508,6 +527,8 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::embedding": embedding,
     "graphex::experts": experts,
     "graphex::route": route,
+    "graphex::argmax": argmax,
+    "graphex::append_tokens_": append_tokens_,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
     "graphex::linears": linears,

@@ -177,7 +177,7 @@ def test_experts_are_chosen_as_by_the_reference(count, top, scores):
     routed(logits(3, count, torch.bfloat16), None, top, scores, torch.bfloat16, True, 1e-20, 2.5)
 
 
-@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (8, 3)])
 def test_experts_of_the_best_groups_with_a_correction(groups, top_groups):
     bias = torch.linspace(0.5, -0.5, 32)[torch.randperm(32, generator=torch.Generator().manual_seed(9))]
     routed(logits(4, 32), bias, 4, "sigmoid", torch.float32, True, 1e-20, 2.5, groups, top_groups)
