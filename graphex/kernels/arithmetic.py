@@ -240,6 +240,34 @@ def static_quantised(
 
 
 @triton.jit
+def weighted(
+    value,
+    rstd,
+    weight,
+    beta,
+    offset,
+    X: tl.constexpr,
+    W: tl.constexpr,
+    Y: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+):
+    """The norm of a tile, rounded where the reference rounds. W is the type of the weight."""
+    y = value * rstd
+    if weight is not None:
+        w = weight
+        if HAS_OFFSET:
+            w = w + offset
+        if CAST_FIRST:
+            y = rounded(w, W) * rounded(y, X)
+        else:
+            y = y * w
+    if beta is not None:
+        y = y + beta
+    return rounded(y, Y)
+
+
+@triton.jit
 def ordered(value, place, LAST: tl.constexpr):
     """A number that is larger for a larger value, NaN being the largest, and for the first of equal ones."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # two zeros are equal

@@ -320,6 +320,10 @@ def rotary_attention_(make: Maker) -> Iterator[Sample]:
     yield Sample((*given(1), False, None, 0.25), {"softcap": 5.0})
     yield Sample((*given(1, angles=8), True, seen, 0.25))
     yield Sample((*given(2), False, seen, 0.25))
+    for tokens, how in ((1, (0.0, True)), (1, (1.0, False)), (2, (0.0, True))):
+        gains = make(16), make(16)
+        yield Sample((*given(tokens), False, seen, 0.25, 0.0, *gains, EPS, *how))
+    yield Sample((*given(1, angles=8), True, seen, 0.25, 0.0, make(16), make(16), EPS))
 
 
 def npu_rms_norm(make: Maker) -> Iterator[Sample]:
