@@ -19,14 +19,13 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphex.backend import Backend
 from graphex.config import config_from
@@ -40,7 +39,8 @@ from graphex.torch_private.dynamo import compiled_version
 
 _ATTACHED = "_graphex_generation"
 _attaching = threading.Lock()
-KEPT = 4  # sessions of a model that nobody uses, and captured steps of a session
+KEPT = 4  # sessions of a model that nobody uses, and captured steps and prompts of a session
+LONGEST_CAPTURED = 1024  # positions of a prompt: the kernels of a longer one take longer than their launches
 
 
 class Sessions:
@@ -164,8 +164,11 @@ class Session:
         self.journal = backend.journal
         self._function = with_own_code(model_step)
         self._step = torch.compile(self._function, backend=backend, dynamic=False)
-        self._prompt = torch.compile(with_own_code(prompt_step), backend=backend, dynamic=False)
+        self._prompt_function = with_own_code(prompt_step)
+        self._prompt = torch.compile(self._prompt_function, backend=backend, dynamic=False)
         self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
+        self._buffers: dict[int, dict[str, Any]] = {}
         self._counts: dict[str, int] = {}
         self._settled: dict[tuple[Any, ...], Hashable] = {}
 
@@ -199,15 +202,38 @@ class Session:
         return logits
 
     def _compiled_prefill(self, wanted: Wanted, length: int) -> Tensor:
-        count, where = wanted.input_ids.shape[1], wanted.input_ids.device
-        tokens = functional.pad(wanted.input_ids, (0, length - count))
-        positions = None if self.position is None else torch.arange(length, device=where)[None]
-        last = torch.tensor([count - 1], device=where)
-        with compiling:
-            logits: Tensor = self._prompt(self._model, tokens, positions, self.cache, last)
+        """From the second prompt of a length on it is captured, unless it is so long that launches take no time."""
+        count, given = wanted.input_ids.shape[1], self._prompt_buffers(wanted, length)
+        given["tokens"].zero_()[:, :count] = wanted.input_ids
+        given["last"].fill_(count - 1)
+
+        def arguments() -> tuple[Any, dict[str, Any]]:
+            return self._prompt_function, {"model": self._model, **given}
+
+        def run() -> Tensor:
+            logits: Tensor = self._prompt(self._model, **given)
+            return logits
+
+        if length > LONGEST_CAPTURED:
+            with compiling:
+                logits = run()
+        else:
+            logits = self._ready(self._prompts, ("prompt", length), run, arguments)()
         self.cache.decode(count)
         self._begin(wanted)
         return logits
+
+    def _prompt_buffers(self, wanted: Wanted, length: int) -> dict[str, Any]:
+        """The arguments of `prompt_step` besides the model, at addresses that never change."""
+        found = self._buffers.get(length)
+        if found is None:
+            where = wanted.input_ids.device
+            tokens = torch.zeros((wanted.batch, length), dtype=torch.long, device=where)
+            positions = None if self.position is None else torch.arange(length, device=where)[None]
+            last = torch.zeros(1, dtype=torch.long, device=where)
+            found = {"tokens": tokens, "positions": positions, "cache": self.cache, "last": last}
+            self._buffers[length] = found
+        return found
 
     def _begin(self, wanted: Wanted) -> None:
         count = wanted.input_ids.shape[1]
@@ -259,26 +285,42 @@ class Session:
         """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which
         it could be another one than was captured.
         """
-        key = wanted.step_key
-        found = self._calls.get(key)
+
+        def step() -> tuple[Tensor, ...]:
+            tokens, logits, scores = self.choose(wanted, self.forward())
+            return tokens, self.done, logits, scores
+
+        def arguments() -> tuple[Any, dict[str, Any]]:
+            values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
+            return self._function, {**values, "cache": self.cache, "extra": self._extra}
+
+        body = self.forward if wanted.host else step
+        return self._ready(self._calls, wanted.step_key, body, arguments)
+
+    def _ready(
+        self,
+        calls: OrderedDict[tuple[Any, ...], FixedCall],
+        key: tuple[Any, ...],
+        body: Callable[[], Any],
+        arguments: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> FixedCall:
+        """The call that was captured for a key, if it is still right, or one that is captured anew. `arguments` are
+        what it compiles: a function, and the values of its local variables.
+        """
+
+        def state() -> Hashable:
+            ran = self._ran()
+            self._settled[key] = self._version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
+            return ran, self._addresses()
+
+        found = calls.get(key)
         if found is None:
-
-            def step() -> tuple[Tensor, ...]:
-                tokens, logits, scores = self.choose(wanted, self.forward())
-                return tokens, self.done, logits, scores
-
-            def state() -> Hashable:
-                ran = self._ran()
-                self._settled[key] = self._version() if len(ran) == 1 and not self.journal.breaks else None
-                return ran, self._addresses()
-
-            body = self.forward if wanted.host else step
-            found = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", state)
-            self._calls[key] = found
-        self._calls.move_to_end(key)
-        while len(self._calls) > KEPT:
-            self._calls.popitem(last=False)[1].free()
-        if not found.is_captured or self._settled.get(key) is None or self._settled[key] != self._version():
+            found = calls[key] = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", state)
+        calls.move_to_end(key)
+        while len(calls) > KEPT:
+            calls.popitem(last=False)[1].free()
+        settled = self._settled.get(key)
+        if settled is None or settled != self._version(*arguments()):
             found.rehearse()
             self._ran()
         return found
@@ -295,10 +337,9 @@ class Session:
         model = self._model
         return tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
 
-    def _version(self) -> Hashable:
-        """Which graph a step would run on which weights, by Dynamo's guards; None if only running it can tell."""
-        values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
-        found = compiled_version(self._function, {**values, "cache": self.cache, "extra": self._extra})
+    def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
+        """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""
+        found = compiled_version(function, values)
         return None if found is None else (found, self._addresses())
 
     @property
@@ -307,6 +348,7 @@ class Session:
         return next(reversed(self._calls.values()), None)
 
     def free(self) -> None:
-        for call in self._calls.values():
-            call.free()
-        self._calls.clear()
+        for calls in (self._calls, self._prompts):
+            for call in calls.values():
+                call.free()
+            calls.clear()

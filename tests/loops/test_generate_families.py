@@ -76,6 +76,18 @@ def test_a_compiled_prompt_serves_several_lengths(name):
     assert len(graphex.generation(model).journal.graphs) == 2  # of the step, and of prompts
 
 
+@pytest.mark.usefixtures("captures")
+def test_a_compiled_prompt_is_captured_and_replayed():
+    model = built("llama", num_hidden_layers=1)
+    looped(model, prompt(), **GREEDY)  # the first prompt makes the cache
+    for length in (7, 5, 30, 6):
+        wanted = model.generate(prompt(length=length), **GREEDY)
+        assert torch.equal(looped(model, prompt(length=length), graphex_prefill=True, **GREEDY), wanted)
+    journal = graphex.generation(model).journal
+    assert len(journal.captures) == 2  # of the step, and of prompts
+    assert max(count["calls"] for count in journal.counts.values()) == 2
+
+
 @pytest.mark.usefixtures("captures", "uncompiled")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_padded_prompt_gives_transformers_tokens(name):
