@@ -208,6 +208,7 @@ class Session:
         given["last"].fill_(count - 1)
 
         def arguments() -> tuple[Any, dict[str, Any]]:
+            self.cache.begin(0)  # as it is before a prompt: each has counted its positions
             return self._prompt_function, {"model": self._model, **given}
 
         def run() -> Tensor:
