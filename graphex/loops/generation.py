@@ -66,8 +66,7 @@ class Generation:
         self._ahead = 1 if wanted.host or (wanted.limits and wanted.returns_cache) else AHEAD
         self._kept = Kept(wanted, ahead=self._ahead > 1 and session.device.captures)
         if wanted.host:
-            reason = f"{wanted.host} is not known to work on the device"
-            journal.fall_back(FellBack("generation", _BETWEEN, reason))
+            journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
 
     def run(self, logits: Tensor, started: float) -> Any:
         """From the logits after the prompt to what `model.generate` returns."""

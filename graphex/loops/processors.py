@@ -2,8 +2,8 @@
 
 transformers calls them with the tokens so far, a tensor that grows. A captured step has a buffer of fixed size instead,
 and its length as a tensor. Most processors look at the scores alone, and are called as they are (`SCORES_ALONE`). Those
-that look at tokens or count them are written again here (`TRANSLATED`), with the same results. All others are the
-host's work: `on_device` says which.
+that look at tokens or count them are written again here (`TRANSLATED`), with the same results. `on_device` says which.
+Those of users are traced (`torch_code.py`); all others are the host's work.
 
 `Sequence` is what a translation reads. Only the very classes of transformers are taken: a subclass may do anything.
 """
@@ -68,6 +68,10 @@ def on_device(processor: Any, device: torch.device) -> Process | None:
         return lambda sequence, scores: processor(sequence.tokens, scores)
     translate = TRANSLATED.get(kind.__name__)
     return None if translate is None else translate(processor, device)
+
+
+def is_of_transformers(processor: Any) -> bool:
+    return type(processor).__module__ == PROCESSORS
 
 
 def is_eos(criterion: Any) -> bool:

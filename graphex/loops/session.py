@@ -33,6 +33,7 @@ from graphex.device import device_of
 from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read
 from graphex.loops.processors import Sequence
+from graphex.loops.torch_code import TorchCode
 from graphex.loops.wanted import Wanted, bucket
 from graphex.records import Journal
 from graphex.torch_private.dynamo import compiled_version
@@ -48,6 +49,7 @@ class Sessions:
 
     def __init__(self, model: Any) -> None:
         self.journal = Journal()  # of generations; each session has one of what it compiled
+        self.torch_code = TorchCode()
         self._model = weakref.ref(model)
         self._idle: OrderedDict[tuple[Any, ...], list[Session]] = OrderedDict()
         self._made: weakref.WeakSet[Session] = weakref.WeakSet()

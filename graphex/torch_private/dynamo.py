@@ -57,11 +57,13 @@ __all__ = [
     "is_transformed",
     "is_whole",
     "mark_dynamic",
+    "mark_growing",
     "mark_static_address",
     "modes_enabled",
     "profiler_enabled",
     "register_backend",
     "room_to_recompile",
+    "size_guards",
     "surfaced",
     "trace_artifact",
     "transform",
@@ -186,6 +188,19 @@ _OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_
 _cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
 _innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
 _debug_dir = private("torch._dynamo.utils.get_debug_dir", None, lost=_NO_FILES)
+
+mark_growing: Callable[[Tensor, int], None] | None = private(
+    "torch._dynamo.mark_dynamic", None, lost="logits processors of users run on the host"
+)
+"""Dynamo raises if what it traces is right for one size of this dimension only. None where it cannot be told so."""
+
+
+def size_guards() -> list[str] | None:
+    """What the graph being compiled takes for granted about sizes that are no constants; None if that is not known."""
+    context = private("torch._guards.TracingContext.try_get", lambda: None)()
+    env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    return None if env is None else [str(guard.expr) for guard in env.guards]
+
 
 mark_dynamic: Callable[[Tensor, int], None] = private(
     "torch._dynamo.maybe_mark_dynamic", lambda *args: None, lost="set_dim_gears does not make sizes dynamic"
