@@ -1,59 +1,244 @@
-"""Launches of mixtures of experts, for a few tokens: weights are read where they are, of chosen experts only.
+"""Launches of mixtures of experts: weights are read where they are, of chosen experts only.
 
-    up         inner[s] = gated(x[s // k] @ gate_up[experts[s]])       s: a token and one of its k experts
-    down       projected[s] = inner[s] @ down[experts[s]]
-    combine    out[t] = sum of weights[s] * projected[s] over the k experts of token t, and the residual
+    up      inner[s] = gated(x[s // k] @ gate_up[experts[s]])            s: a pair of a token and one of its k experts
+    down    out[t] = sum of weights[s] * (inner[s] @ down[experts[s]]) over the experts of token t, and the residual
 
-With few pairs s, `down` and `combine` are one launch, if that is enough programs to fill the device. With more than
-`MOST_TOKENS` tokens the library's grouped product does both projections, on pairs in the order of their experts.
+Each of the two is computed by the fastest of some tiles, which is measured once (`tuning.py`). A program of a tile has
+some columns, of a "pair", of a whole "sum" over the experts of a token, or of an "expert" with all its pairs. Where
+`down` is no sum, another launch adds its results up. With more than `MOST_TOKENS` tokens the library's grouped product
+does both projections, on pairs in the order of their experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
-from graphex.kernels.launch import Plan
-from graphex.kernels.layout import block_of, blocks_of, next_power_of_2
+from graphex.kernels.launch import Plan, Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
+from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.experts import ACTIVATIONS, SCORES, gated
 
+KIND = "experts"
 FEW = 32  # pairs of a token and an expert: with more of them, several share the weights of an expert
+MOST_FEW = 128  # pairs for which a program of each may still be faster
 MOST_TOKENS = 64
 MOST_PAIRS = 512
 MOST_EXPERTS = 1024
+FEW_ELEMENTS = 2**20  # of an expert's weights, below which nothing is measured
 ROWS = 16  # of a matrix product
 HALF = (torch.float16, torch.bfloat16)
 
 
+class Projection(NamedTuple):
+    """One of the two projections of a call. `gate` is the activation behind the first, and empty for the second."""
+
+    call: Any
+    x: Tensor
+    gate: str
+
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self.call.gate_up if self.gate else self.call.down
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        found: Tensor | None = self.call.gate_up_bias if self.gate else self.call.down_bias
+        return found
+
+    @property
+    def pairs(self) -> int:
+        return int(self.call.experts.numel())
+
+    @property
+    def times(self) -> int:
+        return self.pairs // int(self.call.x.shape[0])
+
+    @property
+    def width(self) -> int:
+        """The columns of the result."""
+        columns = int(self.weight.shape[2 if self.call.transposed else 1])
+        return columns // 2 if self.gate else columns
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of the weight: from matrix to matrix, from column to column, and along a column."""
+        e_stride, *others = self.weight.stride()
+        n_stride, k_stride = others[::-1] if self.call.transposed else others
+        return e_stride, n_stride, k_stride
+
+
+Prepared = Callable[..., Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Columns of a weight and elements along them that a program has at a time."""
+    """Columns of a weight and elements along them that a program has at a time, and of what."""
 
+    of: str  # "pair", "sum", "expert"
     columns: int
     block: int
     warps: int = 4
     stages: int = 1
 
+    @property
+    def name(self) -> str:
+        return f"{self.of} {self.columns}x{self.block} {self.warps}w {self.stages}s"
 
-# By whether the elements along a row of x are adjacent in the weight, and whether it is the gated projection.
+    def prepare(self, job: Projection) -> Prepared:
+        return self._run
+
+    def _run(self, job: Projection, start: Start = launch) -> Tensor:
+        call = job.call
+        if self.of == "sum":
+            out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+            self._few(job, out, start)
+            return out
+        found = call.x.new_empty((job.pairs, job.width))
+        (self._many if self.of == "expert" else self._few)(job, found, start)
+        return found if job.gate else combine(call, found, start)
+
+    def _constants(self, job: Projection) -> dict[str, Any]:
+        block = min(self.block, max(16, block_of(job.x.shape[1])))
+        sizes = {"COLUMNS": self.columns, "BLOCK": block, "TILES": blocks_of(job.x.shape[1], block)}
+        even = {"EVEN_K": job.x.shape[1] % block == 0, "EVEN_N": job.width % self.columns == 0}
+        return {"GATE": job.gate, **sizes, **even, "STAGES": self.stages, "num_warps": self.warps}
+
+    def _few(self, job: Projection, out: Tensor, start: Start) -> None:
+        call, whole = job.call, self.of == "sum"
+        tensors = (job.x, call.experts, call.weights, call.residual if whole else None, job.weight, job.bias, out)
+        sizes = (job.times, job.weight.shape[0], job.x.shape[1], job.width, job.x.stride(0), *job.strides)
+        constants = {"WEIGHTED": whole, "ROUNDED": call.weights.dtype == call.x.dtype} | self._constants(job)
+        constants["EXPERTS"] = next_power_of_2(job.times) if whole else 1
+        grid = blocks_of(job.width, self.columns), call.x.shape[0] if whole else job.pairs
+        start(few_kernel, grid, (*tensors, *sizes, call.alpha, call.limit), constants)
+
+    def _many(self, job: Projection, out: Tensor, start: Start) -> None:
+        call, count = job.call, job.weight.shape[0]
+        sizes = (job.times, count, job.pairs, job.x.shape[1], job.width, job.x.stride(0), *job.strides)
+        constants = {"PAIRS": max(16, block_of(job.pairs)), "TILE": ROWS} | self._constants(job)
+        arguments = (job.x, call.experts, job.weight, job.bias, out, *sizes, call.alpha, call.limit)
+        start(many_kernel, (blocks_of(job.width, self.columns), count), arguments, constants)
+
+
+def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
+    """The weighted sum over the experts of each token."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    tokens, width = out.shape
+    columns = min(512, block_of(width))
+    constants = {"ROUNDED": call.weights.dtype == out.dtype, "COLUMNS": columns, "num_warps": 4}
+    arguments = (projected, call.weights, call.residual, out, projected.shape[0] // tokens, width)
+    start(combine_kernel, (blocks_of(width, columns), tokens), arguments, constants)
+    return out
+
+
+# By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
+# of each is taken where nothing can be measured.
 FEW_TILES = {
-    (True, True): Tile(4, 1024),
-    (True, False): Tile(2, 256),
-    (False, True): Tile(32, 64, 8),
-    (False, False): Tile(64, 64, 8),
+    (True, True): (
+        Tile("pair", 2, 2048, 4),
+        Tile("pair", 2, 2048, 8),
+        Tile("pair", 4, 1024, 4),
+        Tile("pair", 2, 1024, 4),
+        Tile("pair", 4, 512, 4, 4),
+        Tile("pair", 8, 512, 4, 4),
+    ),
+    (True, False): (
+        Tile("sum", 2, 256, 4),
+        Tile("sum", 1, 256, 4),
+        Tile("sum", 2, 256, 8),
+        Tile("sum", 4, 256, 8),
+        Tile("sum", 2, 256, 4, 3),
+        Tile("sum", 1, 1024, 4),
+        Tile("pair", 8, 256, 4),
+        Tile("pair", 8, 256, 4, 3),
+    ),
+    (False, True): (
+        Tile("pair", 32, 64, 8),
+        Tile("pair", 32, 64, 4, 3),
+        Tile("pair", 32, 32, 4, 4),
+        Tile("pair", 64, 64, 8, 3),
+        Tile("pair", 32, 128, 8),
+    ),
+    (False, False): (
+        Tile("pair", 64, 64, 8),
+        Tile("pair", 64, 64, 4, 3),
+        Tile("pair", 64, 32, 4, 4),
+        Tile("pair", 128, 32, 8, 3),
+        Tile("sum", 32, 64, 8, 3),
+    ),
 }
-MANY_TILES = {
-    (True, True): Tile(64, 128, 4, 3),
-    (True, False): Tile(64, 128, 4, 4),
-    (False, True): Tile(32, 64, 4, 4),
-    (False, False): Tile(64, 64, 4, 4),
-}
+MANY_TILES = (
+    Tile("expert", 64, 128, 4, 3),
+    Tile("expert", 64, 64, 4, 4),
+    Tile("expert", 64, 128, 4, 4),
+    Tile("expert", 32, 128, 4, 4),
+    Tile("expert", 32, 64, 4, 5),
+    Tile("expert", 128, 64, 4, 3),
+)
+_PREPARED: dict[Any, Any] = {}
+
+
+def tiles(job: Projection) -> list[Tile]:
+    """All that could be fastest. The first is taken where nothing can be measured and nothing is known."""
+    few = FEW_TILES[job.strides[2] == 1, bool(job.gate)]
+    if job.pairs <= FEW and job.pairs == job.times:
+        return list(few)
+    if job.pairs <= FEW:
+        return [*few, *MANY_TILES]
+    return [*MANY_TILES, *(few if job.pairs <= MOST_FEW else ())]
+
+
+def _prepare(job: Projection) -> tuple[Prepared, bool]:
+    """How to compute such a projection, and whether that is the last word."""
+    found = tiles(job)
+    if job.weight[0].numel() < FEW_ELEMENTS:
+        return found[0].prepare(job), True
+    text, scratch = description(job), OtherExperts(job)
+    candidates = [scratch.candidate(tile) for tile in found]
+    chosen = choose(KIND, text, candidates, candidates[0])
+    (tile,) = (tile for tile in found if tile.name == chosen.name)
+    return tile.prepare(job), is_settled(KIND, text)
+
+
+class OtherExperts(Scratch[Projection]):
+    """The same tokens with other experts in turn, whose weights are not in the device's cache."""
+
+    def jobs(self, job: Projection) -> list[Projection]:
+        count, given = job.weight.shape[0], job.call.experts
+        places = torch.arange(job.pairs, device=given.device).to(given.dtype)
+        turns = max(1, min(16, count // job.times))
+        chosen = [(places % job.times + places // job.times * 5 + turn * job.times) % count for turn in range(turns)]
+        x = torch.zeros_like(job.x)
+        return [job._replace(call=job.call._replace(experts=each), x=x) for each in chosen]
+
+
+def description(job: Projection) -> str:
+    """What the choice for a projection is remembered by: `up bfloat16 1x8 of 128, 2048 -> 768`."""
+    words = [
+        "up" if job.gate else "down",
+        str(job.x.dtype).removeprefix("torch."),
+        f"{job.call.x.shape[0]}x{job.times} of {job.weight.shape[0]}, {job.x.shape[1]} -> {job.width}",
+        *([] if job.strides[2] == 1 else ["transposed"]),
+        *(["bias"] if job.bias is not None else []),
+        *(["unaligned"] if any(each % 8 for each in job.weight.stride()[:2]) or not is_aligned(job.weight) else []),
+    ]
+    return " ".join(words)
+
+
+def _project(job: Projection) -> Tensor:
+    call = job.call
+    tensors = signature(job.x, call.x, call.experts, call.weights, job.weight, job.bias, call.residual)
+    found: Tensor = run_job(job, job.x, (job.gate, call.transposed, tensors), _PREPARED, _prepare)
+    return found
 
 
 def _why_not(call: Any) -> str:
@@ -92,76 +277,13 @@ def _fits(call: Any) -> bool:
     return all(bias is None or tuple(bias.shape) == (count, width) for bias, width in biases)
 
 
-def _strides(call: Any, weight: Tensor) -> tuple[int, int, int]:
-    """Of a matrix, of its columns, and along them."""
-    e_stride, *others = weight.stride()
-    n_stride, k_stride = others[::-1] if call.transposed else others
-    return e_stride, n_stride, k_stride
-
-
-def _along(x: Tensor, out: Tensor, tile: Tile) -> dict[str, Any]:
-    """The constants of a tile for rows of x and of the result."""
-    block = min(tile.block, max(16, block_of(x.shape[1])))
-    sizes = {"COLUMNS": tile.columns, "BLOCK": block, "TILES": blocks_of(x.shape[1], block)}
-    even = {"EVEN_K": x.shape[1] % block == 0, "EVEN_N": out.shape[1] % tile.columns == 0}
-    return {**sizes, **even, "STAGES": tile.stages, "num_warps": tile.warps}
-
-
-def few(call: Any, x: Tensor, gate: str, out: Tensor, tile: Tile, *, weighted: bool = False) -> None:
-    """A projection with a program for each pair, or for all pairs of a token."""
-    weight, bias = (call.gate_up, call.gate_up_bias) if gate else (call.down, call.down_bias)
-    tokens, times = call.x.shape[0], call.experts.numel() // call.x.shape[0]
-    sizes = (times, weight.shape[0], x.shape[1], out.shape[1], x.stride(0), *_strides(call, weight))
-    constants = {"GATE": gate, "WEIGHTED": weighted, "ROUNDED": call.weights.dtype == call.x.dtype} | _along(
-        x, out, tile
-    )
-    constants["EXPERTS"] = next_power_of_2(times) if weighted else 1
-    tensors = (x, call.experts, call.weights, call.residual if weighted else None, weight, bias, out)
-    plan = Plan((blocks_of(out.shape[1], tile.columns), tokens if weighted else tokens * times), sizes, constants)
-    plan.launch(few_kernel, tensors, x, (call.alpha, call.limit))
-
-
-def many(call: Any, x: Tensor, gate: str, out: Tensor, tile: Tile) -> None:
-    """A projection with a program for each expert, which finds its pairs."""
-    weight, bias = (call.gate_up, call.gate_up_bias) if gate else (call.down, call.down_bias)
-    pairs, count = call.experts.numel(), weight.shape[0]
-    sizes = (pairs // call.x.shape[0], count, pairs, x.shape[1], out.shape[1], x.stride(0), *_strides(call, weight))
-    constants = {"GATE": gate, "PAIRS": max(16, block_of(pairs)), "TILE": ROWS} | _along(x, out, tile)
-    plan = Plan((blocks_of(out.shape[1], tile.columns), count), sizes, constants)
-    plan.launch(many_kernel, (x, call.experts, weight, bias, out), x, (call.alpha, call.limit))
-
-
-def combine(call: Any, projected: Tensor, out: Tensor) -> None:
-    tokens, width = out.shape
-    columns = min(512, block_of(width))
-    constants = {"ROUNDED": call.weights.dtype == out.dtype, "COLUMNS": columns, "num_warps": 4}
-    plan = Plan((blocks_of(width, columns), tokens), (projected.shape[0] // tokens, width), constants)
-    plan.launch(combine_kernel, (projected, call.weights, call.residual, out), out)
-
-
 def experts(call: Arguments) -> Any:
     if reason := _why_not(call):
         return Declined(reason)
-    x, pairs = call.x, call.experts.numel()
-    if x.shape[0] > MOST_TOKENS or pairs > MOST_PAIRS:
+    if call.x.shape[0] > MOST_TOKENS or call.experts.numel() > MOST_PAIRS:
         return _grouped(call)
-    width = call.gate_up.shape[2 if call.transposed else 1] // 2
-    inner, out = x.new_empty((pairs, width)), torch.empty_like(x, memory_format=torch.contiguous_format)
-    first, second = ((_strides(call, each)[2] == 1, each is call.gate_up) for each in (call.gate_up, call.down))
-    if pairs > FEW:
-        many(call, x, call.activation, inner, MANY_TILES[first])
-    else:
-        few(call, x, call.activation, inner, FEW_TILES[first])
-    if pairs <= FEW and second[0]:
-        few(call, inner, "", out, FEW_TILES[second], weighted=True)
-        return out
-    projected = x.new_empty((pairs, x.shape[1]))
-    if pairs > FEW:
-        many(call, inner, "", projected, MANY_TILES[second])
-    else:
-        few(call, inner, "", projected, FEW_TILES[second])
-    combine(call, projected, out)
-    return out
+    inner = _project(Projection(call, call.x, call.activation))
+    return inner if isinstance(inner, Declined) else _project(Projection(call, inner, ""))
 
 
 def _grouped(call: Any) -> Any:
@@ -185,9 +307,8 @@ def _grouped(call: Any) -> Any:
     inner = gated(projected, call.activation, call.alpha, call.limit)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=x.device)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    combine(call, linear(inner, call.down, call.down_bias)[back], out)
-    return out
+    with on_device_of(x):
+        return combine(call, linear(inner, call.down, call.down_bias)[back])
 
 
 def route(call: Arguments) -> Any:

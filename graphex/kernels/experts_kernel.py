@@ -71,6 +71,27 @@ def last_again(column, width, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K: tl.constexpr, TWICE: tl.constexpr):
+    """`total` and `more`, and the products of one tile."""
+    BLOCK: tl.constexpr = total.shape[2]
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    ok = k < size
+    at = place + (k * k_stride)[None, None, :]
+    w = read_weight(at, ok[None, None, :], EVEN_K)
+    if TWICE:
+        other = read_weight(at + second, ok[None, None, :], EVEN_K)
+    if EVEN_K:
+        a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
+    else:
+        a = tl.load(x + row[:, None] + k[None, :], mask=ok[None, :], other=0.0, eviction_policy="evict_last")
+    a = a.to(tl.float32)[:, None, :]
+    total += a * w.to(tl.float32)
+    if TWICE:
+        more += a * other.to(tl.float32)
+    return total, more
+
+
+@triton.jit
 def summed(
     x, row, weight, matrix, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
@@ -79,19 +100,12 @@ def summed(
     total = tl.zeros((row.shape[0], column.shape[0], BLOCK), tl.float32)
     more = total
     place = weight + matrix[:, None, None] + (column * n_stride)[None, :, None]
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        k = tile * BLOCK + tl.arange(0, BLOCK)
-        ok = k < size
-        at = place + (k * k_stride)[None, None, :]
-        w = read_weight(at, ok[None, None, :], EVEN_K)
-        if EVEN_K:
-            a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
-        else:
-            a = tl.load(x + row[:, None] + k[None, :], mask=ok[None, :], other=0.0, eviction_policy="evict_last")
-        a = a.to(tl.float32)[:, None, :]
-        total += a * w.to(tl.float32)
-        if TWICE:
-            more += a * read_weight(at + second, ok[None, None, :], EVEN_K).to(tl.float32)
+    if STAGES == 1 and TILES <= 4:  # everything is asked for before anything is used
+        for tile in tl.static_range(TILES):
+            total, more = _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K, TWICE)
+    else:
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            total, more = _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K, TWICE)
     return tl.sum(total, axis=2), tl.sum(more, axis=2)
 
 
