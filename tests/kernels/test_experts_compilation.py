@@ -10,7 +10,7 @@ from tests.harness.kernels.samples import Maker, Sample
 
 
 def sample(tokens: int, *, transposed: bool) -> Sample:
-    make, count, hidden, inner = Maker(torch.bfloat16), 3, 256, 128
+    make, count, hidden, inner = Maker(torch.bfloat16), 2, 1024, 512
     gate_up = make(count, hidden, 2 * inner) if transposed else make(count, 2 * inner, hidden)
     down = make(count, inner, hidden) if transposed else make(count, hidden, inner)
     biases = (make(count, 2 * inner), make(count, hidden)) if transposed else (None, None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphex.kernels import experts as kernels
 from graphex.kernels.experts import FEW, MOST_TOKENS
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.compare import launcher
@@ -22,8 +23,8 @@ def arguments(
     times: int,
     *,
     count: int = 6,
-    hidden: int = 24,
-    inner: int = 20,
+    hidden: int = 12,
+    inner: int = 10,
     transposed: bool = False,
     bias: bool = False,
     activation: str = "silu",
@@ -73,7 +74,7 @@ def test_few_and_many_tokens(tokens, transposed, bias, activation):
     check(arguments(tokens, 2, transposed=transposed, bias=bias, activation=activation))
 
 
-@pytest.mark.parametrize("sizes", [(8, 4), (65, 33), (130, 70)])
+@pytest.mark.parametrize("sizes", [(8, 4), (33, 17), (70, 40)])
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_sizes_that_fit_no_block(sizes, tokens):
     check(arguments(tokens, 2, hidden=sizes[0], inner=sizes[1], bias=True))
@@ -91,6 +92,18 @@ def test_one_expert_a_token_and_all_to_one_expert(tokens):
 @pytest.mark.parametrize(("tokens", "dtype"), [(2, torch.float16), (24, torch.float16), (2, torch.bfloat16)])
 def test_weights_of_the_same_type_are_rounded_with(tokens, dtype):
     check(arguments(tokens, 2, wide=False, dtype=dtype))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_tile_that_may_be_chosen_computes_the_same(transposed, monkeypatch):
+    given = arguments(2, 2, count=3, transposed=transposed, bias=transposed)
+    wanted = reference(**given)
+    for gated in (True, False):
+        tiles = (*kernels.FEW_TILES[not transposed, gated], *kernels.MANY_TILES)
+        for tile in {(each.of, each.columns, each.stages > 1): each for each in tiles}.values():
+            monkeypatch.setattr(kernels, "_PREPARED", {})
+            monkeypatch.setitem(kernels.FEW_TILES, (not transposed, gated), (tile,))
+            torch.testing.assert_close(experts(**given), wanted, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("tokens", [2, 24])
@@ -118,7 +131,7 @@ def test_a_residual_is_added_for_any_number_of_experts_a_token(tokens, times, tr
 @pytest.mark.parametrize(("transposed", "bias", "activation"), [(False, False, "silu"), (True, True, "clamped")])
 def test_many_tokens_are_grouped_by_their_experts(transposed, bias, activation):
     how = {"transposed": transposed, "bias": bias, "activation": activation, "dtype": torch.bfloat16}
-    given = arguments(MOST_TOKENS + 6, 2, inner=16, **how)
+    given = arguments(MOST_TOKENS + 6, 2, hidden=24, inner=16, **how)
     given["experts"][::7] -= 6
     check(given | {"residual": torch.randn_like(given["x"])})
     given["experts"][1] = 6
