@@ -95,7 +95,7 @@ class Site:
     activation: str
     alpha: float = 1.702
     limit: float = 7.0
-    residual: Node | None = None
+    residual: Node | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """The sum is added to a residual of its shape."""

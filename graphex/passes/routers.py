@@ -132,7 +132,8 @@ def _top(node: Any) -> Any:
     top = called(node, aten.topk.default)
     if top is None or top.kwargs:
         return None
-    dim, largest = (*top.args[2:4], *(-1, True)[len(top.args[2:4]) :])
+    given: tuple[Any, ...] = tuple(top.args[2:4])
+    dim, largest = given + (-1, True)[len(given) :]
     last = top.args[0].meta["val"].dim() - 1
     return top if dim in (-1, last) and largest and isinstance(top.args[1], int) else None
 
@@ -255,9 +256,11 @@ def _grouped(node: Any, inner: set[Node]) -> tuple[Any, tuple[int, int]]:
     pair = None if total is None or list(total.args[1]) != [-1] else called(total.args[0], operator.getitem)
     two = None if pair is None or pair.args[1] != 0 else _top(pair.args[0])
     members = None if two is None or two.args[1] != 2 else called(two.args[0], aten.view.default)
-    if members is None or members.args[0] is not choice or members.meta["val"].dim() != 3 or top is None:
+    if members is None or top is None or total is None or pair is None or two is None:
         return node, (1, 1)
-    if spread.args[1] not in (-1, 2) or zeros.args[0] is not total or len(total.args) > 2:
+    if members.args[0] is not choice or members.meta["val"].dim() != 3 or len(total.args) > 2:
+        return node, (1, 1)
+    if spread.args[1] not in (-1, 2) or zeros.args[0] is not total:
         return node, (1, 1)
     inner |= {*nodes, spread, marked, zeros, picked, top, total, pair, two, members}
     return choice, (int(members.meta["val"].shape[1]), int(top.args[1]))
