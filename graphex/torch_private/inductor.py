@@ -105,12 +105,31 @@ def _compile(
         made.append((graph, code))
         return code
 
-    with _tracing(fake_mode), find("torch._functorch.config").patch(enable_autograd_cache=False):
+    without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
+    with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache:
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             options["decompositions"] = {**find("torch._inductor.decomposition.select_decomp_table")(), **inlined}
         artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
+
+
+@contextmanager
+def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Float arguments of the user's call are tensors in a region: AOTAutograd has made them so in the whole graph.
+
+    In the region it finds the symbol of such a float and no op that reads it, and would have Dynamo trace again, with a
+    constant in its place. Floats that Dynamo has been asked to make constants are none to ask for again.
+    """
+    asked = find("torch._dynamo.symbolic_convert.TensorifyState").force_specializations
+    sizes: Any = fake_mode.shape_env
+    values = sizes.backed_var_to_val if hasattr(sizes, "backed_var_to_val") else getattr(sizes, "var_to_val", {})
+    added = {str(symbol) for symbol in values} - asked
+    asked |= added
+    try:
+        yield
+    finally:
+        asked -= added
 
 
 # -- code for another process ------------------------------------------------------------------------------------------

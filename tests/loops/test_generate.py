@@ -281,7 +281,7 @@ def test_what_the_loop_does_not_do_is_left_to_transformers(model, wanted, reason
 )
 def test_what_transformers_refuses_is_refused(model, wanted):
     for generate in (model.generate, lambda *args, **given: looped(model, *args, **given)):
-        with pytest.raises(ValueError, match="trust_remote_code=True|streamer"):
+        with pytest.raises(ValueError, match=r"trust_remote_code=True|streamer"):
             generate(prompt(), **GREEDY | wanted)
     assert reasons(model) == []
 
