@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.errors import OptionError
 from graphex.loops.generation import Generation
 from graphex.loops.processors import Process
 from graphex.loops.session import Sessions, sessions_of
@@ -124,14 +125,25 @@ def _left_to_transformers(
     streamer: Any,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """transformers' own method for this mode of decoding, with a record and one warning."""
+    """transformers' own method for this mode of decoding, with a record and one warning.
+
+    Raises OptionError, a ValueError, where transformers would raise one.
+    """
     from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-    sessions.journal.fall_back(FellBack("generation", _LEFT, reason))
     input_ids, processors, criteria, config = given
-    name = GENERATION_MODES_MAPPING.get(config.get_generation_mode(), "_sample")
-    if "/" in name or name == "_assisted_decoding":
+    mode = config.get_generation_mode()
+    name = GENERATION_MODES_MAPPING[mode]
+    if "/" in name:
+        raise OptionError(
+            f"{mode.value} is no part of transformers: its code is at https://hf.co/{name}. Call `generate` with "
+            f"`custom_generate='{name}', trust_remote_code=True` in place of `graphex.generate`."
+        )
+    if name == "_beam_search" and streamer is not None:
+        raise OptionError("transformers has no streamer for beam search. Set `num_beams` to 1, or leave it out.")
+    if name == "_assisted_decoding":
         name = "_sample"  # an assistant guesses the tokens that this gives
+    sessions.journal.fall_back(FellBack("generation", _LEFT, reason))
     method = getattr(type(model), name)
     extra = {"streamer": streamer} if "streamer" in inspect.signature(method).parameters else {}
     return method(

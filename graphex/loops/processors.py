@@ -155,7 +155,11 @@ def _forced(tokens: Any, device: torch.device, length: int) -> Process:
 def _repetition_penalty(given: Any, device: torch.device) -> Process | None:
     if given.logits_indices is not None or given.cu_seq_lens_q is not None:
         return None
-    penalty, ignored = given.penalty, given.prompt_ignore_length or 0
+    penalty, ignored = given.penalty, given.prompt_ignore_length
+    if ignored is None:
+        ignored = 0
+    elif isinstance(ignored, Tensor):
+        ignored = ignored.to(device)[:, None]  # as many for each sequence as its padding is long
 
     def process(sequence: Sequence, scores: Tensor) -> Tensor:
         size = scores.shape[-1]

@@ -1,7 +1,8 @@
 """What generations of one model share: caches, buffers, the compiled step and its captures.
 
     Sessions    all of one model, attached to it; a thread borrows one for a generation
-    Session     one batch size and length of cache: its memory never moves, so that a captured step stays right
+    Session     one batch size, length of cache, type of weights and mode of torch: its memory never moves, so that a
+                captured step stays right
 
 A step of a session, all of it on the device:
 
@@ -33,6 +34,7 @@ from graphex.device import device_of
 from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read
 from graphex.loops.processors import Sequence
+from graphex.loops.step_state import modes
 from graphex.loops.torch_code import TorchCode
 from graphex.loops.wanted import Wanted, bucket
 from graphex.records import Journal
@@ -62,7 +64,8 @@ class Sessions:
     @contextmanager
     def borrowed(self, wanted: Wanted, options: Mapping[str, Any] | None) -> Iterator[Session]:
         """A session that fits. After an error or an interruption it is not used again."""
-        key = (*wanted.memory_key, repr(sorted((options or {}).items(), key=str)))
+        types = tuple(each.dtype for each in self._model().parameters())
+        key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
         with self._lock:
             found = self._idle.pop(key, [])
             session = found.pop() if found else None

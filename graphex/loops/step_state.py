@@ -248,7 +248,7 @@ class StepState:
         for scaler in self.found.scalers:
             numbers = scaler.is_enabled(), scaler.get_growth_factor(), scaler.get_backoff_factor()
             values["the scaler"] = (*numbers, scaler.get_growth_interval())
-        values["numerics and autocast"] = (*states(self._switches), *_modes())
+        values["numerics and autocast"] = (*states(self._switches), *modes())
         return values
 
     def why_never(self) -> str:
@@ -370,7 +370,8 @@ def _comparable(get: Getter) -> Hashable:
     return id(value) if isinstance(value, Tensor) else (type(value).__name__, repr(value))
 
 
-def _modes() -> tuple[object, ...]:
+def modes() -> tuple[object, ...]:
+    """The modes of torch that a caller sets around a call, and that make it another one."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return (*autocast, torch.is_grad_enabled(), torch.is_inference_mode_enabled())

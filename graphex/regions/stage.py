@@ -42,6 +42,7 @@ from graphex.regions.region import Region
 from graphex.regions.trial import Outcome, tried
 from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.rewrite.partition import bring_together
+from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
 
 NOTHING = "nothing is compiled in regions"
@@ -133,6 +134,8 @@ class CompileRegions(GraphPass):
         try:
             code = compile_region(plan.body, patches)
             return code, tried(plan.body, code, key, device)
+        except TensorifyScalarRestartAnalysis:  # it asks Dynamo to trace again
+            raise
         except Exception as error:  # Inductor may raise anything; the nodes run as they are
             self._say(work, f"a region of {len(plan.nodes)} nodes is not compiled", one_line(error), warn=True)
             return None

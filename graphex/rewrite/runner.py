@@ -27,6 +27,7 @@ from graphex.records import PassRan, Record
 from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.compilation import Compilation, readable
 from graphex.rewrite.metadata import PassWatch, repair
+from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, write_code
 from graphex.torch_private.symbolic import pytree
 
@@ -171,6 +172,8 @@ class Runner:
         module_before = self.gm
         try:
             changed, remark = self._apply(graph_pass, records)
+        except TensorifyScalarRestartAnalysis:  # it asks Dynamo to trace again
+            raise
         except Exception as error:
             self._undo(module_before, snapshot)
             self._failed(stage, graph_pass, error, before, time.perf_counter() - started)

@@ -120,7 +120,8 @@ def _compile(
         made.append((graph, code))
         return code
 
-    with _tracing(fake_mode), find("torch._functorch.config").patch(enable_autograd_cache=False):
+    without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
+    with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache:
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             table = find("torch._inductor.decomposition.select_decomp_table")()
@@ -139,6 +140,24 @@ def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
         return theirs(*args, **kwargs) if result is NotImplemented else result
 
     return decomposed
+
+
+@contextmanager
+def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Float arguments of the user's call are tensors in a region: AOTAutograd has made them so in the whole graph.
+
+    In the region it finds the symbol of such a float and no op that reads it, and would have Dynamo trace again, with a
+    constant in its place. Floats that Dynamo has been asked to make constants are none to ask for again.
+    """
+    asked = find("torch._dynamo.symbolic_convert.TensorifyState").force_specializations
+    sizes: Any = fake_mode.shape_env
+    values = sizes.backed_var_to_val if hasattr(sizes, "backed_var_to_val") else getattr(sizes, "var_to_val", {})
+    added = {str(symbol) for symbol in values} - asked
+    asked |= added
+    try:
+        yield
+    finally:
+        asked -= added
 
 
 # -- code for another process ------------------------------------------------------------------------------------------

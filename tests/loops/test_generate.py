@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import time
 import weakref
 from typing import Any
@@ -267,6 +268,24 @@ def test_what_the_loop_does_not_do_is_left_to_transformers(model, wanted, reason
     assert graphex.generation(model).last is None
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        {"num_beams": 2, "force_words_ids": [[5]]},
+        {"num_beams": 2, "streamer": Streamer()},
+    ],
+    ids=["contrastive", "dola", "groups of beams", "forced words", "streamed beams"],
+)
+def test_what_transformers_refuses_is_refused(model, wanted):
+    for generate in (model.generate, lambda *args, **given: looped(model, *args, **given)):
+        with pytest.raises(ValueError, match=r"trust_remote_code=True|streamer"):
+            generate(prompt(), **GREEDY | wanted)
+    assert reasons(model) == []
+
+
 def test_layers_that_keep_another_state_are_left_to_transformers(captures):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -300,6 +319,14 @@ def test_weights_that_were_replaced_are_read(model):
             parameter.data = parameter.data.flip(0).clone()
     assert_same(model, prompt(), **GREEDY)
     assert len(graphex.generation(model).journal.captures) == 2
+
+
+def test_a_model_of_another_type_and_other_modes_of_torch_are_other_generations(model):
+    for inference, autocast, kind in itertools.product((True, False), (True, False), (torch.float32, torch.bfloat16)):
+        model.to(kind)
+        with torch.inference_mode(inference), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert_same(model, prompt(), **GREEDY)
+    assert reasons(model) == []
 
 
 def test_an_interrupted_generation_leaves_the_model_usable(model):

@@ -42,9 +42,16 @@ def model() -> Any:
     return built("llama", num_hidden_layers=1)
 
 
+def padded() -> torch.Tensor:
+    mask = torch.ones_like(prompt())
+    mask[0, :3] = 0
+    return mask
+
+
+@pytest.mark.parametrize("mask", [None, padded()], ids=["", "padded"])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_a_processor_does_what_transformers_does(model, name):
-    asked = {"return_dict_in_generate": True, "output_scores": True, "do_sample": True}
+def test_a_processor_does_what_transformers_does(model, name, mask):
+    asked = {"return_dict_in_generate": True, "output_scores": True, "do_sample": True, "attention_mask": mask}
     found = []
     for generate in (model.generate, lambda *args, **given: looped(model, *args, **given)):
         torch.manual_seed(2)

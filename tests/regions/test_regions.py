@@ -203,6 +203,33 @@ def test_sizes_may_vary_without_compiling_again():
     assert len(regions(run)) == 1
 
 
+def test_a_number_that_varies_keeps_its_region():
+    def scaled(x, by):
+        return (x * by + (x * by).sin()).cos()
+
+    run, x = compiled(scaled), torch.randn(4, 8)
+    for by in (1.5, 2.5, 3.5, 4.5):
+        close(run(x, by), scaled(x, by))
+    assert [region.status for region in regions(run)] == ["compiled"] * 2
+    assert not graphex.journal(run).fallbacks
+
+
+def test_what_asks_dynamo_to_trace_again_reaches_it(uncompiled, monkeypatch):
+    calls = []
+
+    def restart(body, patches, compile_region=import_module("graphex.regions.stage").compile_region):
+        calls.append(body)
+        if len(calls) == 1:
+            raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
+        return compile_region(body, patches)
+
+    monkeypatch.setattr("graphex.regions.stage.compile_region", restart)
+    run, x = compiled(chain), torch.randn(4, 8)
+    close(run(x), chain(x))
+    assert len(calls) == 2
+    assert not graphex.journal(run).fallbacks
+
+
 def test_padding_looks_into_regions(tape, uncompiled):
     run = torch.compile(Block(), backend="graphex", dynamic=True, options={"capture_sizes": [4, 8]})
     with torch.no_grad():
