@@ -64,7 +64,9 @@ class Sessions:
     @contextmanager
     def borrowed(self, wanted: Wanted, options: Mapping[str, Any] | None) -> Iterator[Session]:
         """A session that fits. After an error or an interruption it is not used again."""
-        types = tuple(each.dtype for each in self._model().parameters())
+        model = self._model()
+        assert model is not None  # the caller holds it
+        types = tuple(each.dtype for each in model.parameters())
         key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
         with self._lock:
             found = self._idle.pop(key, [])
@@ -72,7 +74,7 @@ class Sessions:
             if found:
                 self._idle[key] = found
         if session is None:
-            session = Session(self._model(), wanted, options)
+            session = Session(model, wanted, options)
             self._made.add(session)
         try:
             yield session

@@ -196,7 +196,7 @@ class CapturedProgram(program.GraphProgram):
             self._run(args)
 
     def free(self) -> None:
-        with self._lock:  # another thread may be replaying
+        with self._pool.lock:  # another thread may be replaying
             self._store.free()
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
