@@ -86,12 +86,17 @@ def present(path: str) -> Any:
         return None
 
 
+_ENTRANCES = {"torch._functorch._aot_autograd.runtime_wrappers": "torch._dynamo"}
+"""Modules that import each other in a circle, which can be entered by one of them only."""
+
+
 def find(path: str) -> Any:
     """The object behind a dotted name. Modules on the way are imported if need be."""
     found, reached = torch, "torch"
     for part in path.split(".")[1:]:
         reached = f"{reached}.{part}"
         if isinstance(found, ModuleType) and not hasattr(found, part):
+            import_module(_ENTRANCES.get(reached, reached))
             import_module(reached)
         found = getattr(found, part)
     return found
