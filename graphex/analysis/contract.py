@@ -96,9 +96,9 @@ def every_node(graph: Graph) -> Iterator[Node]:
             yield from (inner for inner in body.graph.nodes if inner.op not in ("placeholder", "output"))
 
 
-def is_member(node: Node) -> bool:
-    """Whether a node of an `inlined` graph stands in a region."""
-    return _MEMBER in node.meta
+def home_of(node: Node) -> str:
+    """The region that a node of an `inlined` graph stands in; empty if in none."""
+    return str(node.meta.get(_MEMBER, ""))
 
 
 def inlined(gm: GraphModule) -> GraphModule:
@@ -117,7 +117,7 @@ def inlined(gm: GraphModule) -> GraphModule:
             inner = dict(zip(body.graph.find_nodes(op="placeholder"), map(copied, node.args), strict=True))
             returned = graph.graph_copy(body.graph, val_map=inner)
             for member in (each for each in body.graph.nodes if each.op == "call_function"):
-                inner[member].meta[_MEMBER] = True
+                inner[member].meta[_MEMBER] = node.name
             copies[node] = returned
         elif node.target is operator.getitem and isinstance(copies[node.args[0]], tuple):
             copies[node] = copies[node.args[0]][node.args[1]]

@@ -301,6 +301,16 @@ def test_the_predicted_peak_does_not_grow_by_compiling_regions(regions):
     assert compiled.memory[0].peak_after == single.memory[0].peak_after == 64 * 64 * 4
 
 
+def test_the_predicted_peak_counts_what_a_region_is_given_beside_its_result(regions):
+    class Given(nn.Module):
+        def forward(self, x: Tensor, order: Tensor) -> Tensor:
+            return x.index_select(0, order).sin().exp().cos() + 1
+
+    journal = explained(Given(), torch.randn(64, 64), torch.arange(64)).journal
+    assert [border.op for border in journal.region_borders] == ["aten.index_select.default"]
+    assert journal.memory[0].peak_after == 2 * 64 * 64 * 4
+
+
 # -- names and graphs --------------------------------------------------------------------------------------------------
 
 

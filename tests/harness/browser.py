@@ -131,6 +131,7 @@ def browser() -> Iterator[Browser]:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
         try:
+            driver.get("about:blank")  # newer versions go on loading their own first page
             yield Browser(driver)
         finally:
             driver.quit()

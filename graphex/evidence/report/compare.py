@@ -237,8 +237,10 @@ def _summary(
 def _device_op_sentences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """What runs here; and, where some rewrites are previews, what would run on a device with kernels for them."""
     here, elsewhere = ([device_ops(graphs, count) for graphs in (before, after)] for count in ("computes", "elsewhere"))
-    yield _sentence("bad" if here[1] > here[0] else "good", f"{here[0]} device ops -> {here[1]}.")
-    if elsewhere != here:
+    with_previews = elsewhere != here
+    tone = "bad" if here[1] > here[0] else "good"
+    yield _sentence("plain" if with_previews else tone, f"{here[0]} device ops -> {here[1]}.")
+    if with_previews:
         text = (
             f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
         )

@@ -28,13 +28,16 @@ function regionSections(app, graph) {
 }
 
 function regionTable(app, regions) {
-  const call = (each) =>
-    each.seconds_single ? `${timeText(each.seconds_compiled)} instead of ${timeText(each.seconds_single)}` : "not measured";
+  const call = (each) => {
+    if (!each.seconds_single) return "not measured";
+    return `${timeText(each.seconds_compiled)} instead of ${timeText(each.seconds_single)}`;
+  };
+  const names = (each) => each.kernels.map((name) => el("p", { class: "mono" }, name));
   const rows = regions.map((each) => [
     each.region ? chip(each.region, () => app.showFinal(each.region), "node-chip") : "not used",
     each.status,
     String(each.calls),
-    el("details", {}, el("summary", {}, String(each.kernels.length)), each.kernels.map((name) => el("p", { class: "mono" }, name))),
+    el("details", {}, el("summary", {}, String(each.kernels.length)), names(each)),
     timeText(each.seconds),
     call(each),
     el("span", { class: "mono" }, each.lines[0] || ""),
