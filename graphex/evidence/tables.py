@@ -196,7 +196,14 @@ def _regions(journal: Journal) -> Iterator[Any]:
         counts = (str(each.calls), str(each.fused_ops), str(len(each.kernels)))
         rows.append((each.graph, each.region or "-", each.status, *counts, f"{each.seconds:.1f}", against))
     columns = ("graph", "region", "status", "ops", "fused", "kernels", "s", "us compiled / single")
-    return _table("regions", columns, rows)
+    yield from _table("regions", columns, rows)
+    awaited = (
+        (each.graph, each.status, str(each.regions), str(each.calls), f"{each.seconds:.1f}", each.reason)
+        for each in journal.regions_awaited
+    )
+    yield from _table(
+        "regions in the background", ("graph", "status", "regions", "calls before", "s", "reason"), awaited
+    )
 
 
 def _memory(journal: Journal) -> Iterator[Any]:

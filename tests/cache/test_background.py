@@ -107,6 +107,12 @@ def test_the_graph_is_captured_again(tape, elsewhere):
     assert elsewhere.ran == 2  # a warm-up and a capture
 
 
+@pytest.mark.parametrize("regions", ["background", False])
+def test_explain_shows_what_is_awaited(elsewhere, regions):
+    report = graphex.explain(chain, (torch.randn(4, 8),), options={"regions": regions})
+    assert ("regions in the background" in str(report)) == (regions == "background")
+
+
 def test_regions_that_are_alike_get_one_code(elsewhere):
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softsign()) for _ in range(8)))
     run, x = compiled(layers), torch.randn(2, 4)
