@@ -76,7 +76,7 @@ _implementations = private(
     "torch.library._impls", ("aten/unknown/Autograd",), lost="AOTAutograd traces what is in the cache too"
 )
 _LIBRARIES = ("_get_mkldnn_enabled", "_get_nnpack_enabled")  # those that torch's composite ops ask for
-_OVERRIDES = re.compile(r"aten/.*/(Autograd|Composite|Python|Functionalize|FuncTorch)")
+_OVERRIDES = re.compile(r"aten/.*/(Autograd|Composite|Functionalize)")
 _functorch_config = private(
     "torch._functorch.config", None, lost="aot_compile and AOTAutograd's cache are not kept off what graphex compiles"
 )
