@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -57,10 +58,9 @@ min_cut_rematerialization_partition = later(
     default_partition,
     lost="training graphs are partitioned without min-cut",
 )
-_mark = present("torch._functorch._aot_autograd.runtime_wrappers.mark_dynamo_propagated_dynamic_indices") or private(
-    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper",
-    None,
-    lost="results of loaded graphs are not marked as dynamic",
+_MARKS = (  # looked up when a graph needs them: imported before Dynamo, their module breaks Dynamo's import
+    "torch._functorch._aot_autograd.runtime_wrappers.mark_dynamo_propagated_dynamic_indices",
+    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper",  # torch 2.11 and 2.12
 )
 _any_autocast = private(
     "torch._C._is_any_autocast_enabled", lambda: True, lost="calls go through AOTAutograd's wrapper"
@@ -76,7 +76,7 @@ _implementations = private(
     "torch.library._impls", ("aten/unknown/Autograd",), lost="AOTAutograd traces what is in the cache too"
 )
 _LIBRARIES = ("_get_mkldnn_enabled", "_get_nnpack_enabled")  # those that torch's composite ops ask for
-_OVERRIDES = re.compile(r"aten/.*/(Autograd|Composite|Python|Functionalize|FuncTorch)")
+_OVERRIDES = re.compile(r"aten/.*/(Autograd|Composite|Functionalize)")
 _functorch_config = private(
     "torch._functorch.config", None, lost="aot_compile and AOTAutograd's cache are not kept off what graphex compiles"
 )
@@ -207,7 +207,7 @@ def only_hands_over(written: Collection[int], *, but_marks: bool = False) -> boo
             metadata.num_mutated_inp_runtime_indices,
             metadata.num_outputs_aliased,
             metadata.num_intermediate_bases,
-            metadata.dynamic_outputs and not but_marks,
+            metadata.dynamic_outputs and not (but_marks and _mark()),
             metadata.is_rng_op_functionalized,
             metadata.tokens,
             metadata.grad_enabled_mutation is not None,
@@ -228,8 +228,14 @@ def dynamic_results() -> dict[int, set[int]]:
 
 def mark_dynamic(result: Any, dims: set[int]) -> None:
     """Mark dimensions of a result as AOTAutograd does: a graph that takes it has symbolic sizes there."""
-    if _mark is not None:
-        _mark(result, dims)
+    mark = _mark()
+    assert mark is not None
+    mark(result, dims)
+
+
+@cache
+def _mark() -> Callable[[Any, set[int]], None] | None:
+    return next(filter(None, map(present, _MARKS)), None)
 
 
 def adds_guards() -> bool:

@@ -75,8 +75,8 @@ def inductor_settings() -> dict[str, Any]:
     """All of Inductor's configuration that decides what it compiles, functions included, less paths and the like."""
     config = find("torch._inductor.config")
     everything: dict[str, Any] = config.get_config_copy()
-    portable: dict[str, Any] = getattr(config, "save_config_portable", config.get_config_copy)()
-    return portable | {name: value for name, value in everything.items() if callable(value)}
+    ignored = ("_", *getattr(config, "_cache_config_ignore_prefix", ()))  # by Inductor's own cache
+    return {name: value for name, value in everything.items() if callable(value) or not name.startswith(ignored)}
 
 
 def _entry() -> Callable[..., Any]:

@@ -113,6 +113,7 @@ def test_an_equal_graph_under_another_name_has_an_entry_of_its_own(run):
 
 PROGRAM = textwrap.dedent(
     """
+    import sys
     import torch, graphex
     from torch import nn
 
@@ -124,19 +125,23 @@ PROGRAM = textwrap.dedent(
         torch.testing.assert_close(compiled(x), net(x))
     journal = graphex.journal(compiled)
     print([each.status for each in journal.cache], [each.status for each in journal.regions], len(journal.passes))
+    print([each.what for each in journal.fallbacks], "torch._inductor.lowering" in sys.modules)
     """
 )
 
 
 def test_the_next_process_compiles_nothing_regions_included(folder, tmp_path):
-    """In another working directory, as another rank, with the folder moved: nothing of these is stored."""
+    """In another working directory, as another rank, with the folder moved: nothing of these is stored.
+
+    Nor are Inductor's code generators imported.
+    """
     switches = {"GRAPHEX_REGIONS": "on", "OMP_NUM_THREADS": "1"}
     first = python("-c", PROGRAM, **switches).stdout
     assert first.startswith("['miss'] ['compiled']")
     moved = tmp_path / "elsewhere"
     folder.parent.rename(moved)
     second = python("-c", PROGRAM, cwd=tmp_path, GRAPHEX_CACHE_DIR=str(moved), RANK="1", WORLD_SIZE="2", **switches)
-    assert second.stdout == "['hit'] ['loaded'] 0\n"
+    assert second.stdout == "['hit'] ['loaded'] 0\n[] False\n"
 
 
 @pytest.mark.parametrize("switch", ["option", "environment"])

@@ -75,6 +75,68 @@ def test_a_version_that_changed_is_named(run, monkeypatch, part):
     assert missed(run(function, torch.ones(2))) == f"{part} was {machine[part]} and is another"
 
 
+def with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+def with_other_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+
+
+def with_other_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "another")
+
+
+def with_other_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphex.cache.keys._device", lambda name: "another device")
+
+
+def with_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphex.cache.keys.variant_declarations", lambda: ["aten.relu.default"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (with_threads, "the setting 'threads' was "),
+        (with_other_tuning, "the environment's 'tuning' was off and is on"),
+        (with_other_compiler, "the environment's 'C++ compiler' was "),
+        (with_other_driver, "the device 'cpu' was cpu and is another device"),
+        (with_declaration, "the declaration of 'aten.relu.default' is new"),
+    ],
+)
+def test_a_part_of_the_surroundings_that_changed_is_named(run, monkeypatch, change, named):
+    run(function, torch.ones(2))
+    change(monkeypatch)
+    assert missed(run(function, torch.ones(2))).startswith(named)
+
+
+def test_strides_that_changed_are_named(run):
+    run(function, torch.ones(2, 3))
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="graphex")
+    compiled(torch.ones(3, 2).t())
+    reason = missed(graphex.journal(compiled))
+    assert "the input 'arg0_1' differs" in reason
+    assert "strides=(1, 2)" in reason
+
+
+@pytest.mark.parametrize("made", [torch.clamp_min, torch.clamp], ids=["changed", "as it was"])
+def test_a_decomposition_is_part_of_the_key(folder, made):
+    def through(decompose):
+        torch._dynamo.reset()
+        table = {torch.ops.aten.relu.default: lambda x: decompose(x, 0)}
+        compiled = torch.compile(function, backend=graphex.get_backend({}, custom_decompositions=table))
+        compiled(torch.ones(2))
+        return graphex.journal(compiled)
+
+    through(torch.clamp)
+    if made is torch.clamp:
+        assert asked(through(made)) == ["hit"]
+    else:
+        assert "the decomposition of 'aten.relu.default' was changed" in missed(through(made))
+
+
 # -- passes and rules --------------------------------------------------------------------------------------------------
 
 

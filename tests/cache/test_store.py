@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import stat
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import graphex
 from graphex.cache.store import Store
 from graphex.env import sealed
 from graphex.errors import GraphexWarning
 from tests.harness.cached import asked, missed
-from tests.harness.processes import PATH
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -137,47 +139,62 @@ def test_hits_are_counted(run, folder):
     assert entry.hits == 2
 
 
-PROGRAM = textwrap.dedent(
-    """
-    import sys
-    import torch, graphex
-    compiled = torch.compile(torch.nn.GELU(), backend="graphex")
-    sys.stdin.readline()  # all begin at once
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(torch.arange(4.0)), torch.nn.functional.gelu(torch.arange(4.0)))
-    print([record.status for record in graphex.journal(compiled).cache])
-    """
-)
+# -- several processes -------------------------------------------------------------------------------------------------
 
 
-def started() -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": PATH}, **pipes)
+def compile_once(go: Barrier, found: SimpleQueue[list[str]]) -> None:
+    """What a process finds in the cache that compiles when all do."""
+    torch.set_num_threads(1)  # threads do not survive a fork
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="graphex")
+    go.wait()
+    result = compiled(torch.arange(-2.0, 2.0))
+    torch.testing.assert_close(result, function(torch.arange(-2.0, 2.0)))
+    found.put(asked(graphex.journal(compiled)))
 
 
-def test_processes_at_once_do_not_disturb_each_other(folder):
-    processes = [started() for _ in range(3)]
-    found = [process.communicate("go\n")[0].strip() for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert set(found) <= {"['miss']", "['hit']"}
+def test_ten_processes_at_once_do_not_disturb_each_other(folder):
+    fork = multiprocessing.get_context("fork")
+    go, found = fork.Barrier(10), fork.SimpleQueue()
+    processes = [fork.Process(target=compile_once, args=(go, found)) for _ in range(10)]
+    for process in processes:
+        process.start()
+    statuses = [found.get() for _ in processes]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 10
+    assert all(each in (["miss"], ["hit"]) for each in statuses)
     assert not any(Store().problem(entry.id) for entry in Store().entries())
+    assert not list(folder.glob("*.new"))
 
 
-def test_a_process_that_was_killed_while_writing_leaves_nothing_that_is_loaded(run, folder, monkeypatch):
+def compile_and_die(writes: int) -> None:
+    """Compile until the process is killed before it has given a file, after so many others, its name."""
+    replace, left = os.replace, [writes]
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        replace(*args, **kwargs)
+
+    os.replace = killed  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    torch.compile(function, backend="graphex")(torch.ones(2))
+
+
+@pytest.mark.parametrize(("writes", "status"), [(0, "miss"), (1, "miss"), (2, "hit")])  # the key, the graph, the call
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_loaded(run, folder, writes, status):
     """Until a file is complete it has another name; after an hour it is removed."""
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(function, torch.ones(2))
-    monkeypatch.undo()
-    monkeypatch.setenv("GRAPHEX_CACHE", "on")
-    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(folder.parent))
-    left = folder / ".half.graph.0123.new"
-    left.write_bytes(b"half")
+    process = multiprocessing.get_context("fork").Process(target=compile_and_die, args=(writes,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = (path for path in folder.iterdir() if path.name.endswith(".new"))
     os.utime(left, (0, 0))
-    assert asked(run(function, torch.ones(2))) == ["miss"]
+    torch.set_num_threads(1)
+    assert asked(run(function, torch.ones(2))) == [status]
     assert asked(run(function, torch.ones(2))) == ["hit"]
+    assert asked(run(torch.sin, torch.ones(2))) == ["miss"]
     assert not left.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
+import torch
 
 from tests.harness.processes import python
 
@@ -103,3 +104,12 @@ def test_another_thread_that_imports_inductor_meanwhile_gets_all_of_it():
     assert found[1] is torch._inductor.decomposition.decompositions
     """
     run(threads, WHOLE)
+
+
+def test_kernels_of_libraries_that_stand_in_are_inductors():
+    from torch._inductor.kernel import conv, mm  # noqa: F401
+    from torch._inductor.select_algorithm import extern_kernels
+
+    from graphex.torch_private.lean_imports import KERNELS
+
+    assert all(getattr(extern_kernels, name) is getattr(torch, name) for name in KERNELS)

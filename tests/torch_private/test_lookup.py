@@ -83,6 +83,11 @@ def test_every_one_is_found_in_this_torch_or_has_a_substitute_as_good():
     assert missing_names() == []
 
 
+def test_dynamo_can_be_imported_after_all_of_graphex():
+    """Some modules of torch break its import if they come first."""
+    python("-c", "import graphex.loops.saved, graphex.frontend.aot, torch._dynamo; torch._dynamo.reset()")
+
+
 def test_a_name_that_is_gone_can_be_named_and_not_used(monkeypatch):
     monkeypatch.setattr(lookup, "losses", {})
     gone = private("torch._no_such_module.Gone", lost="nothing")
