@@ -71,7 +71,7 @@ def _ops_of_reference(node: Node) -> int:
     return _ops_of(node, spec.reference)
 
 
-def _as_given(query: Any, key: Any, value: Any, mask: Any, scale: float, is_causal: bool, softcap: float) -> Any:
+def _as_given(query: Any, key: Any, value: Any, mask: Any, scale: float, is_causal: bool, *others: Any) -> Any:
     """The call that `graphex.attention` was lifted from."""
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -54,6 +54,7 @@ class Job(NamedTuple):
     scale: float
     is_causal: bool
     softcap: float
+    sinks: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -168,11 +169,11 @@ class Tile:
             if not out.numel():
                 return out
             sums = out.new_empty(scratch, dtype=torch.float32) if scratch else None
-            tensors = job.query, job.key, job.value, job.mask, out, sums
+            tensors = job.query, job.key, job.value, job.mask, out, sums, job.sinks
             token = None if new is None else new.argument()
             start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers, token), constants)
             if sums is not None:
-                start(combine_kernel, join_grid, (sums, out, positions, splits), joined)
+                start(combine_kernel, join_grid, (sums, job.sinks, out, positions, splits), joined)
             return out
 
         return run
@@ -247,8 +248,10 @@ def refusal_of(job: Job) -> str | None:
         return "the device is older than the tensor cores that the kernel is written for"
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in FLOATS:
         return f"the mask is {mask.dtype}"
-    if any(each is not None and each.device != query.device for each in (key, value, mask)):
+    if any(each is not None and each.device != query.device for each in (key, value, mask, job.sinks)):
         return "arguments are on different devices"
+    if job.sinks is not None and (job.sinks.dtype not in FLOATS or not job.sinks.is_contiguous()):
+        return "the sinks are no contiguous numbers"
     if any(each.shape[3] > 1 and each.stride(3) != 1 for each in (query, key, value)):
         return "the elements of a head are not adjacent"
     if max(key.stride(2), value.stride(2)) > MOST_APART:
@@ -341,7 +344,7 @@ def description(job: Job) -> str:
 
 def attention(call: Arguments) -> Any:
     job = Job(*call)
-    key = signature(*job[:4]), job.is_causal, job.softcap > 0
+    key = signature(*job[:4], job.sinks), job.is_causal, job.softcap > 0
     return run_job(job, job.query, key, _PREPARED, _prepare)
 
 
@@ -371,6 +374,7 @@ class Step(NamedTuple):
     eps: float = 0.0
     offset: float = 0.0
     cast_first: bool = False
+    sinks: Tensor | None = None
 
     @property
     def mode(self) -> str:
@@ -381,7 +385,7 @@ class Step(NamedTuple):
 
     def attention(self) -> Job:
         """As if the query were rotated already."""
-        return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap)
+        return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap, self.sinks)
 
     def new(self) -> New:
         """For a step that is not refused."""
@@ -439,7 +443,7 @@ def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
 def _apart(step: Step) -> Any:
     """One op after the other, each with its own kernel."""
     turned = called("graphex::rotary_qkv_write_", *step.apart())
-    return called("graphex::attention", turned, step.keys, step.values, step.mask, step.scale, False, step.softcap)
+    return called("graphex::attention", turned, *step.attention()[1:])
 
 
 def _shares_memory(step: Step) -> bool:
@@ -454,7 +458,7 @@ def rotary_attention_(call: Arguments) -> Any:
     if seen() is None and _shares_memory(step):
         return Declined("a cache shares its memory with what is read")
     key = (
-        signature(*step[:8], step.mask, step.q_gain, step.k_gain),
+        signature(*step[:8], step.mask, step.q_gain, step.k_gain, step.sinks),
         step.dim,
         *step[9:10],
         step.softcap > 0,

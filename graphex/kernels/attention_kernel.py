@@ -211,6 +211,13 @@ def first_sums(score, of_mask, is_here, new_v, step):
     return largest, totals, tl.where(weights == 0.0, 0.0, weights * new_v.to(tl.float32)[None, :])
 
 
+@triton.jit
+def with_sink(largest, sink):
+    """What sums over scores of this maximum are multiplied with, where one more score counts, and what that adds."""
+    base = tl.maximum(largest, sink)
+    return tl.exp2((largest - base) * LOG2_E), tl.exp2((sink - base) * LOG2_E)
+
+
 @triton.jit(
     do_not_specialize=["positions", "length", "chunk", "mask_batch", "mask_head", "mask_token", "mask_position"]
 )
@@ -221,6 +228,7 @@ def attention_kernel(
     mask,
     out,
     sums,
+    sinks,
     scale,
     softcap,
     positions,
@@ -356,6 +364,10 @@ def attention_kernel(
         tl.store(scales, largest, mask=row_ok)
         tl.store(scales + 1, total, mask=row_ok)
     else:
+        if sinks is not None:
+            sink = tl.load(sinks + query_head, mask=row_ok, other=0.0).to(tl.float32)
+            fading, added = with_sink(largest, sink)
+            weighted, total = weighted * fading[:, None], total * fading + added
         result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         at = ((batch * positions + token) * heads + query_head) * VALUE_WIDTH
         tl.store(out + at[:, None] + value_column[None, :], result.to(out.dtype.element_ty), mask=stored)
@@ -364,6 +376,7 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["positions", "splits"])
 def combine_kernel(
     sums,
+    sinks,
     out,
     positions,
     splits,
@@ -388,7 +401,11 @@ def combine_kernel(
     used = (there & (largest != MINUS_INFINITY))[:, None] & (value_column < VALUE_WIDTH)[None, :]
     weighted = tl.load(sums + place[:, None] * VALUE_WIDTH + value_column[None, :], mask=used, other=0.0)
     everything = tl.sum(total * fading, 0)
-    result = tl.sum(weighted * fading[:, None], 0) / tl.where(everything == 0.0, 1.0, everything)
     query_head = head * GROUP + row % GROUP
+    result = tl.sum(weighted * fading[:, None], 0)
+    if sinks is not None:
+        less, added = with_sink(base, tl.load(sinks + query_head).to(tl.float32))
+        result, everything = result * less, everything * less + added
+    result = result / tl.where(everything == 0.0, 1.0, everything)
     at_out = ((batch * positions + row // GROUP) * (tl.num_programs(1) * GROUP) + query_head) * VALUE_WIDTH
     tl.store(out + at_out + value_column, result.to(out.dtype.element_ty), mask=value_column < VALUE_WIDTH)

@@ -1,4 +1,4 @@
-"""Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores; inference alone.
+"""Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores, sinks; inference alone.
 
 `attention` is the op by itself, `rotary_attention_` a whole decode step: it rotates and writes the caches first.
 """
@@ -50,7 +50,7 @@ def repeated(cache: Tensor, times: int) -> Tensor:
 
 @op(
     "graphex::attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, bool is_causal=False, "
-    "float softcap=0.0) -> Tensor",
+    "float softcap=0.0, Tensor? sinks=None) -> Tensor",
     title="attention",
     kernel="attention.attention",
     rows=RowRule("batch", ("query", "key", "value")),
@@ -63,26 +63,36 @@ def attention(
     scale: float,
     is_causal: bool = False,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`softmax(query @ key.T * scale + mask) @ value`: query [B, H, T, D], key [B, Hkv, L, D], value [B, Hkv, L, Dv].
 
     Query head h attends to head h // (H // Hkv) of the keys. A mask is boolean (True: attend) or is added, and is
     broadcast to [B, H, T, L]; `is_causal` is that of `F.scaled_dot_product_attention`, and so is 0 as the result of a
     query that may attend to nothing (where PyTorch's fused kernels on CUDA may return something else). A softcap c > 0
-    replaces the scores by c * tanh(scores / c) before the mask. The result [B, H, T, Dv] lies in memory as
-    [B, T, H, Dv].
+    replaces the scores by c * tanh(scores / c) before the mask. Sinks [H] are one more score of each query head, of
+    which there is no value. The result [B, H, T, Dv] lies in memory as [B, T, H, Dv].
     """
     _check(query, key, value, mask, is_causal)
-    return _attended(query, key, value, mask, scale, is_causal, softcap)
+    require(sinks is None or tuple(sinks.shape) == (query.shape[1],), lambda: "there is one sink for each query head")
+    return _attended(query, key, value, mask, scale, is_causal, softcap, sinks)
 
 
 @part(fake=lambda query, key, value, *_: result_like(query, value))
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, softcap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
-    if softcap > 0:
-        found = _capped(query, repeated(key, groups), repeated(value, groups), mask, scale, is_causal, softcap)
+    if softcap > 0 or sinks is not None:
+        heads = (query, repeated(key, groups), repeated(value, groups))
+        found = _step_by_step(*heads, mask, scale, is_causal, softcap, sinks)
     elif mask is None:
         found = functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
@@ -95,15 +105,28 @@ def _attended(
     return found if found.stride() == result.stride() else result.copy_(found)
 
 
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, is_causal: bool, softcap: float
+def _step_by_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """As models that cap their scores write it, step by step in their type and the softmax in float32."""
-    scores = torch.tanh(torch.matmul(query, key.transpose(2, 3)) * scale / softcap) * softcap
+    """As models that cap their scores, or have sinks, write it: in their type, and the softmax in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
     if is_causal:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        weights = functional.softmax(scores, -1, dtype=wide_dtype(query))[..., :-1]
+        return torch.matmul(weights.to(query.dtype), value)
     weights = functional.softmax(scores, -1, dtype=wide_dtype(query)).masked_fill(
         (scores == -torch.inf).all(-1, keepdim=True), 0.0
     )
@@ -118,7 +141,7 @@ _rms_norm = with_kernel("graphex::rms_norm")
     "graphex::rotary_attention_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) key_cache,"
     " Tensor(b!) value_cache, Tensor positions, int dim, bool interleaved, Tensor? mask, float scale,"
     " float softcap=0.0, Tensor? q_gain=None, Tensor? k_gain=None, float eps=0.0, float weight_offset=0.0,"
-    " bool cast_before_weight=False) -> Tensor",
+    " bool cast_before_weight=False, Tensor? sinks=None) -> Tensor",
     title="rotary embedding + attention",
     kernel="attention.rotary_attention_",
 )
@@ -141,15 +164,16 @@ def rotary_attention_(
     eps: float = 0.0,
     weight_offset: float = 0.0,
     cast_before_weight: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Rotate, write the caches and attend to them, in one launch for one token of each sequence.
 
     q, k = (rms_norm(x, gain, eps, weight_offset, cast_before_weight)[0] for each), if there are gains
     turned = rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    return attention(turned, key_cache, value_cache, mask, scale, False, softcap)
+    return attention(turned, key_cache, value_cache, mask, scale, False, softcap, sinks)
     """
     norm = (eps, weight_offset, cast_before_weight)
     q, k = (x if gain is None else _rms_norm(x, gain, *norm)[0] for x, gain in ((q, q_gain), (k, k_gain)))
     turned = _rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    result: Tensor = _attention(turned, key_cache, value_cache, mask, scale, False, softcap)
+    result: Tensor = _attention(turned, key_cache, value_cache, mask, scale, False, softcap, sinks)
     return result

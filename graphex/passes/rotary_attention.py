@@ -10,7 +10,7 @@ caches, or the values written to them, are used in between, it stands where the 
     before:  q = transpose(rms_norm(x, gain, eps)); k = transpose(rms_norm(y, other, eps)); rotary_attention_(q, k, ...)
     after:   rotary_attention_(transpose(x), transpose(y), ..., gain, other, eps)
 
-Norms of query and key over a head (Qwen 3, Gemma 3) go along, if nothing else reads what they make.
+Norms of query and key over a head (Qwen 3; Gemma 3, which transposes first) go along, if nothing else reads these.
 """
 
 from __future__ import annotations
@@ -72,17 +72,15 @@ class JoinRotaryAndAttention(GraphPass):
 
     def _take_along(self, work: Work, joined: Node, norms: tuple[HeadNorm, ...]) -> None:
         """The norms of query and key become a part of the op."""
-        with work.graph.inserting_before(joined):
-            rows = [work.graph.call_function(aten.transpose.int, (each.x, 1, 2)) for each in norms]
-        for row, each in zip(rows, norms, strict=True):
-            row.meta["val"] = each.x.meta["val"].transpose(1, 2)
-            inherit_all(row, [each.turned])
+        rows = [each.x if each.turned is None else _transposed(each.x, each.turned, joined) for each in norms]
         gains = (each.gain for each in norms)
-        joined.args = (*rows, *joined.args[2:], *gains, *norms[0].numbers)
+        sinks = joined.args[18:]
+        joined.args = (*rows, *joined.args[2:13], *gains, *norms[0].numbers, *sinks)
         inherit_all(joined, [joined, *(each.norm for each in norms)])
         names, line = [each.norm.name for each in norms], node_line(norms[0].norm)
         for each in norms:
-            for node in (each.turned, *each.norm.users, each.norm):
+            turned = () if each.turned is None else (each.turned,)
+            for node in (*turned, *each.norm.users, each.norm):
                 work.graph.erase_node(node)
         because = "query and key are normalised where they are rotated"
         work.fused(names, [joined], rule=self.rule_names[1], because=because, line=line)
@@ -91,6 +89,8 @@ class JoinRotaryAndAttention(GraphPass):
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
         given = (*_arguments(write), site.mask, *site.numbers)
+        norm = (None, None, 0.0, 0.0, False)
+        given += () if site.sinks is None else (*norm, site.sinks)
         with work.graph.inserting_before(place):
             joined = work.graph.call_function(ops.rotary_attention_.default, given)
         inherit_all(joined, [write, attention])
@@ -105,9 +105,9 @@ class JoinRotaryAndAttention(GraphPass):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """`turned` is the transposed norm of x, over its last dimension."""
+    """A norm of x over its last dimension. `turned` is what comes of it transposed, if it is."""
 
-    turned: Node
+    turned: Node | None
     norm: Node
     x: Node
     gain: Node
@@ -123,10 +123,9 @@ def _norms(site: Site) -> tuple[HeadNorm, ...]:
 
 
 def _head_norm(row: Node, user: Node) -> HeadNorm | None:
-    if row.target is not aten.transpose.int or tuple(row.args[1:]) != (1, 2) or set(row.users) != {user}:
-        return None
-    first = row.args[0]
-    if not isinstance(first, Node) or first.target is not operator.getitem or set(first.users) != {row}:
+    is_turned = row.target is aten.transpose.int and tuple(row.args[1:]) == (1, 2) and set(row.users) == {user}
+    first, reader = (row.args[0], row) if is_turned else (row, user)
+    if not isinstance(first, Node) or first.target is not operator.getitem or set(first.users) != {reader}:
         return None
     norm = first.args[0]
     if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
@@ -137,7 +136,15 @@ def _head_norm(row: Node, user: Node) -> HeadNorm | None:
     if gain is None or len({each.meta["val"].dtype for each in (x, gain, row)}) > 1:
         return None
     same_place = len({placement(each) for each in (row, norm, user)}) == 1
-    return HeadNorm(row, norm, x, gain, tuple(numbers)) if same_place else None
+    return HeadNorm(row if is_turned else None, norm, x, gain, tuple(numbers)) if same_place else None
+
+
+def _transposed(x: Node, like: Node, before: Node) -> Node:
+    with x.graph.inserting_before(before):
+        made = x.graph.call_function(aten.transpose.int, (x, 1, 2))
+    made.meta["val"] = x.meta["val"].transpose(1, 2)
+    inherit_all(made, [like])
+    return made
 
 
 @dataclass(frozen=True)
@@ -170,8 +177,13 @@ class Site:
     @property
     def numbers(self) -> tuple[float, float]:
         """The scale and the softcap."""
-        _, _, _, _, scale, _, softcap = _arguments(self.attention)
+        _, _, _, _, scale, _, softcap, _ = _arguments(self.attention)
         return scale, softcap
+
+    @property
+    def sinks(self) -> Node | None:
+        found: Node | None = _arguments(self.attention)[7]
+        return found
 
 
 def _site(node: Node) -> Site | None:
@@ -211,7 +223,7 @@ class _Proof:
 
     def _touched(self) -> list[Node]:
         site = self.site
-        return [*site.rows, site.positions, *site.caches, *([] if site.mask is None else [site.mask])]
+        return [*site.rows, site.positions, *site.caches, *filter(None, (site.mask, site.sinks))]
 
     def _query_is_used_elsewhere(self) -> Refusal | None:
         others = [user for user in self.site.write.users if user is not self.site.attention]
@@ -221,7 +233,7 @@ class _Proof:
         return Refusal(f"the rotated query is also {what}")
 
     def _unfit(self) -> Refusal | None:
-        _, keys, values, *_, is_causal, _ = _arguments(self.site.attention)
+        _, keys, values, _, _, is_causal, *_ = _arguments(self.site.attention)
         if (keys, values) != self.site.caches:
             return Refusal("attention reads other caches than those that are written")
         if is_causal:

@@ -94,7 +94,7 @@ def test_every_layer_of_a_decode_step_is_one_op(turn, masked):
 
 
 class HeadNorm(torch.nn.Module):
-    """A layer as Qwen 3 and Gemma 3 write it: query and key are normalised over a head, then transposed."""
+    """A layer as Qwen 3 writes it: norms of query and key over a head, then a transposition; Gemma 3 has that first."""
 
     def __init__(self, also: str = "") -> None:
         super().__init__()
@@ -108,21 +108,25 @@ class HeadNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, mask: Any, caches: list[Tensor]) -> Any:
         keys, values = caches
+        if self.also == "first":
+            x = x.transpose(1, 2)
         query, key = self.norm(x * 3, self.gains[0]), self.norm(x * 2, self.gains[1])
-        q, k = half(query.transpose(1, 2), cos, sin), half(key.transpose(1, 2), cos, sin)
+        if self.also != "first":
+            x, query, key = (each.transpose(1, 2) for each in (x, query, key))
+        q, k = half(query, cos, sin), half(key, cos, sin)
         keys.index_copy_(2, at, k)
-        values.index_copy_(2, at, x.transpose(1, 2) - 1)
+        values.index_copy_(2, at, x - 1)
         found = attend(q, keys, values, mask)
         return (found, query) if self.also == "norm" else found
 
 
-@pytest.mark.parametrize(("also", "norms"), [("", 0), ("norm", 2)])
+@pytest.mark.parametrize(("also", "norms"), [("", 0), ("first", 0), ("norm", 2)])
 def test_norms_of_query_and_key_go_along_if_nothing_else_reads_them(also, norms):
     x, cos, sin, at, mask, caches = inputs(layers=1)
     with torch.no_grad():
         ran = compiled(HeadNorm(also), x.transpose(1, 2).contiguous(), cos, sin, at, mask, caches)
     assert joined(ran) == 1
-    assert ran.made("norm_rotary_attention") == (0 if also else 1)
+    assert ran.made("norm_rotary_attention") == (0 if norms else 1)
     assert ran.running().count(ops.rms_norm.default) == norms
 
 

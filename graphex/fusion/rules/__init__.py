@@ -58,7 +58,7 @@ FUSIONS: tuple[Family, ...] = (
     _fusion("rotary", "graphex::rotary"),
 )
 LIFTS: tuple[Family, ...] = (
-    _lift("attention", "graphex::attention", "aten::tanh"),
+    _lift("attention", "graphex::attention", "aten::tanh", "aten::max"),
     _lift("embedding", "aten::embedding"),
     _lift("silu_mul", "aten::silu"),
     _lift("rotary", "aten::cat"),

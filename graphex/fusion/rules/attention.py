@@ -1,10 +1,14 @@
-"""Attention with soft-capped scores becomes `graphex::attention`, and reads repeated keys and values where they are.
+"""Attention with soft-capped scores or sinks becomes `graphex::attention`, and reads repeated keys and values in place.
 
     q, k -> matmul -> mul scale -> div cap -> tanh -> mul cap [-> add mask]      q, k, v, mask -> graphex.attention
          -> softmax in float32 -> [cast] -> matmul with v                                         lift_capped_attention
 
-as transformers writes it for Gemma. It is for decode steps: with many queries torch's matrix products are as good. A
-row whose mask is -inf everywhere is no number as it is written, and 0 after.
+    q, k -> matmul -> mul scale [-> add mask] -> cat with sinks -> sub maximum   q, k, v, mask, sinks
+         -> softmax -> all but the last -> matmul with v                            -> graphex.attention
+                                                                                                  lift_sink_attention
+
+as transformers writes it for Gemma and GPT-OSS. It is for decode steps: with many queries torch's products are as
+good. A row whose mask is -inf everywhere is no number as it is written, and 0 after.
 
     k -> unsqueeze -> expand -> clone -> view -> graphex.attention               k, v -> graphex.attention
     v -> unsqueeze -> expand -> clone -> view ->                                                      grouped_attention
@@ -38,6 +42,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return found
 
 
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    found: Tensor = torch.ops.graphex.attention(query, key, value, mask, scale, False, 0.0, sinks)
+    return found
+
+
 def _examples(heads: int, mask_dtype: torch.dtype) -> dict[str, Any]:
     caches = {name: example(2, heads, 7, 16) for name in ("key", "value")}
     mask = example(2, 1, 3, 7, dtype=mask_dtype)
@@ -59,7 +68,38 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return torch.matmul(weights, value)
 
 
+def _sinking(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor, copied: bool
+) -> Tensor:
+    """`copied` by the dropout of a model that is not trained."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    if mask is not None:
+        scores = scores + mask
+    more = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[-2], -1)
+    combined = torch.cat([scores, more], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    weights = functional.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1]
+    return torch.matmul(weights.clone() if copied else weights, value)
+
+
+def _fits_with_sinks(match: Match) -> bool | Refusal:
+    found = _fits_attention(match)
+    if found is not True:
+        return found
+    sinks, query = tensor(match, "sinks"), tensor(match, "query")
+    if sinks.dim() != 1 or not known_equal(sinks.shape[0], query.shape[1]) or sinks.dtype != query.dtype:
+        return Refusal("there is not one sink of the queries' type for each head", match.nodes[0])
+    return True
+
+
 def _fits(match: Match) -> bool | Refusal:
+    softcap: Any = match.kwargs["softcap"]
+    if not isinstance(softcap, (int, float)) or softcap <= 0:
+        return Refusal("the cap is not a positive number", match.nodes[0])
+    return _fits_attention(match)
+
+
+def _fits_attention(match: Match) -> bool | Refusal:
     query, key, value = (tensor(match, name) for name in ("query", "key", "value"))
     if not query.dim() == key.dim() == value.dim() == 4:
         return Refusal("query, key and value do not have four dimensions", match.nodes[0])
@@ -67,9 +107,6 @@ def _fits(match: Match) -> bool | Refusal:
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         reason = f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
         return Refusal(reason, match.nodes[0], nothing_lost=True)
-    softcap: Any = match.kwargs["softcap"]
-    if not isinstance(softcap, (int, float)) or softcap <= 0:
-        return Refusal("the cap is not a positive number", match.nodes[0])
     if "mask" in match.kwargs and not _spreads(tensor(match, "mask"), (*query.shape[:3], key.shape[2])):
         return Refusal("the mask is larger than the scores, or not known to fit", match.kwargs["mask"])
     named = ["query", "key", "value", *(["mask"] if "mask" in match.kwargs else [])]
@@ -94,6 +131,24 @@ def _lift(*, masked: bool) -> Rule:
     )
 
 
+def _lift_sinks(*, masked: bool, copied: bool) -> Rule:
+    return rule(
+        "lift_sink_attention",
+        _sinking,
+        _with_sinks,
+        lambda: _sink_examples(4, torch.bfloat16),
+        _fits_with_sinks,
+        fixed={"copied": copied, **_without_mask(masked)},
+        requires=("bmm", "cat", "_softmax"),
+    )
+
+
+def _sink_examples(heads: int, mask_dtype: torch.dtype) -> dict[str, Any]:
+    found = _examples(heads, mask_dtype)
+    del found["softcap"]
+    return {**found, "sinks": example(4)}
+
+
 # -- repeated keys and values ------------------------------------------------------------------------------------------
 
 
@@ -102,6 +157,24 @@ def _repeating(
 ) -> Tensor:
     times = query.shape[1] // key.shape[1]
     return _attention(query, repeat(key, times), repeat(value, times), mask, scale, softcap)
+
+
+def _repeating_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor, repeat: Repeat
+) -> Tensor:
+    times = query.shape[1] // key.shape[1]
+    return _with_sinks(query, repeat(key, times), repeat(value, times), mask, scale, sinks)
+
+
+def _group_with_sinks(*, masked: bool) -> Rule:
+    return rule(
+        "grouped_attention",
+        _repeating_with_sinks,
+        _with_sinks,
+        lambda: _sink_examples(2, torch.bool),
+        fixed={"repeat": repeated, **_without_mask(masked)},
+        requires=("unsqueeze", "expand", "clone"),
+    )
 
 
 def _interleaved(cache: Tensor, times: int) -> Tensor:
@@ -123,6 +196,9 @@ def _group(repeat: Repeat, heads: int, *, masked: bool) -> Rule:
 def _variants() -> Iterator[Rule]:
     for masked in (True, False):
         yield _lift(masked=masked)
+        yield _lift_sinks(masked=masked, copied=True)
+        yield _lift_sinks(masked=masked, copied=False)
+        yield _group_with_sinks(masked=masked)
     for masked in (True, False):
         yield _group(repeated, 2, masked=masked)
         yield _group(repeated, 1, masked=masked)

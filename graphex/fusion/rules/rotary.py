@@ -5,6 +5,7 @@
 
     half         x * cos + cat(-x[..., D/2:], x[..., :D/2]) * sin           halves by slices or by `chunk`
     interleaved  cat(a * cos - b * sin, b * cos + a * sin)                  a, b = x[..., 0::2], x[..., 1::2]
+    narrow       the same of the halves of x                                cos and sin of D/2 columns are repeated
 
 The interleaved form has cos and sin of D/2 columns. Where a model turns pairs into halves by view and transpose first,
 that remains, and the half form follows it. A model that rotates a part of the head lifts that part.
@@ -21,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.analysis.shapes import known_equal
 from graphex.fusion.rule import Rule
-from graphex.fusion.rules.common import example, floating, rule
+from graphex.fusion.rules.common import example, floating, rule, tensor
+from graphex.rewrite.base import Refusal
+from graphex.torch_private.patterns import Match
 
 ops = torch.ops.graphex
 
@@ -50,6 +54,30 @@ def _chunked(x: Tensor) -> tuple[Tensor, Tensor]:
 def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def _narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = _chunked(x)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def _widened(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _lifted(x, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), False)
+
+
+def _lift_narrow() -> Rule:
+    def examples() -> dict[str, Any]:
+        return {"x": example(2, 3, 5, 8), "cos": example(1, 1, 5, 4), "sin": example(1, 1, 5, 4)}
+
+    return rule("lift_rotary", _narrow, _widened, examples, _same_type, requires=("cat", "sub", "split"))
+
+
+def _same_type(match: Match) -> bool | Refusal:
+    """Where types differ the halves would be promoted before they are joined."""
+    x, cos, sin = (tensor(match, name) for name in ("x", "cos", "sin"))
+    if not x.dtype == cos.dtype == sin.dtype or not known_equal(cos.shape[-1] * 2, x.shape[-1]):
+        return Refusal("cos and sin are of another type, or not half as wide", match.nodes[0])
+    return floating("x", "cos", "sin")(match)
 
 
 def _lifted(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -93,6 +121,7 @@ RULES = (
     _lift(_half, "neg", "slice", halves=_sliced),
     _lift(_half, "neg", "split", halves=_chunked),
     _lift(_interleaved, "sub", "slice", interleaved=True),
+    _lift_narrow(),
     _join(interleaved=False),
     _join(interleaved=True),
 )

@@ -16,6 +16,7 @@ from tests.harness.compiling import Lifted, rand
 ATTENTION = torch.ops.graphex.attention
 REPEATS = "grouped_attention"
 CAPPED = "lift_capped_attention"
+SINKS = "lift_sink_attention"
 
 
 def expanded(x: Tensor, times: int) -> Tensor:
@@ -59,6 +60,22 @@ def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, cap: flo
     if mask is not None:
         scores = scores + mask
     weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, expanded(v, times)).transpose(1, 2).contiguous()
+
+
+def sinking(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None = None, kept: int = -1, dropout: bool = True
+) -> Tensor:
+    """As GPT-OSS writes it."""
+    times = q.shape[1] // k.shape[1]
+    scores = torch.matmul(q, expanded(k, times).transpose(2, 3)) * 0.25
+    if mask is not None:
+        scores = scores + mask
+    more = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    combined = torch.cat([scores, more], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    weights = functional.softmax(combined, dim=-1, dtype=combined.dtype)[..., :kept]
+    weights = functional.dropout(weights, p=0.0, training=False) if dropout else weights
     return torch.matmul(weights, expanded(v, times)).transpose(1, 2).contiguous()
 
 
@@ -170,3 +187,18 @@ def test_other_scores_are_not_taken_for_capped_ones(change):
         return torch.matmul(functional.softmax(change(q, k, v), -1, dtype=torch.float32).to(q.dtype), v)
 
     assert lifted(fn, *heads(4)).count(ATTENTION) == 0
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_with_sinks_is_one_op(masked, dropout):
+    mask = torch.zeros(2, 1, 1, 12).masked_fill(~MASK, -3e38) if masked else None
+    found = lifted(lambda *given: sinking(*given, mask=mask, dropout=dropout), *heads(2), rand(4))
+    assert found.fused == {SINKS: 1, REPEATS: 1}
+    assert found.count(ATTENTION) == 1
+    assert torch.ops.aten.expand.default not in found.seen.targets
+
+
+def test_more_columns_than_the_sinks_that_are_dropped_are_no_sinks():
+    found = lifted(lambda q, k, v, sinks: sinking(q, k, v[:, :, :11], sinks, kept=-2), *heads(2), rand(4))
+    assert SINKS not in found.fused

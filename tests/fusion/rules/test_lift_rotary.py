@@ -30,8 +30,15 @@ def part_of_the_head(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((half(rotated, cos[..., :4], sin[..., :4]), passed), dim=-1)
 
 
+def narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As GPT-OSS writes it: cos and sin are half as wide as x."""
+    cos, sin = cos[..., :4], sin[..., :4]
+    first, second = torch.chunk(x, 2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
 @ways
-@cases(half, half_by_chunk, half_the_other_way, interleaved, pairs_made_halves, part_of_the_head)
+@cases(half, half_by_chunk, half_the_other_way, interleaved, narrow, pairs_made_halves, part_of_the_head)
 def test_an_embedding_is_lifted(fn: Callable[..., Tensor], dtype: torch.dtype, dynamic: bool) -> None:
     lifted = Lifted(fn, rand(2, 3, 5, 8, dtype=dtype), *angles(dtype), dynamic=dynamic)
     assert lifted.fused == {"lift_rotary": 1}
@@ -40,6 +47,10 @@ def test_an_embedding_is_lifted(fn: Callable[..., Tensor], dtype: torch.dtype, d
 
 def test_float32_angles_promote_a_bfloat16_query_as_the_model_does() -> None:
     assert Lifted(half, rand(2, 3, 5, 8, dtype=BF16), *angles()).fused == {"lift_rotary": 1}
+
+
+def test_narrow_float32_angles_of_a_bfloat16_query_are_left_alone() -> None:
+    assert Lifted(narrow, rand(2, 3, 5, 8, dtype=BF16), *angles()).fused == {}
 
 
 def not_negated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

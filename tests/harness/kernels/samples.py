@@ -299,6 +299,7 @@ def attention(make: Maker) -> Iterator[Sample]:
     seen = torch.arange(24, device=make.device) < 17
     yield Sample((q, k, v, seen[None, None, None], 0.25))
     yield Sample((q, k, v, None, 0.25))
+    yield Sample((q, k, v, seen[None, None, None], 0.25), {"sinks": make(q.shape[1])})
     yield Sample((q, k, v, torch.zeros(1, 24, device=make.device, dtype=make.dtype).masked_fill(~seen, -1e4), 0.25))
     yield Sample((make(1, 4, 3, 16), make(1, 4, 7, 16), make(1, 4, 7, 16), None, 0.25), {"is_causal": True})
     hidden = torch.ones(3, 7, dtype=torch.bool, device=make.device)
@@ -324,6 +325,7 @@ def rotary_attention_(make: Maker) -> Iterator[Sample]:
         gains = make(16), make(16)
         yield Sample((*given(tokens), False, seen, 0.25, 0.0, *gains, EPS, *how))
     yield Sample((*given(1, angles=8), True, seen, 0.25, 0.0, make(16), make(16), EPS))
+    yield Sample((*given(1), False, seen, 0.25), {"sinks": make(4)})
 
 
 def npu_rms_norm(make: Maker) -> Iterator[Sample]:
