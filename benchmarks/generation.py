@@ -1,7 +1,14 @@
-"""The models of the generation benchmark, the ways to generate with them, and one measurement.
+"""The models of the generation benchmark, the ways to generate with them, and the process that measures one row.
 
 Weights are random and the same in every process; nothing is downloaded. A geometry is the published one, with fewer
-layers where that is said. `python -m benchmarks.generation '{"model": ...}'` measures one row and prints it as JSON.
+layers where that is said.
+
+    python benchmarks/generation.py '{"setting": ...}'          a worker, in the stages of `decode_worker.py`
+
+    start     import torch and transformers; the device is untouched
+    build     the model
+    compile   two generations
+    measure   generations of all tokens, and of one
 """
 
 from __future__ import annotations
@@ -9,13 +16,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import graphex
+from benchmarks.measure import synchronize
+from benchmarks.variants import Variant
+from benchmarks.workers import VariantOf
 from graphex.loops.report import floor_bytes
 
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -82,7 +95,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
         8,
     ),
 }
-VARIANTS = ("eager", "stock", "step", "loop")
+VARIANTS = {  # who generates, and a generous estimate of the seconds of a row
+    "eager": Variant("eager", seconds=20),
+    "stock": Variant("stock", "inductor", seconds=60),
+    "step": Variant("step", "graphex", seconds=40),
+    "loop": Variant("loop", "graphex", seconds=35),
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +139,47 @@ class Row:
     floor_bytes: int = 0
     tokens: tuple[int, ...] = ()
     said: tuple[str, ...] = ()
+    compiled: str = "alone"
+    seconds: float = 0.0
     failed: str = ""
+
+    @property
+    def pipelined(self) -> float:
+        return self.token
+
+
+@dataclass(frozen=True)
+class Job(VariantOf[Setting]):
+    """A row to be measured: a task of `benchmarks/workers.py`."""
+
+    def __str__(self) -> str:
+        return str(self.setting)
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__)
+
+    @property
+    def reference(self) -> str:
+        """Rows compare tokens, not results: none waits for another."""
+        return str(self.setting).replace(", ", "-").replace(" ", "")
+
+    @property
+    def seconds(self) -> float:
+        return self.variant.seconds * (0.5 + self.setting.depth / 32)
+
+    @property
+    def bytes(self) -> int:
+        """Of weights, and of all else that a process keeps on the device."""
+        sizes = MODELS[self.setting.model][2]
+        experts = sizes.get("num_experts", sizes.get("num_local_experts", 1))
+        inner = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
+        layer = sizes["hidden_size"] * (3 * inner * experts + 4 * sizes["hidden_size"])
+        return 2 * (layer * self.setting.depth + 2 * sizes["vocab_size"] * sizes["hidden_size"]) + 3 * 2**30
+
+    def row(self, facts: dict[str, Any], **about: Any) -> Row:
+        found = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
+        return Row(self.setting, **about, **found)
 
 
 def build(setting: Setting) -> Any:
@@ -158,7 +216,12 @@ def arguments(setting: Setting) -> dict[str, Any]:
     return {"cache_implementation": "static", "compile_config": config}
 
 
-def measure(setting: Setting, rounds: int = 3) -> Row:
+@torch.no_grad()
+def stages(setting: Setting, rounds: int = 3) -> Iterator[dict[str, Any]]:
+    """Runs one stage for each value requested."""
+    import transformers  # noqa: F401
+
+    yield {}
     model = build(setting)
     vocabulary = model.config.vocab_size
     prompt = torch.randint(3, vocabulary, (setting.batch, setting.prompt), generator=torch.Generator().manual_seed(1))
@@ -168,27 +231,25 @@ def measure(setting: Setting, rounds: int = 3) -> Row:
     def run(tokens: int) -> torch.Tensor:
         return model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, **given)[:, setting.prompt :]
 
+    yield {}
     started = time.perf_counter()
     tokens = run(setting.tokens)
     compiled = time.perf_counter() - started
     run(setting.tokens)
-    whole = min(seconds(lambda: run(setting.tokens)) for _ in range(rounds))
     if setting.variant in ("stock", "step"):
         run(1)
+    yield {"compile": compiled}
+    whole = min(seconds(lambda: run(setting.tokens)) for _ in range(rounds))
     first = min(seconds(lambda: run(1)) for _ in range(rounds))
-    said: tuple[str, ...] = ()
-    alone = 0.0
+    found: dict[str, Any] = {"token": (whole - first) / max(1, setting.tokens - 1), "first": first}
     if setting.variant == "loop":
         report = graphex.generation(model)
-        said, alone = tuple(each.reason for each in report.journal.fallbacks), report.device_seconds or 0.0
-    chosen = tuple(tokens[0, : min(32, setting.tokens)].tolist())
-    token = (whole - first) / max(1, setting.tokens - 1)
+        found |= {"said": [each.reason for each in report.journal.fallbacks], "device": report.device_seconds or 0.0}
     read = floor_bytes(model, setting.batch, setting.prompt + setting.tokens // 2)
-    return Row(setting, token, first, alone, compiled, read, chosen, said)
+    yield {**found, "floor_bytes": read, "tokens": tokens[0, : min(32, setting.tokens)].tolist()}
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     synchronize()
     started = time.perf_counter()
     run()
@@ -196,6 +257,11 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def main() -> None:
+    steps = stages(Setting(**json.loads(sys.argv[1])["setting"]))
+    for _ in sys.stdin:
+        print(f"\n@{json.dumps(next(steps))}", flush=True)
+
+
 if __name__ == "__main__":
-    row = measure(Setting(**json.loads(sys.argv[1])))
-    print(json.dumps(asdict(row)))
+    main()

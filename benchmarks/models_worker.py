@@ -40,6 +40,7 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
         import_module(package)
     if variant.backend == "graphex":
         import_module("graphex.backend")  # a part of the start, as Inductor's modules are
+        import_module("torch._inductor.compile_fx")  # of graphex's rows too: it compiles the regions
     yield {"imports": imported(variant)}
     if not reference.exists():
         torch.save(in_float64(build(setting)).cpu(), reference)

@@ -79,7 +79,9 @@ class Job:
 
     @property
     def bytes(self) -> int:
-        return int(MODELS[self.setting.model].gib * 2**30) if self.setting.device == "cuda" else 0
+        case = MODELS[self.setting.model]
+        part = 1 if self.setting.batch != case.batches[0] else 0.5
+        return int(case.gib * part * 2**30) if self.setting.device == "cuda" else 0
 
     def row(self, facts: dict[str, Any], **about: Any) -> Row:
         return Row(self.setting, self.variant.name, **about, **facts)
@@ -117,7 +119,11 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [TRAINING_VARIANTS[name] for name in options.variants]
     rows = Rows(options.json)
     plan = Plan(
-        time.perf_counter() + options.seconds, options.together or len(chosen), say=_to_stderr, turns=2, timing=4.0
+        time.perf_counter() + options.seconds,
+        options.together or len(chosen),
+        say=_to_stderr,
+        turns=options.turns,
+        timing=2.0 * options.turns,
     )
     for job in measure([Job(setting, variant) for setting in settings for variant in chosen], rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
@@ -138,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seconds", type=float, default=900, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
+    made.add_argument("--turns", type=int, default=2, help="times that each row of a group is measured")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
     made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
     return made

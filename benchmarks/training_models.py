@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """`batches` are those of the table: one where launches dominate, one where they do not."""
+    """`batches` are those of the table: one where launches dominate, one where they do not; `gib` is for the latter."""
 
     make: Callable[[Setting], Batch]
     packages: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -256,17 +257,18 @@ def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: 
     for worker in following:
         worker.started(end)
     _side_by_side(workers, end)  # compile
-    for turn in range(plan.turns):
+    for _ in range(plan.turns):
         for worker in workers:
             worker.ask()
             worker.answer(end)  # measure
-            if turn + 1 == plan.turns:
-                _finish(worker, len(workers), store, plan)
+            _note(worker, len(workers), store, plan)
+    with ThreadPoolExecutor(len(workers)) as closing:  # each takes seconds, and nothing is measured any more
+        list(closing.map(lambda worker: worker.close(), workers))
     return [worker.job for worker in workers if worker.late]
 
 
-def _finish(worker: Worker[R], together: int, store: Rows[R], plan: Plan) -> None:
-    worker.close()
+def _note(worker: Worker[R], together: int, store: Rows[R], plan: Plan) -> None:
+    """Keep what is known of a row after each turn: a run that is ended leaves it."""
     if not worker.late:
         row = worker.row(_beside(worker.job, together, plan))
         store.add(row)

@@ -117,11 +117,15 @@ class Share(Kind[float]):
         return float(value)
 
 
-class FlagOrAuto(Kind["bool | str"]):
-    allowed = "True, False or 'auto'"
+class FlagOr(Kind["bool | str"]):
+    """True, False or one word."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.allowed = f"True, False or '{word}'"
 
     def check(self, name: str, value: Any) -> bool | str:
-        if type(value) is not bool and not (isinstance(value, str) and value == "auto"):
+        if type(value) is not bool and not (isinstance(value, str) and value == self.word):
             raise self.refuse(name, value)
         return value
 
@@ -275,14 +279,14 @@ class CompilerConfig:
         "memory where it is.",
     )
     clone_input = Option[bool | str](
-        FlagOrAuto(),
+        FlagOr("auto"),
         "auto",
         "What happens to inputs that are neither static nor written. `True`: each call copies them into private "
         "buffers. `False`: the tensors of the captured call become the buffers, and a call with others copies into "
         "them. `'auto'`: a tensor that comes again is read where it is, all others are copied.",
     )
     clone_output = Option[bool | str](
-        FlagOrAuto(),
+        FlagOr("auto"),
         "auto",
         "`'auto'`: results are copied out of the device graph, so a kept one stays right; those that share memory "
         "still do. `True`: the same, and no two share memory. `False`: results are the graph's own memory, which the "
@@ -316,11 +320,12 @@ class CompilerConfig:
     fusion_rules = Option[tuple[AnyRule, ...]](
         Rules(), (), "Fusion rules, made with `graphex.replacement`, for this configuration alone. See docs/fusion.md."
     )
-    regions = Option(
-        Flag(),
+    regions = Option[bool | str](
+        FlagOr("background"),
         True,
         "Compile what no rule fuses with Inductor, in regions of the graph, where a compiler for the device is there. "
-        "False: every op runs as its own kernel, as in eager. See docs/performance.md.",
+        "False: every op runs as its own kernel, as in eager. `background`: the first calls do, while another process "
+        "compiles; the graph is captured again once it has. See docs/performance.md.",
     )
     region_numerics = Option(
         Choice("fast", "eager"),
@@ -340,8 +345,8 @@ class CompilerConfig:
     cache = Option(
         Flag(),
         True,
-        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again; those "
-        "of a GPU only with `GRAPHEX_CACHE=on`. See docs/cache.md.",
+        "Keep compiled graphs on disk, and take them from there in the next process instead of compiling again. See "
+        "docs/cache.md.",
     )
     post_grad_custom_pre_pass = Option[tuple[CustomPass, ...]](
         Passes(), (), "A custom pass, or a list of them, that runs before graphex's own. See docs/passes.md."

@@ -68,7 +68,7 @@ def cache_enabled() -> bool:
 
 
 def cache_asked_for() -> bool:
-    """Whether the environment says that compiled graphs are kept: on a GPU they are only then."""
+    """Whether the environment says that compiled graphs are kept: those of devices without a trial are only then."""
     return CACHE in os.environ and cache_enabled()
 
 

@@ -314,7 +314,8 @@ class RegionCompiled(Record):
     `generated` the calls that Inductor writes code for, `fused_ops` those of graphex inside. `kernels` are the names of
     the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
     code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
-    measured.
+    measured. `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
+    `split_products` counts large products of odd width that are computed in two parts, because of their alignment.
     """
 
     kind: ClassVar[str] = "region"
@@ -330,6 +331,8 @@ class RegionCompiled(Record):
     seconds_single: float = 0.0
     lines: tuple[str, ...] = ()
     inlined: tuple[str, ...] = ()
+    autotuned: bool = False
+    split_products: int = 0
 
 
 @dataclass(frozen=True)
@@ -342,6 +345,22 @@ class RegionBorder(Record):
     reason: str
     line: str = ""
     count: int = 1
+
+
+@dataclass(frozen=True)
+class RegionsAwaited(Record):
+    """Regions that another process compiles while calls run their nodes one by one (`regions="background"`).
+
+    `status` is "begun", "in use" from the first call on that runs compiled code, or "failed", with a reason: then calls
+    go on as they are. `calls` counts those that were made before, `seconds` is the time since it began.
+    """
+
+    kind: ClassVar[str] = "regions awaited"
+    status: str
+    regions: int
+    seconds: float = 0.0
+    calls: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -564,6 +583,10 @@ class Journal:
     @property
     def region_borders(self) -> list[RegionBorder]:
         return self.of(RegionBorder)
+
+    @property
+    def regions_awaited(self) -> list[RegionsAwaited]:
+        return self.of(RegionsAwaited)
 
     @property
     def cache(self) -> list[CacheAsked]:

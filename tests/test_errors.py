@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import traceback
 import warnings
 
 import pytest
@@ -96,3 +97,7 @@ def test_an_error_about_an_option_says_nothing_of_bugs_in_torch():
     with pytest.raises(graphex.OptionError) as raised:
         compiled(torch.ones(3))
     assert str(raised.value) == "unknown option 'verfy' (did you mean 'verify'?). See docs/options.md."
+    frames = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert not [name for name in frames if "/graphex/" in name]
+    inside = ("convert_frame.py", "output_graph.py", "symbolic_convert.py")
+    assert not [name for name in frames if name.endswith(inside)]

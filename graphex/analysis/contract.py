@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.torch_private.graphs import graph_module
 
 _REGION = "graphex_region"
+_MEMBER = "graphex_region_member"
 
 Places = frozenset[int]
 
@@ -95,6 +96,11 @@ def every_node(graph: Graph) -> Iterator[Node]:
             yield from (inner for inner in body.graph.nodes if inner.op not in ("placeholder", "output"))
 
 
+def is_member(node: Node) -> bool:
+    """Whether a node of an `inlined` graph stands in a region."""
+    return _MEMBER in node.meta
+
+
 def inlined(gm: GraphModule) -> GraphModule:
     """A copy of a graph in which the nodes of regions stand for themselves again."""
     if not any(map(body_of, gm.graph.nodes)):
@@ -110,6 +116,8 @@ def inlined(gm: GraphModule) -> GraphModule:
         if body is not None:
             inner = dict(zip(body.graph.find_nodes(op="placeholder"), map(copied, node.args), strict=True))
             returned = graph.graph_copy(body.graph, val_map=inner)
+            for member in (each for each in body.graph.nodes if each.op == "call_function"):
+                inner[member].meta[_MEMBER] = True
             copies[node] = returned
         elif node.target is operator.getitem and isinstance(copies[node.args[0]], tuple):
             copies[node] = copies[node.args[0]][node.args[1]]

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage, with_true_offset
 from graphex.analysis.asynchronous import launch_of
-from graphex.analysis.contract import region_of
+from graphex.analysis.contract import is_member, region_of
 from graphex.analysis.effects import Sync
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
 from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
@@ -40,7 +40,11 @@ def bytes_of(node: Node) -> int:
 
 
 def predicted_peak(graph: Graph, aliases: Aliases) -> int:
-    """The most bytes that are alive at one time besides inputs and constants, each storage freed after its last use."""
+    """The most bytes that are alive at one time besides inputs and constants, each storage freed after its last use.
+
+    Compiled pointwise code does not hold its result and an operand that it is the last to read at the same time: it
+    computes the one from the other, or over it.
+    """
     sizes: dict[Storage, int] = defaultdict(int)
     born: dict[int, list[Storage]] = defaultdict(list)
     dies: dict[int, list[Storage]] = defaultdict(list)
@@ -55,11 +59,18 @@ def predicted_peak(graph: Graph, aliases: Aliases) -> int:
     regions = ((position, region_of(node)) for position, node in enumerate(graph.nodes))
     scratch = {position: contract.scratch for position, contract in regions if contract is not None}
     live = peak = 0
-    for position in range(len(graph.nodes)):
-        live += sum(sizes[storage] for storage in born[position])
-        peak = max(peak, live + scratch.get(position, 0))
-        live -= sum(sizes[storage] for storage in dies[position])
+    for position, node in enumerate(graph.nodes):
+        new = sum(sizes[storage] for storage in born[position])
+        gone = sum(sizes[storage] for storage in dies[position])
+        replaced = min(new, sum(sizes[storage] for storage in dies[position] if storage not in born[position]))
+        live += new
+        peak = max(peak, live + scratch.get(position, 0) - (replaced if _is_compiled_pointwise(node) else 0))
+        live -= gone
     return peak
+
+
+def _is_compiled_pointwise(node: Node) -> bool:
+    return is_member(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def last_uses(graph: Graph) -> dict[Node, list[Node]]:

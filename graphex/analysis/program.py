@@ -94,6 +94,8 @@ def can_raise(node: Node) -> bool:
     where = _raises(op)
     if where == "nowhere" and not any(map(_is_read_back, node.all_input_nodes)):
         return False
+    if _name(op) == "_unsafe_index" and not any(map(_depends_on_inputs, node_leaves(node.args[1:]))):
+        return False  # torch's own, of `interpolate` for one: it counts rows and columns, which are there
     return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _is_of_floats(node)))
 
 
@@ -156,6 +158,19 @@ def _raises(op: torch._ops.OpOverload) -> str:
         return "everywhere"
     has_indices = _name(op).startswith(_RAISES_ON_CPU if op.namespace == "aten" else _ROWS)
     return "on a CPU" if has_indices or _is_division(op) else "nowhere"
+
+
+def _depends_on_inputs(node: Node) -> bool:
+    """Whether a value is computed from anything but numbers."""
+    pending, seen = [node], {node}
+    while pending:
+        each = pending.pop()
+        if each.op != "call_function":
+            return True
+        fresh = [value for value in each.all_input_nodes if value not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return False
 
 
 @cache

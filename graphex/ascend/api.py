@@ -51,6 +51,7 @@ def get_npugraph_ex_backend(
     *, compiler_config: Group | None = None, custom_decompositions: Mapping[Any, Any] | None = None
 ) -> Any:
     """`npugraph_ex.get_npu_backend`: the same with a flat configuration."""
+    _name_debug_files("npugraph_ex")
     config = compiler_config if compiler_config is not None else FlatConfig()
     return get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
 
@@ -72,6 +73,7 @@ def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, opt
     """`npugraph_ex.compile_fx`: all options, no stream and event calls to rewrite."""
     from graphex.backend import compile_aten_graph
 
+    _name_debug_files("npugraph_ex")
     journal = Journal()
     given = options if isinstance(options, Group) else flat_config(options)
     return compile_aten_graph(gm, example_inputs, translated(given, journal), journal)

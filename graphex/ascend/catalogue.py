@@ -233,6 +233,52 @@ NOT_OFFERED: dict[int, str] = {
 }
 
 
+# -- where the schemas of ops come from --------------------------------------------------------------------------------
+
+_CONVERTERS = "TorchAir's converters"
+_DOCUMENTS = "torch_npu's public documents"
+_UNSEEN = "**not verified**"
+
+# Op -> what its schema was compared with, and what is different. No reference has been compared with an NPU.
+SCHEMAS: dict[str, tuple[str, str]] = {
+    "_npu_dtype_cast": (_CONVERTERS, ""),
+    "npu_add_rms_norm": (_CONVERTERS, ""),
+    "npu_add_rms_norm_cast": (_CONVERTERS, ""),
+    "npu_add_rms_norm_dynamic_quant": (_CONVERTERS, ""),
+    "npu_add_rms_norm_quant": (_UNSEEN, "the order of beta, scales2 and zero_points2"),
+    "npu_add_rms_norm_v2": (_CONVERTERS, ""),
+    "npu_add_rms_norm_v2_functional": (_CONVERTERS, ""),
+    "npu_dynamic_quant": (_CONVERTERS, ""),
+    "npu_fused_infer_attention_score": (_DOCUMENTS, ""),
+    "npu_fused_infer_attention_score_v2": (_CONVERTERS, "no `*_dtype` arguments; lengths are lists of numbers"),
+    "npu_grouped_matmul": (_DOCUMENTS, ""),
+    "npu_kv_rmsnorm_rope_cache": (_DOCUMENTS, "the caches are marked as written"),
+    "npu_kv_rmsnorm_rope_cache_v2": (_UNSEEN, "its results; the arguments are those of the functional form"),
+    "npu_kv_rmsnorm_rope_cache_v2_functional": (_CONVERTERS, ""),
+    "npu_mla_prolog": (_UNSEEN, "written after `npu_mla_prolog_v2`"),
+    "npu_mla_prolog_v2": (_DOCUMENTS, "the caches are marked as written"),
+    "npu_mla_prolog_v3": (_DOCUMENTS, ""),
+    "npu_mla_prolog_v3_functional": (_UNSEEN, "its results; the arguments are those of the form in place"),
+    "npu_moe_compute_expert_tokens": (_DOCUMENTS, ""),
+    "npu_moe_finalize_routing": (_CONVERTERS, ""),
+    "npu_moe_gating_top_k": (_DOCUMENTS, ""),
+    "npu_moe_gating_top_k_softmax": (_DOCUMENTS, ""),
+    "npu_moe_init_routing": (_DOCUMENTS, ""),
+    "npu_moe_init_routing_v2": (_DOCUMENTS, ""),
+    "npu_quant_matmul": (_CONVERTERS, "no `*_dtype` arguments"),
+    "npu_quantize": (_CONVERTERS, ""),
+    "npu_rms_norm": (_CONVERTERS, ""),
+    "npu_rotary_mul": (_DOCUMENTS, "no argument `rotate`, which newer versions have"),
+    "npu_scatter_nd_update": (_UNSEEN, "the name of the first argument"),
+    "npu_scatter_nd_update_": (_CONVERTERS, "the first argument is called `input` there"),
+    "npu_swiglu": (_DOCUMENTS, ""),
+    "npu_transpose_batchmatmul": (_CONVERTERS, ""),
+    "npu_weight_quant_batchmatmul": (_DOCUMENTS, ""),
+    "scatter_update": (_CONVERTERS, ""),
+    "scatter_update_": (_CONVERTERS, "the first argument is called `data` there"),
+}
+
+
 # -- the tables of docs/ascend.md --------------------------------------------------------------------------------------
 
 
@@ -250,6 +296,10 @@ def tables() -> dict[str, list[Row]]:
         "torchair_options": list(_options(TORCHAIR)),
         "npugraph_ex_options": list(_options(NPUGRAPH_EX)),
         "scenarios_not_offered": [("scenario", "why"), *((str(number), why) for number, why in NOT_OFFERED.items())],
+        "op_schemas": [
+            ("op", "compared with", "what is different, or open"),
+            *((f"`{name}`", *both) for name, both in SCHEMAS.items()),
+        ],
         "better_scenarios": [("scenario", "there", "here"), *((str(n), *both) for n, both in BETTER.items())],
     }
 

@@ -37,7 +37,7 @@ _NPU_MODULES = ("torch.npu", "torch.npu.amp")
 _TAKE_A_DEVICE = (
     "set_device device synchronize get_device_name get_device_properties memory_allocated memory_reserved"
     " max_memory_allocated max_memory_reserved reset_peak_memory_stats get_rng_state set_rng_state"
-    " mem_get_info memory_stats default_stream"
+    " mem_get_info memory_stats default_stream Stream"
 )
 
 

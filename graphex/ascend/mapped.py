@@ -42,18 +42,38 @@ def placed(device: Any, target: torch.device) -> torch.device:
 
 
 def with_device_mapped(function: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
-    """`function` of the other device, which then takes "npu:0" as a device too."""
+    """`function` of the other device, or its class of streams, which then takes "npu:0" as a device too."""
 
     def there(value: Any) -> Any:
         if isinstance(value, str) and value.partition(":")[0] == "npu":
             value = torch.device(value)
         return placed(value, target) if isinstance(value, torch.device) and value.type == "npu" else value
 
-    @functools.wraps(function)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+    is_stream = isinstance(function, type) and issubclass(function, torch.Stream)
+    call = function.__new__ if is_stream else function
 
-    return mapped
+    @functools.wraps(call)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return call(*map(there, args), **{name: there(value) for name, value in kwargs.items()})
+
+    if not is_stream:
+        return mapped
+    return type(function.__name__, (function,), {"__new__": mapped, **_ENTERED})  # type: ignore[arg-type]
+
+
+def _enter(self: Any) -> Any:
+    scope = torch.cuda.stream(self)
+    scope.__enter__()
+    self.__dict__.setdefault("entered", []).append(scope)
+    return self
+
+
+def _exit(self: Any, *problem: Any) -> None:
+    self.entered.pop().__exit__(*problem)
+
+
+# `with stream:` of torch asks for a stream of the accelerator, which it takes to be the npu.
+_ENTERED = {"__enter__": _enter, "__exit__": _exit}
 
 
 def _empty_on(target: torch.device) -> Any:
@@ -88,6 +108,7 @@ def keep_accelerator(target: torch.device) -> None:
     for name in torch.accelerator.__all__:
         if hasattr(torch.cuda, name):
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
+    torch.accelerator.current_stream = _current_stream
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 
@@ -128,6 +149,15 @@ def _another(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return same
+
+
+def _current_stream(device: Any = None, /) -> torch.Stream:
+    """`torch.cuda.current_stream` as a plain `torch.Stream`, as torch.accelerator returns it.
+
+    Dynamo keeps it in guards; with a `torch.cuda.Stream` there torch 2.11 ends the process when it frees them.
+    """
+    stream = torch.cuda.current_stream(device)
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _map_methods(target: torch.device) -> None:

@@ -6,7 +6,10 @@
     artefacts   a compiled graph as plain data: the graph after all passes, its regions' code, its records, its guards
     store       files: written as a whole, owned by this user, the least recently used removed first
     warm        one graph of a compilation: look it up, or keep what was made of it
+    calls       a graph of Dynamo's that leads to one of these, without AOTAutograd
+    background  regions that another process compiles while this one runs without them
 
-A graph is looked up when AOTAutograd hands it over. On a hit no pass, no rule, no compiler and no measurement runs.
+A graph is looked up when Dynamo hands it over, and again when AOTAutograd does. On a hit no pass, no rule, no compiler
+and no measurement runs.
 What cannot be told apart by a key is not stored, and a record says why.
 """

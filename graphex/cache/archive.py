@@ -20,7 +20,7 @@ from graphex.cache.store import GRAPH, KEY, Store
 from graphex.env import LARGEST, unsealed, written_whole
 from graphex.errors import InputError
 
-_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}(?:\.key|\.graph)")
+_NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}(?:\.key|\.graph|\.[0-9a-f]{32}\.call)")
 
 
 def write_archive(path: Path, store: Store, ids: Iterable[str]) -> int:
@@ -49,7 +49,7 @@ def read_archive(path: Path) -> dict[str, bytes]:
     except (tarfile.TarError, EOFError, zlib.error, ValueError, OSError) as error:
         raise InputError(f"'{path}' cannot be read as an archive of stored graphs: {error}.") from error
     for name in found:
-        other = name.removesuffix(KEY) + GRAPH if name.endswith(KEY) else name.removesuffix(GRAPH) + KEY
+        other = name.partition(".")[0] + (KEY if name.endswith(GRAPH) else GRAPH)
         if other not in found:
             raise InputError(f"'{path}' holds '{name}' without '{other}'. Nothing was imported.")
     return found

@@ -39,7 +39,7 @@ from graphex.regions.members import inlined_ops
 from graphex.regions.region import Region
 from graphex.regions.stage import NOTHING
 from graphex.torch_private.graphs import graph_module
-from graphex.torch_private.inductor import packed_code, unpacked_code
+from graphex.torch_private.inductor import known_instruction_set, packed_code, unpacked_code
 from graphex.torch_private.symbolic import FakeTensorMode
 
 LARGEST_CONSTANTS = 2**24  # bytes
@@ -48,9 +48,10 @@ _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, M
 
 @dataclass(frozen=True)
 class CodeData:
-    """What Inductor made of regions that are alike."""
+    """What Inductor made of regions that are alike. `known` are settings that spare it work when the code is loaded."""
 
     packed: bytes
+    known: dict[str, Any]
     source: str
     kernels: tuple[str, ...]
 
@@ -143,10 +144,12 @@ def artefact_of(
 
 
 def _code_data(name: str, code: RegionCode) -> CodeData:
+    if code.is_awaited:
+        raise CannotStoreError(f"'{name}' is compiled in the background")
     if code.stored is None:
         raise CannotStoreError(f"'{name}' needs AOTAutograd around its code")
     try:
-        return CodeData(packed_code(code.stored), code.source, code.kernels)
+        return CodeData(packed_code(code.stored), known_instruction_set(), code.source, code.kernels)
     except Exception as error:  # Inductor may raise anything
         raise CannotStoreError(f"the code of '{name}' cannot be written: {error}") from error
 
@@ -212,7 +215,7 @@ def made_from(
 
 def _region_code(data: CodeData, body: GraphModule, mode: FakeTensorMode, patches: dict[str, Any]) -> RegionCode:
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-    code = unpacked_code(data.packed, inputs, mode, patches)
+    code = unpacked_code(data.packed, inputs, mode, {**patches, **data.known})
     return RegionCode(code, data.source, data.kernels, 0.0, tuple(inlined_ops(body.graph)), code)
 
 

@@ -124,11 +124,13 @@ class GraphData:
 
 def packed_graph(graph: Graph, *, values: bool = True) -> GraphData:
     """The data of a graph; without the values on its nodes, a graph that can only be run."""
-    return _Packer(values).packed(graph)
+    return Packer(values).packed(graph)
 
 
-class _Packer:
-    def __init__(self, values: bool) -> None:
+class Packer:
+    """Makes the data of one graph. Raises CannotStoreError, naming the node, for what data cannot say."""
+
+    def __init__(self, values: bool = True) -> None:
         self._values = values
         self._data = GraphData()
         self._places: dict[Node, int] = {}
@@ -140,12 +142,15 @@ class _Packer:
         for place, node in enumerate(graph.nodes):
             self._node = node
             args, kwargs = self._argument(node.args), self._argument(dict(node.kwargs))
-            target = _target_text(node)
-            self._data.nodes.append(NodeData(node.name, node.op, target, args, kwargs, self._meta(node)))
+            target, meta = self.target(node), self.meta(node)
+            self._data.nodes.append(NodeData(node.name, node.op, target, args, kwargs, meta))
             self._places[node] = place
         return self._data
 
-    def _refuse(self, what: str) -> CannotStoreError:
+    def target(self, node: Node) -> str:
+        return _target_text(node)
+
+    def refuse(self, what: str) -> CannotStoreError:
         name = "" if self._node is None else f"'{self._node.name}' "
         return CannotStoreError(f"{name}{what}")
 
@@ -164,16 +169,16 @@ class _Packer:
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            raise self._refuse(f"has an argument of type {type(value).__name__}")
+            raise self.refuse(f"has an argument of type {type(value).__name__}")
         if isinstance(value, tuple):
             return tuple(map(self._argument, value))
         if isinstance(value, list):
             return list(map(self._argument, value))
         if isinstance(value, dict):
             return {name: self._argument(item) for name, item in value.items()}
-        raise self._refuse(f"has an argument of type {type(value).__name__}")
+        raise self.refuse(f"has an argument of type {type(value).__name__}")
 
-    def _meta(self, node: Node) -> dict[str, Any]:
+    def meta(self, node: Node) -> dict[str, Any]:
         if not self._values:
             return {}
         found: dict[str, Any] = {name: node.meta[name] for name in _KEPT if node.meta.get(name) is not None}
@@ -184,14 +189,14 @@ class _Packer:
         others = [name for name in node.meta if name.startswith("graphex_") and name not in found]
         for name in others:
             if name not in _NOT_NEEDED and node.meta[name] is not None:
-                raise self._refuse(f"carries a note that is not stored ({name})")
+                raise self.refuse(f"carries a note that is not stored ({name})")
         if "val" in node.meta:
-            found["val"] = self._value(node.meta["val"])
+            found["val"] = self.value(node.meta["val"])
         return found
 
-    def _value(self, value: Any) -> Any:
+    def value(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(map(self._value, value)) if type(value) in (list, tuple) else self._odd(value)
+            return type(value)(map(self.value, value)) if type(value) in (list, tuple) else self._odd(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -199,11 +204,11 @@ class _Packer:
         return value if isinstance(value, (*_PLAIN, *_OF_TORCH)) else self._odd(value)
 
     def _odd(self, value: object) -> Any:
-        raise self._refuse(f"has a value of type {type(value).__name__}")
+        raise self.refuse(f"has a value of type {type(value).__name__}")
 
     def _tensor(self, value: Tensor) -> TensorData:
         if not isinstance(value, FakeTensor) or value.layout != torch.strided or value.is_conj() or value.is_neg():
-            raise self._refuse(f"has a value of type {type(value).__name__} and layout {value.layout}")
+            raise self.refuse(f"has a value of type {type(value).__name__} and layout {value.layout}")
         memory = value.untyped_storage()
         storage = self._storages.setdefault(memory._cdata, len(self._storages))
         self._kept.append(memory)
@@ -218,9 +223,9 @@ class _Packer:
 
     def _expression(self, value: Any) -> Any:
         if not isinstance(value, torch.SymInt):
-            raise self._refuse(f"has a symbolic value of type {type(value).__name__}")
+            raise self.refuse(f"has a symbolic value of type {type(value).__name__}")
         if free_unbacked_symbols(value):
-            raise self._refuse("has a size that only running tells")
+            raise self.refuse("has a size that only running tells")
         return expression_of(value)
 
 
@@ -272,7 +277,11 @@ def unpacked_graph(data: GraphData, mode: FakeTensorMode, traces: Sequence[str] 
 
     `traces` are those that numbers in the data stand for.
     """
-    tensors = _Tensors(data, mode)
+    with unset_fake_temporarily(), without_guards(mode.shape_env):
+        return _unpacked_graph(data, _Tensors(data, mode), traces)
+
+
+def _unpacked_graph(data: GraphData, tensors: _Tensors, traces: Sequence[str]) -> Graph:
     graph = Graph()
     nodes: list[Node] = []
     for each in data.nodes:
@@ -306,7 +315,7 @@ def _unpacked(value: Any, nodes: list[Node]) -> Any:
 
 
 class _Tensors:
-    """Makes the values of one graph again."""
+    """Makes the values of one graph again. No fake mode is on, and nothing that is asked of sizes is a guard."""
 
     def __init__(self, data: GraphData, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -323,14 +332,13 @@ class _Tensors:
 
     def _tensor(self, data: TensorData) -> Tensor:
         sizes, strides = tuple(map(self._number, data.sizes)), tuple(map(self._number, data.strides))
-        with unset_fake_temporarily(), without_guards(self._mode.shape_env):
-            if data.storage in self._storages or data.offset != 0:
-                meta = torch.empty(0, dtype=data.dtype, device="meta")
-                # torch compares the sizes with those of the storage; they have fitted when the graph was stored
-                meta.set_(self._storage(data.storage), self._number(data.offset), sizes, strides)
-            else:
-                meta = torch.empty_strided(sizes, strides, dtype=data.dtype, device="meta")
-                self._storages[data.storage] = meta.untyped_storage()
+        if data.storage in self._storages or data.offset != 0:
+            meta = torch.empty(0, dtype=data.dtype, device="meta")
+            # torch compares the sizes with those of the storage; they have fitted when the graph was stored
+            meta.set_(self._storage(data.storage), self._number(data.offset), sizes, strides)
+        else:
+            meta = torch.empty_strided(sizes, strides, dtype=data.dtype, device="meta")
+            self._storages[data.storage] = meta.untyped_storage()
         made = FakeTensor(self._mode, meta, data.device)
         return made.requires_grad_() if data.requires_grad else made
 

@@ -92,13 +92,23 @@ def key_of(
     decompositions: Mapping[Any, Any],
     phase: str,
     about: Mapping[str, object],
+    conditions: list[str],
     lines: list[str],
 ) -> Key:
     """The key of a graph. Raises NoFingerprintError or CannotStoreError, saying why there is none.
 
-    `about` says what else decides how the graph is compiled, such as its static inputs; `lines` are its nodes' own.
+    `about` says what else decides how the graph is compiled, such as its static inputs; `conditions` are those on its
+    symbolic sizes, and `lines` its nodes' own.
     """
-    parts: Parts = {**machine_of(devices_of(gm)), **_process(config)}
+    parts = key_parts(devices_of(gm), config, decompositions, phase)
+    parts["about"] = {what: repr(value) for what, value in about.items()}
+    rows = [*graph_rows(gm.graph, lambda node: _noted(gm, node)), f"conditions {conditions}"]
+    return Key(name, parts, rows, lines)
+
+
+def key_parts(devices: Sequence[str], config: CompilerConfig, decompositions: Mapping[Any, Any], phase: str) -> Parts:
+    """What a compiled graph depends on besides the graph it is made of."""
+    parts: Parts = {**machine_of(devices), **_process(config)}
     parts["options"] = {
         option: repr(value) for option, value in config.as_dict().items() if option not in _NO_PART_OF_KEY
     }
@@ -107,8 +117,7 @@ def key_of(
     parts["decompositions"] = sorted([str(op), fingerprint(function)] for op, function in decompositions.items())
     parts["declarations"] = sorted((*asynchronous_declarations(), *variant_declarations()))
     parts["phase"] = phase
-    parts["about"] = {what: repr(value) for what, value in about.items()}
-    return Key(name, parts, list(graph_rows(gm.graph, lambda node: _noted(gm, node))), lines)
+    return parts
 
 
 def _noted(gm: GraphModule, node: Node) -> object:
@@ -212,13 +221,14 @@ def _process(config: CompilerConfig) -> Parts:
             "tuning": env.tuning(),
             "C++ compiler": f"{has_cpp_compiler()} {os.environ.get('CXX', '')}",
         },
-        "Inductor's settings": {name: _text(value) for name, value in inductor_settings().items()}
+        "Inductor's settings": {name: text_of(value) for name, value in inductor_settings().items()}
         if uses_inductor
         else {},
     }
 
 
-def _text(value: object) -> str:
+def text_of(value: object) -> str:
+    """A value that is told from another by its text. Raises NoFingerprintError where there is none."""
     plain = value is None or isinstance(value, (bool, int, float, str))
     return repr(value) if plain else fingerprint(value)
 
@@ -261,6 +271,7 @@ _SUBJECTS = {
     "decompositions": "the decomposition of",
     "declarations": "the declaration of",
     "about": "the graph's",
+    "state": "AOTAutograd's setting",
 }
 
 
@@ -298,6 +309,8 @@ def _of_rows(now: Key, before: Key) -> str:
         min(len(now.rows), len(before.rows)) - 1,
     )
     here, there = now.rows[place], before.rows[place]
+    if not here.startswith("("):
+        return f"its {here.partition(' ')[0]} differ: {_apart(there, here)}"
     what = "the input" if "'placeholder'" in here[:200] else "the node"
     name = here.split("'")[1] if "'" in here else "?"
     line = now.lines[place] if place < len(now.lines) else ""

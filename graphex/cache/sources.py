@@ -1,43 +1,82 @@
 """A user's functions, classes and objects as a fingerprint that changes when what they do changes.
 
     def my_pass(gm, inputs, config):              the code of my_pass and of helper, the value of LIMIT,
-        helper(gm, LIMIT)                   ->    defaults, what a closure holds
+        helper(gm, LIMIT)                   ->    defaults, attributes, what a closure holds
 
-Functions are told apart by their bytecode, and by everything their names refer to. What comes with Python, torch or
-graphex is known by its name: their versions are parts of a key themselves. Other installed packages are known by their
-version; a module of the user's by its file and those of the modules it uses.
+Functions are told apart by their bytecode, and by everything their names refer to: of a module of the user's, its file
+and the values of the names that are used of it. What comes with Python, torch or graphex is known by its name, if that
+name leads to this very object: their versions are parts of a key themselves. Other installed packages are known by
+their version.
 
-An object that cannot be told apart has no fingerprint. `cache_version = "1"` on a function or an object is taken in
-place of all this, and so is `uuid()`, which torch's own custom passes have.
+What cannot be told apart has no fingerprint: an object that holds more than Python shows, a function that asks its
+process for something (a file, an environment variable). `cache_version = "1"` on a function, an object or its class is
+taken in place of all this, and so is `uuid()`, which torch's own custom passes have.
 """
 
 from __future__ import annotations
 
+import abc
+import builtins
+import collections
 import dis
 import enum
 import functools
 import hashlib
 import inspect
 import re
+import struct
 import sys
 import sysconfig
+import types
+import typing
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec, resolve_name
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), PurePath, re.Pattern)
-_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch._ops.OpOverload)
+from graphex.errors import one_line
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+_OF_TORCH = (
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
 _KNOWN_ROOTS = frozenset({"torch", "graphex", "triton"})  # their versions are parts of every key
 _LARGEST_TENSOR = 2**20  # bytes
 _NOT_OF_CLASS = (
-    *("__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl"),
+    *("__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl"),
     *("__dataclass_fields__", "__dataclass_params__", "__firstlineno__", "__static_attributes__", "__annotate_func__"),
 )
+_OF_ENUM = ("_value_", "_name_", "__objclass__", "_sort_order_")
+_CONTENT = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)  # bases whose content is looked at
+_SHOWN = (object, *_CONTENT, types.SimpleNamespace, abc.ABC, typing.Generic, typing.Protocol)
+_DESCRIPTORS = (
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
+)
+_METHODS = (MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+_BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+_PROCESS = frozenset(  # names by which a function asks for what only its process knows
+    {
+        *("environ", "environb", "getenv", "argv", "getcwd", "open", "read_text", "read_bytes", "load", "urlopen"),
+        *("globals", "__builtins__", "_getframe", "currentframe", "eval", "exec", "__import__", "import_module"),
+        *("__annotations__", "get_annotations", "get_type_hints"),  # they may hold anything
+    }
+)
+
+_PARTS = {
+    functools.partial: ("func", "args", "keywords", "__dict__"),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools.cached_property: ("func",),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
 
 
 class NoFingerprintError(Exception):
@@ -47,7 +86,12 @@ class NoFingerprintError(Exception):
 def fingerprint(value: object) -> str:
     """Equal in two processes only if what the value does is. Raises NoFingerprintError, saying what is in the way."""
     hasher = _Hasher()
-    hasher.feed(value)
+    try:
+        hasher.feed(value)
+    except NoFingerprintError:
+        raise
+    except Exception as error:  # nested too deeply, or an object of the user's that does not like to be looked at
+        raise NoFingerprintError(f"it cannot be looked through: {one_line(error)}") from error
     return hasher.digest()
 
 
@@ -66,10 +110,13 @@ class _Hasher:
             self._hash.update(b"%d:" % len(text) + text)
 
     def feed(self, value: Any) -> None:
-        if isinstance(value, (*_PLAIN, enum.Enum)):
-            self._say(type(value).__qualname__, value)
-        elif isinstance(value, _OF_TORCH):
-            self._say(type(value).__name__, str(value))
+        kind = type(value)
+        if kind in _PLAIN:
+            self._say(kind.__name__, _exact(value))
+        elif kind in _OF_TORCH:
+            self._say(kind.__name__, str(value))
+        elif kind in (tuple, frozenset):  # whether two that are equal are one depends on how their code was loaded
+            self._container(value)
         elif id(value) in self._seen:
             self._say("seen", self._seen[id(value)])
         else:
@@ -82,13 +129,15 @@ class _Hasher:
                 self._take_apart(value)
 
     def _take_apart(self, value: Any) -> None:
-        for kinds, feed in self._WAYS:
+        if feed := self._EXACTLY.get(type(value)):
+            return feed(self, value)
+        for kinds, feed in self._KINDS:
             if isinstance(value, kinds):
                 return feed(self, value)
         return self._object(value)
 
     def _container(self, value: Any) -> None:
-        self._say(type(value).__qualname__, len(value))
+        self._say(type(value).__name__, len(value))
         if isinstance(value, (set, frozenset)):
             self._say(sorted(fingerprint(item) for item in value))
         else:
@@ -96,40 +145,83 @@ class _Hasher:
                 self.feed(item)
 
     def _wrapped(self, value: Any) -> None:
-        if isinstance(value, functools.partial):
-            self.feed(("partial", value.func, value.args, value.keywords))
-        elif isinstance(value, property):
-            self.feed(("property", value.fget, value.fset))
-        else:
-            self.feed((type(value).__name__, value.__func__, getattr(value, "__self__", None)))
+        """An object of Python's around functions: `_PARTS` are what it is made of."""
+        self._say(type(value).__name__)
+        for part in _PARTS[type(value)]:
+            self.feed(getattr(value, part))
 
-    def _function(self, value: Any) -> None:
+    def _method(self, value: Any) -> None:
+        """A function bound to an object; a function of C's is bound to its module."""
         if (known := _known(value)) is not None:
             self._say("known", *known)
-        elif isinstance(value, FunctionType):
-            self._say("function", value.__qualname__)
-            self._code(value.__code__)
-            self.feed((value.__defaults__, value.__kwdefaults__))
-            self._surroundings(value)
-        else:
-            raise NoFingerprintError(f"'{_name(value)}' is not written in Python")
+            return
+        self._say(type(value).__name__, value.__name__)
+        self.feed(getattr(value, "__func__", None))
+        self.feed(value.__self__)
 
-    def _surroundings(self, function: FunctionType) -> None:
-        """What the names in a function stand for."""
+    def _descriptor(self, value: Any) -> None:
+        self._say(type(value).__name__, value.__name__)
+        self.feed(value.__objclass__)
+
+    def _function(self, value: FunctionType) -> None:
+        if (known := _known(value)) is not None:
+            self._say("known", *known)
+            return
+        self._say("function", value.__qualname__)
+        self.feed((value.__defaults__, value.__kwdefaults__))
+        self.feed(vars(value))
+        self._cells(value)
+        home = str(value.__globals__.get("__name__"))
+        if (known := _known_module(home)) is not None and vars(sys.modules.get(home) or abc) is value.__globals__:
+            code = value.__code__  # one of an installed package around one of the user's, which is in its cells
+            self._say("known", *known, code.co_qualname, code.co_firstlineno)
+        else:
+            self._code(value.__code__)
+            self._surroundings(value)
+
+    def _cells(self, function: FunctionType) -> None:
         for cell in function.__closure__ or ():
             try:
                 self.feed(cell.cell_contents)
             except ValueError:  # not assigned yet
                 self._say("empty")
-        for name in _names(function.__code__):
-            if name in function.__globals__:
+
+    def _surroundings(self, function: FunctionType) -> None:
+        """What the names in a function stand for."""
+        names = _names(function.__code__)
+        if asks := next((name for name in names if name in _PROCESS), None):
+            raise NoFingerprintError(f"'{_name(function)}' uses '{asks}', and what that gives is not known")
+        for name in names:
+            for scope in (function.__globals__, vars(builtins)):
+                if name in scope:
+                    self._say(name)
+                    self._named(scope[name], names, set())
+                    break
+        for name in _imports(function):
+            module = sys.modules.get(name)
+            if module is None and _known_module(name) is None:
+                raise NoFingerprintError(f"'{_name(function)}' imports '{name}', which is not loaded yet")
+            self._named(name if module is None else module, names, set())
+
+    def _named(self, value: Any, names: list[str], seen: set[int]) -> None:
+        """What a name stands for; of a module, what the names of the function that uses it stand for there."""
+        self.feed(value)
+        if not isinstance(value, ModuleType) or id(value) in seen:
+            return
+        seen.add(id(value))
+        known = _known_module(value.__name__) is not None
+        for name in names:
+            item = vars(value).get(name)
+            if isinstance(item, ModuleType) or not known or type(item) in _PLAIN:
                 self._say(name)
-                self.feed(function.__globals__[name])
-        for name in _imports(function.__code__):
-            self.feed(sys.modules.get(name) or name)
+                self._named(item, names, seen)
+            elif isinstance(item, FunctionType) and _known_module(str(item.__globals__.get("__name__"))) is None:
+                self.feed(item)  # the user has put it there
 
     def _code(self, code: CodeType) -> None:
-        self._say(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount)
+        self._say(code.co_code, code.co_exceptiontable, code.co_flags)
+        self._say(code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars)
+        self._say(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 self._code(constant)
@@ -143,31 +235,44 @@ class _Hasher:
             self._say("known", *known)
             return
         self._say("class", value.__qualname__)
-        self.feed(value.__bases__)
+        self.feed((type(value), value.__bases__))
+        for field in vars(value).get("__dataclass_fields__", {}).values():
+            self.feed(dict(field.metadata))
+        if issubclass(value, enum.Enum):
+            self.feed([(name, member._value_) for name, member in value.__members__.items()])
         for name, item in vars(value).items():
-            if name not in _NOT_OF_CLASS:
-                self._say(name)
-                self.feed(item)
+            if name in _NOT_OF_CLASS or (issubclass(value, enum.Enum) and not _is_of_class(item)):
+                continue
+            self._say(name)
+            self.feed(item)
 
     def _object(self, value: Any) -> None:
-        """An object of a class of the user's or of ours: the class, and what the object holds."""
-        kind, state = type(value), getattr(value, "__dict__", None)
-        if inspect.isroutine(value) and (known := _known(value)) is not None:
+        """An object of a class in Python: the class, what it holds as a container or a number, its attributes."""
+        if (known := _known(value)) is not None:
             self._say("known", *known)
-        elif isinstance(state, dict) and not _is_opaque(kind):
-            self.feed(kind)
-            self.feed(state)
-        else:
+            return
+        kind, state = type(value), dict(getattr(value, "__dict__", None) or {})
+        if _hides_state(kind):
             name = f"{kind.__module__}.{kind.__qualname__}"
             raise NoFingerprintError(f"an object of type {name} cannot be told from another")
+        self.feed(kind)
+        if isinstance(value, enum.Enum):
+            self.feed((value._name_, value._value_))
+            state = {name: item for name, item in state.items() if name not in _OF_ENUM}
+        elif (base := next((base for base in _CONTENT if isinstance(value, base)), None)) is not None:
+            self.feed(base(value))
+        self.feed(state)
 
     def _tensor(self, value: Tensor) -> None:
-        if type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.layout != torch.strided:
+        is_plain = type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and value.layout == torch.strided
+        if not is_plain or value.is_meta or value.is_conj() or value.is_neg() or value.is_quantized:
             raise NoFingerprintError(f"a tensor of type {type(value).__name__} cannot be told from another")
         if value.numel() * value.element_size() > _LARGEST_TENSOR:
             raise NoFingerprintError("a tensor of more than 1 MiB is not compared")
         content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-        self._say("tensor", str(value.dtype), tuple(value.shape), bytes(content.tolist()))
+        self._say("tensor", str(value.dtype), str(value.device), tuple(value.shape), value.stride())
+        self._say(value.requires_grad, bytes(content.tolist()))
+        self.feed(dict(vars(value)))
 
     def _module(self, value: ModuleType) -> None:
         for module in _with_used(value):
@@ -179,20 +284,59 @@ class _Hasher:
                 raise NoFingerprintError(f"the module '{module.__name__}' has no source")
             self._say("module", module.__name__, hashlib.sha256(Path(file).read_bytes()).hexdigest())
 
-    _WAYS: ClassVar[tuple[tuple[tuple[type, ...], Callable[[_Hasher, Any], None]], ...]] = (
-        ((list, tuple, dict, set, frozenset), _container),
-        ((functools.partial, property, staticmethod, classmethod, MethodType), _wrapped),
-        ((FunctionType, BuiltinFunctionType), _function),
+    def _pattern(self, value: re.Pattern[Any]) -> None:
+        self.feed((value.pattern, value.flags))
+
+    def _path(self, value: PurePath) -> None:
+        self._say(type(value).__name__, str(value))
+
+    def _field(self, value: Any) -> None:
+        self._say(value.__reduce__()[1][0])  # its place in a named tuple
+
+    def _defaultdict(self, value: collections.defaultdict[Any, Any]) -> None:
+        self.feed(("defaultdict", value.default_factory, dict(value)))
+
+    _EXACTLY: ClassVar[dict[type, Callable[[_Hasher, Any], None]]] = {
+        **dict.fromkeys((list, dict, set, collections.OrderedDict, collections.Counter, collections.deque), _container),
+        **dict.fromkeys(_PARTS, _wrapped),
+        collections.defaultdict: _defaultdict,
+        re.Pattern: _pattern,
+        **dict.fromkeys((type(PurePath()), type(Path())), _path),
+        type(inspect.getattr_static(inspect.ArgInfo, "args")): _field,
+    }
+    _KINDS: ClassVar[tuple[tuple[tuple[type, ...], Callable[[_Hasher, Any], None]], ...]] = (
+        ((FunctionType,), _function),
+        (_METHODS, _method),
+        (_DESCRIPTORS, _descriptor),
         ((ModuleType,), _module),
         ((type,), _class),
         ((Tensor,), _tensor),
     )
 
 
-def _is_opaque(kind: type) -> bool:
-    """Whether objects of a type hold more than Python shows."""
-    root = kind.__module__.partition(".")[0]
-    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
+def _exact(value: Any) -> object:
+    """A plain value, so that equal texts mean equal values: nan has a sign."""
+    return struct.pack("<d", value) if isinstance(value, float) else value
+
+
+def _is_of_class(item: object) -> bool:
+    """Whether something in the namespace of an enumeration is not one of its members or what torch keeps of them."""
+    return isinstance(item, (FunctionType, *_PARTS))
+
+
+def _hides_state(kind: type) -> bool:
+    """Whether objects of a class hold more than their attributes and their content show."""
+    for base in kind.__mro__:
+        if base in _SHOWN:
+            continue
+        is_known = _known_module(base.__module__) is not None
+        if vars(base).get("__slots__") or (is_known and not _is_in_python(base)):
+            return True
+    return False
+
+
+def _is_in_python(kind: type) -> bool:
+    return any(isinstance(getattr(item, "__func__", item), FunctionType) for item in vars(kind).values())
 
 
 def _with_used(module: ModuleType) -> Iterator[ModuleType]:
@@ -212,11 +356,13 @@ def _with_used(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def _stated_version(value: Any) -> str | None:
-    """The version that its author gave something, by `cache_version` or `uuid()`."""
+    """The version that its author gave something, by `cache_version`, which subclasses do not inherit, or `uuid()`."""
     if isinstance(value, (type, ModuleType, Tensor)):
         return None
-    if isinstance(stated := getattr(value, "cache_version", None), (str, int)):
-        return str(stated)
+    for holder in (value, type(value)):
+        stated = (getattr(holder, "__dict__", None) or {}).get("cache_version")
+        if isinstance(stated, (str, int)):
+            return str(stated)
     uuid = getattr(value, "uuid", None)
     if inspect.ismethod(uuid) and not isinstance(value, FunctionType):
         stated = uuid()
@@ -227,24 +373,49 @@ def _stated_version(value: Any) -> str | None:
 
 
 def _known(value: Any) -> tuple[str, ...] | None:
-    """The name, and where need be the version, of something that comes with an installed package."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    known = _known_module(str(module))
-    return None if known is None else (*known, _name(value))
+    """The name, and where need be the version, of something of an installed package, if the name leads to it."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or (known := _known_module(module)) is None:
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value or (isinstance(value, FunctionType) and value.__globals__ is not vars(sys.modules[module])):
+        return None
+    return (*known, name)
+
+
+def _known_module(name: str) -> tuple[str, ...] | None:
+    """How a module of Python's or of an installed package is known; None for one of the user's."""
+    root = name.partition(".")[0]
+    if root in _KNOWN_ROOTS or (root in sys.builtin_module_names and root != "__main__"):
+        return (name,)
+    file = _file(root)
+    if file.startswith(_PACKAGES):
+        known = _installed(root)
+        return None if known is None else (name, known)
+    return (name,) if root in sys.stdlib_module_names and file.startswith(_LIBRARY) else None
+
+
+_PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_LIBRARY = ("frozen", *{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+def _file(root: str) -> str:
+    """Where a module comes from, be it loaded or not."""
+    if root in sys.modules and (file := getattr(sys.modules[root], "__file__", None)):
+        return str(file)
+    try:
+        spec = find_spec(root) if root and root != "__main__" else None
+    except (ImportError, ValueError):
+        return ""
+    return str(spec.origin) if spec is not None else ""
 
 
 @functools.cache
-def _known_module(name: str) -> tuple[str, ...] | None:
-    """How a module of an installed package is known; None for one of the user's."""
-    root = name.partition(".")[0]
-    if (root in sys.stdlib_module_names and root != "__main__") or root in _KNOWN_ROOTS:
-        return (name,)
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    if not file.startswith(tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})):
-        return None
+def _installed(root: str) -> str | None:
     try:
-        distribution = packages_distributions().get(root, [root])[0]
-        return name, version(distribution)
+        return version(packages_distributions().get(root, [root])[0])
     except PackageNotFoundError:
         return None
 
@@ -259,12 +430,22 @@ def _names(code: CodeType) -> list[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found.update(dict.fromkeys(_names(constant)))
+    if not _BY_TEXT.isdisjoint(found):
+        found.update(dict.fromkeys(text for text in code.co_consts if isinstance(text, str)))
     return list(found)
 
 
-def _imports(code: CodeType) -> list[str]:
-    found = [str(each.argval) for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"]
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found += _imports(constant)
-    return list(dict.fromkeys(found))
+def _imports(function: FunctionType) -> list[str]:
+    """The modules that a function, or one inside of it, imports."""
+    found: dict[str, None] = {}
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        before = [*dis.get_instructions(code)]
+        for place, each in enumerate(before):
+            if each.opname == "IMPORT_NAME":
+                level, package = before[place - 2].argval, function.__globals__.get("__package__")
+                name = f"{'.' * level}{each.argval}" if isinstance(level, int) else str(each.argval)
+                found[resolve_name(name, package) if name.startswith(".") and package else name] = None
+    return list(found)

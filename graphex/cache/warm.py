@@ -30,7 +30,7 @@ from graphex.errors import one_line
 from graphex.records import CacheAsked
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, pytree, stated_since
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
 
 _WANTS_PASSES = {  # options that are about the passes themselves, or about the graph between them
     "verify": lambda config: config.verify,
@@ -40,6 +40,9 @@ _WANTS_PASSES = {  # options that are about the passes themselves, or about the 
     "deadlock_check": lambda config: config.deadlock_check,
     "stream_safety": lambda config: config.stream_safety == "shuffle",
 }
+
+
+_TRIED = ("cpu", "cuda")  # devices on which graphs were loaded and compared with what was compiled
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Search:
     guards: int = 0  # those of the shape environment
     bytes: int = 0
     artefact: Artefact | None = None
+    entry: str = ""  # where the graph is stored
 
     def keep(self, gm: GraphModule, functional: Graph) -> None:
         """Store a graph after its passes, and record that it was missed."""
@@ -81,6 +85,7 @@ class Search:
             self._note("miss", self.reason)
             self._warn(one_line(error))
         else:
+            self.entry = name_of(self.key)
             self._note("miss", self.reason, time.perf_counter() - started, size)
 
     def _note(self, status: str, reason: str = "", seconds: float = 0.0, size: int = 0) -> None:
@@ -95,23 +100,20 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     """Find a graph, as AOTAutograd gave it, in the cache. What is found is made to run here, with its records."""
     started = time.perf_counter()
     search = Search(compilation, name)
-    is_on = compilation.config.cache and (env.cache_enabled() or compilation.store is not None)
+    is_on = is_cache_on(compilation)
     if not is_on and not compilation.is_ahead:
         return search
     try:
-        if reason := _why_not_asked(compilation):
-            raise CannotStoreError(reason)
+        check_wanted(compilation, devices_of(gm))
         search.mode = _fake_mode(gm)
         _check_streams(gm)
-        is_asked_for = compilation.is_ahead or compilation.store is not None or env.cache_asked_for()
-        if not is_asked_for and devices_of(gm) != ["cpu"]:
-            raise CannotStoreError("graphs of a GPU are kept only where GRAPHEX_CACHE=on asks for it")
         search.given = Given.of(gm)
         if is_on:
             about = {"static inputs": tuple(static_inputs), "is whole": compilation.is_whole}
             function, config = compilation.origin.function, compilation.config
             lines = search.given.lines
-            search.key = key_of(function, gm, config, compilation.decompositions, phase, about, lines)
+            known = conditions(search.mode.shape_env)
+            search.key = key_of(function, gm, config, compilation.decompositions, phase, about, known, lines)
     except (CannotStoreError, NoFingerprintError) as error:
         search.reason = str(error)
         if is_on:
@@ -126,8 +128,24 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     if search.made is not None:
         for record in search.made.records:
             compilation.journal.add(replace(record, graph=name))
-        search._note("hit", "", time.perf_counter() - started, search.bytes)
+        why = compilation.traced_because
+        search._note(
+            "hit", f"AOTAutograd has traced it: {why}" if why else "", time.perf_counter() - started, search.bytes
+        )
     return search
+
+
+def is_cache_on(compilation: Compilation) -> bool:
+    return compilation.config.cache and (env.cache_enabled() or compilation.store is not None)
+
+
+def check_wanted(compilation: Compilation, devices: list[str]) -> None:
+    """Raise CannotStoreError where something asks for the passes, or the cache is not asked for."""
+    if reason := _why_not_asked(compilation):
+        raise CannotStoreError(reason)
+    is_asked_for = compilation.is_ahead or compilation.store is not None or env.cache_asked_for()
+    if untried := [device for device in devices if device.partition(":")[0] not in _TRIED and not is_asked_for]:
+        raise CannotStoreError(f"graphs of '{untried[0]}' are kept only where GRAPHEX_CACHE=on asks for it")
 
 
 def _why_not_asked(compilation: Compilation) -> str:
@@ -162,23 +180,26 @@ def _load(search: Search) -> None:
     try:
         data = store.load(search.key)
         if data is None:
-            search.reason = _why_missed(store, search.key)
+            search.reason = why_missed(search.key, store.alike(search.key))
             return
-        search.artefact = artefact = Artefact.from_bytes(data)
-        if (broken := _guard(search.mode, artefact.guards)) is not None:
+        artefact = Artefact.from_bytes(data)
+        if (broken := broken_guard(search.mode, artefact.guards)) is not None:
             search.reason = f"the stored graph is for sizes with {broken}"
             return
-        report = _reporter(search.compilation, search.name)
-        patches = settings(search.compilation.config) if artefact.regions else {}
-        search.made = made_from(artefact, search.given, search.mode, patches, report)
-        search.bytes = len(data)
-        store.note_hit(search.key)
+        search.made = made_here(artefact, search.given, search.mode, search.compilation, search.name)
+        search.artefact, search.bytes, search.entry = artefact, len(data), name_of(search.key)
+        store.note_hit(search.entry)
     except Exception as error:  # a file, and Inductor, may raise anything; the graph is compiled
-        search.made = search.artefact = None
         search.reason = f"what is stored cannot be used: {one_line(error)}"
 
 
-def _guard(mode: FakeTensorMode, guards: list[Any]) -> object:
+def made_here(artefact: Artefact, given: Given, mode: FakeTensorMode, compilation: Compilation, name: str) -> Made:
+    """The graph of an artefact, for a compilation of this process."""
+    patches = settings(compilation.config) if artefact.regions else {}
+    return made_from(artefact, given, mode, patches, _reporter(compilation, name))
+
+
+def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
     """Ask of the sizes what compiling has asked of them; what they do not fulfil, if anything."""
     if not guards:
         return None
@@ -192,7 +213,7 @@ def _reporter(compilation: Compilation, graph: str) -> Any:
     return report
 
 
-def _why_missed(store: Store, key: Key) -> str:
-    others = store.alike(key)
+def why_missed(key: Key, others: list[Key]) -> str:
+    """The first thing in which a key differs from the nearest that is stored."""
     found = nearest(key, others)
     return f"nothing is stored for '{key.name}' ({key.phase})" if found is None else difference(key, found)

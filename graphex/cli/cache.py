@@ -130,7 +130,7 @@ def import_archive(path: Path, yes: bool) -> None:
     if not yes:
         click.confirm(f"Store these in {_store().path}? A graph that is loaded runs code from the archive", abort=True)
     store_archive(files, _store())
-    click.echo(f"stored {len(files) // 2} graphs")
+    click.echo(f"stored {sum(name.endswith('.graph') for name in files)} graphs")
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,22 @@
-"""`graphex ops`, `rules`, `passes` and `options`: a table of all, or one of them with its documentation."""
+"""`graphex ops`, `rules`, `passes` and `options`: a table of all, or one of them with its documentation.
+
+A mistyped name is answered from `names.json`, which `make docs` writes: the declarations would import torch.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import click
 
 from graphex.cli.output import json_option, print_json, print_table
 from graphex.errors import did_you_mean
+
+NAMES = Path(__file__).with_name("names.json")
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,9 @@ def _command(name: str, what: str, kind: str, entries: Callable[[], list[Entry]]
     @click.argument("wanted", metavar="[NAME]", required=False)
     @json_option
     def command(wanted: str | None, as_json: bool) -> None:
-        found = entries()
-        if wanted is not None:
-            found = [_named(wanted, found)]
+        if wanted is not None and (problem := why_unknown(wanted, name)):
+            raise click.UsageError(problem)
+        found = [entry for entry in entries() if wanted in (None, entry.name)]
         if as_json:
             print_json([asdict(entry) for entry in found])
         elif wanted is not None:
@@ -40,13 +47,20 @@ def _command(name: str, what: str, kind: str, entries: Callable[[], list[Entry]]
     return command
 
 
-def _named(wanted: str, entries: list[Entry]) -> Entry:
-    for entry in entries:
-        if wanted == entry.name:
-            return entry
-    names = list(dict.fromkeys(entry.name for entry in entries))  # a pass may run in two stages
+def why_unknown(wanted: str, kind: str) -> str:
+    """One sentence with near names if graphex has none of this name among its ``ops``, ``rules`` ...; else nothing."""
+    names = json.loads(NAMES.read_text())[kind]
+    if wanted in names:
+        return ""
     hint = did_you_mean(wanted, names, f"there are {', '.join(names)}", most=3)
-    raise click.UsageError(f"there is no '{wanted}' ({hint}).")
+    return f"there is no '{wanted}' ({hint})."
+
+
+def names_text() -> str:
+    """The contents of `names.json`."""
+    kinds: dict[str, Iterable[Entry]] = {"ops": _ops(), "rules": _rules(), "passes": _passes(), "options": _options()}
+    names = {kind: list(dict.fromkeys(entry.name for entry in found)) for kind, found in kinds.items()}
+    return json.dumps(names, indent=1) + "\n"
 
 
 def _ops() -> list[Entry]:

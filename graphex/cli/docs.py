@@ -1,7 +1,7 @@
 """The parts of the documentation that are generated from declarations, so that they cannot grow stale.
 
-`python -m graphex.cli.docs [folder]` writes `docs/options.md` from `CompilerConfig` and fills the marked parts of the
-other pages: what stands between these two lines is replaced.
+`python -m graphex.cli.docs [folder]` writes `docs/options.md` from `CompilerConfig`, the names that the command line
+knows without torch, and the marked parts of the other pages: what stands between these two lines is replaced.
 
     <!-- generated: NAME -->
     <!-- end -->
@@ -23,6 +23,7 @@ from pathlib import Path
 import click
 
 from graphex import cli, records
+from graphex.cli.catalogue import NAMES, names_text
 from graphex.config import CustomPass, Option, options_of
 from graphex.fusion.rules import FUSIONS, LIFTS, Family
 from graphex.ops import SPECS, decompositions
@@ -53,8 +54,9 @@ compiled = torch.compile(model, backend=graphex.get_backend(config))
 compiled(x)
 ```
 
-Names, types and values are checked. A `CompilerConfig` checks on assignment. `torch.compile` hands its options over at
-the first call, so that is where a bad one raises `graphex.OptionError`:
+Names, types and values are checked. A `CompilerConfig` checks on assignment, `graphex.get_backend(options)` where it
+is called. `torch.compile` hands its options over at the first call, so that is where a bad one raises
+`graphex.OptionError`:
 
 ```python
 try:
@@ -175,8 +177,8 @@ def ascend_section(name: str) -> Callable[[], str]:
 
 @cache
 def _ascend_tables() -> dict[str, list[list[str]]]:
-    """From a process of its own: importing `graphex.ascend` gives this one a device "npu" for good."""
-    code = "import json; from graphex.ascend.catalogue import tables; print(json.dumps(tables()))"
+    """From a process of its own: `serve` gives this one a device "npu" for good."""
+    code = "import json; from graphex.ascend import catalogue, serve; serve(); print(json.dumps(catalogue.tables()))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "GRAPHEX_NPU": "simulated"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     found: dict[str, list[list[str]]] = json.loads(done.stdout)
@@ -201,6 +203,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ascend names": ascend_section("names"),
     "torchair options": ascend_section("torchair_options"),
     "npugraph ex options": ascend_section("npugraph_ex_options"),
+    "op schemas": ascend_section("op_schemas"),
     "scenarios not offered": ascend_section("scenarios_not_offered"),
     "scenarios that are better": ascend_section("better_scenarios"),
 }
@@ -231,6 +234,7 @@ def _linked(text: str) -> str:
 
 
 def main(folder: str = "docs") -> None:
+    NAMES.write_text(names_text())
     pages = Path(folder)
     (pages / "options.md").write_text(options_page())
     for page in sorted(pages.glob("*.md")):

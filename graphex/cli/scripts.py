@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from graphex.cli.catalogue import why_unknown
 from graphex.cli.output import (
     check_output,
     json_option,
@@ -32,6 +33,7 @@ from graphex.records import Journal
 
 DEVICES = ("simulated", "cuda", "cpu")
 NOTHING = 3
+_SCRIPTS = {"rules": "the script registers a rule of this name", "passes": "a pass of the script has this name"}
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
 script_path = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -57,8 +59,10 @@ def run(device: str | None, script: Path, arguments: tuple[str, ...]) -> None:
     import graphex
 
     graphex.define()  # first: once torch_npu is served, its ops are taken for those of the real one
+    from graphex.ascend import serve
+
     try:
-        import graphex.ascend
+        serve()
     except InputError as error:
         raise click.ClickException(str(error)) from error
     try:
@@ -94,6 +98,7 @@ def explain(
         raise click.UsageError(f"graphex is off: {reason}. Without it there is something to explain.")
     arguments = _for_the_script(script, arguments)
     options = config_from(dict(map(_setting, settings))).given()
+    _note_unknown_names(options)
     page = output.absolute()  # the script may go to another directory
     check_output(page)
 
@@ -159,6 +164,14 @@ def _setting(text: str) -> tuple[str, Any]:
     if name not in _LISTS or isinstance(found, (list, tuple)):
         return name, found
     return name, [word.strip() for word in found.split(",")] if isinstance(found, str) else [found]
+
+
+def _note_unknown_names(options: dict[str, Any]) -> None:
+    """Say at once which rules and passes graphex does not have. The script may register them: only it can tell."""
+    for kind in ("rules", "passes"):
+        for name in options.get(f"disable_{kind}", ()):
+            if problem := why_unknown(name, kind):
+                click.echo(f"note: {problem.rstrip('.')}, unless {_SCRIPTS[kind]}.", err=True)
 
 
 def _told(journal: Journal) -> str:

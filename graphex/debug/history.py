@@ -41,6 +41,7 @@ class NodeFacts:
     args: str
     inputs: tuple[str, ...]
     value: str
+    types: tuple[torch.dtype, ...]
     bytes: int
     module: tuple[tuple[str, str], ...]  # (path, class) from the outside in
     frames: tuple[Frame, ...]
@@ -61,6 +62,7 @@ def facts_of(node: Node, aliases: Aliases, input_names: list[str]) -> NodeFacts:
         args=shortened(_arguments(node)),
         inputs=tuple(value.name for value in node.all_input_nodes),
         value=shortened(describe_value(node.meta.get("val"))),
+        types=_types(node.meta.get("val")),
         bytes=bytes_of(node),
         module=module_of(node),
         frames=frames_of(node),
@@ -101,6 +103,12 @@ def describe_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(describe_value, value))})"
     return "" if value is None else str(value)
+
+
+def _types(value: Any) -> tuple[torch.dtype, ...]:
+    if isinstance(value, torch.Tensor):
+        return (value.dtype,)
+    return tuple(dtype for each in value for dtype in _types(each)) if isinstance(value, (list, tuple)) else ()
 
 
 def shortened(text: str) -> str:

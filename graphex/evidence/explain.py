@@ -28,7 +28,7 @@ from graphex.env import path_of_rank, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
-from graphex.evidence.visible import Comparison, NotCompared, Observation, SavedState, compare
+from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
 from graphex.frontend.origin import broke
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
@@ -112,7 +112,14 @@ class Report:
     @property
     def differences(self) -> tuple[str, ...]:
         """The differences from eager, one sentence each: results, arguments, state of the model, gradients."""
-        return self._comparison.differences
+        return tuple(map(str, self._comparison.differences))
+
+    @property
+    def rounding(self) -> tuple[str, ...]:
+        """Those of `differences` that the types of the computation explain, the largest first."""
+        step = _coarsest_step(self.journal.history)
+        found = [each for each in self._comparison.differences if each.is_rounding(step)]
+        return tuple(map(str, sorted(found, key=lambda each: -each.error)))
 
     @property
     def not_compared(self) -> tuple[NotCompared, ...]:
@@ -132,6 +139,7 @@ class Report:
             "calls": self.calls,
             "worst_difference": self.worst_difference,
             "differences": list(self.differences),
+            "rounding": list(self.rounding),
             "not_compared": [asdict(each) for each in self.not_compared],
         }
 
@@ -251,7 +259,7 @@ class _Subject:
             with without_reducing(self._model):
                 result = model(*args, **kwargs)
             gradients = _gradients(result, leaves)
-            roots = {"model": self._model, "args": args, "kwargs": kwargs, "result": result, "gradients": gradients}
+            roots = {"model": self._model, "args": args, "kwargs": kwargs, "result": result, GRADIENTS: gradients}
             return self._before.observe(roots), _copied(result)
         finally:
             self._before.restore()
@@ -318,6 +326,16 @@ def _kept_by_custom_ops(history: GraphHistory) -> tuple[NotCompared, ...]:
     named = [_OP.match(facts.args if _WRAPPER in facts.target else facts.target) for facts in calls]
     custom = sorted({found[0] for found in named if found and found[1] not in _KNOWN})
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)
+
+
+def _coarsest_step(history: GraphHistory | None) -> float:
+    """The step of the coarsest float type that a value is rounded to and computed on with; 0 where nothing is known."""
+    types: set[torch.dtype] = set()
+    for snapshots in history.graphs.values() if history is not None else ():
+        calls = [facts for facts in snapshots.nodes if facts.op == "call_function"]
+        read = {name for facts in calls for name in facts.inputs}
+        types.update(dtype for facts in calls if facts.name in read for dtype in facts.types)
+    return max((torch.finfo(dtype).eps for dtype in types if dtype.is_floating_point or dtype.is_complex), default=0.0)
 
 
 def _name(model: Callable[..., Any]) -> str:

@@ -10,19 +10,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
+from graphex.cache.calls import CallSearch, HandedOver
+from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
-from graphex.frontend.compiler import Executables, compile_graph
+from graphex.frontend.compiler import Executables, compile_graph, load_call
 from graphex.frontend.partition import partition
-from graphex.frontend.portable import Portable, portable
+from graphex.frontend.portable import Portable, called, given_by_autograd, handed_over, portable
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
+from graphex.ops.definition import has_triton
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation
@@ -43,6 +47,7 @@ from graphex.torch_private.aot import (
     without_autograd_cache,
 )
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, dual_level, flatten_graph_inputs
+from graphex.torch_private.inductor import start_compilers
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
 
@@ -77,8 +82,12 @@ def _compile_flat(
     _note_subclasses(example_inputs, compilation)
     try:
         check_required()
+        program, call = load_call(compilation, gm, example_inputs)
+        if program is not None and call.handed is not None:
+            with counted():
+                return called(program, call.handed)
         with context:
-            return _aot(gm, example_inputs, compilation, custom)
+            return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise
     except Exception as error:
@@ -87,78 +96,94 @@ def _compile_flat(
         return plain
 
 
+def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
+    """The kernels of regions on a GPU are compiled in processes that start while the graph is traced."""
+    is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
+    if is_on_gpu and compilation.config.regions is True and regions_enabled() and has_triton():
+        start_compilers()
+
+
 def _aot(
     gm: Any,
     example_inputs: Sequence[Any],
     compilation: Compilation,
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
+    call: CallSearch,
 ) -> Compiled:
-    bypasses: list[Bypass] = []
-    made_portable: list[Portable | str] = []
-    trains = False
-    has_out = _may_write_to_out(gm)
-    # Of two versions, which one ran is not known; in a pool of the user's, other programs write too.
-    may_keep = not compilation.config.auto_streams and compilation.config.use_graph_pool is None
-    saved = SavedMemory() if may_keep else None
-    may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
-
-    def compiler(phase: str) -> Callable[..., Program]:
-        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
-            nonlocal trains
-            trains = trains or phase == "forward"
-            return _compiled(graph, inputs, compilation, phase, saved, has_out=has_out).program
-
-        return compile_phase
-
-    def compile_inference(graph: GraphModule, inputs: Sequence[Any]) -> Program:
-        made = _compiled(graph, inputs, compilation, "inference", None, has_out=has_out)
-        program = made.program
-        if compilation.is_ahead:
-            as_data = portable(made, graph, gm, example_inputs, compilation) if may_bypass else _NOT_PLAIN
-            made_portable.append(as_data)
-        if not may_bypass or not program.may_replay or not only_hands_over(program.written):
-            return program
-        bypasses.append(Bypass(program))
-        return bypasses[-1]
-
+    _start_compilers(example_inputs, compilation)
+    phases = _Phases(gm, example_inputs, compilation, call)
     with counted():
         compiled: Compiled = aot_module_simplified(
             gm,
             example_inputs,
-            fw_compiler=compiler("forward"),
-            bw_compiler=_untraced(compiler("backward")),
-            inference_compiler=compile_inference,
-            partition_fn=functools.partial(partition, compilation=compilation, has_out=has_out),
+            fw_compiler=phases.compiler("forward"),
+            bw_compiler=_untraced(phases.compiler("backward")),
+            inference_compiler=phases.inference,
+            partition_fn=functools.partial(partition, compilation=compilation, has_out=phases.has_out),
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
-    if len(bypasses) == 1:
-        compiled = bypasses[0].around(compiled)
-    elif trains:
-        compiled = _with_tangents(compiled, gm, compilation)
-    if compilation.is_ahead:
-        compiled.portable = made_portable[0] if len(made_portable) == 1 else _NOT_PLAIN  # type: ignore[attr-defined]
-    return compiled
+    return phases.around(compiled)
 
 
-def _compiled(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    compilation: Compilation,
-    phase: str,
-    saved: SavedMemory | None,
-    *,
-    has_out: bool,
-) -> Executables:
-    """One graph of AOTAutograd's, with notes on what only AOTAutograd knows at this moment."""
-    if phase != "forward":  # noted on the joint graph, before equal values were merged
-        note_program_writes(gm.graph, has_out=has_out, exact=phase == "inference")
-    _note_counted(gm)
-    if phase == "inference":
-        _note_regenerated(gm)
-        return compile_graph(gm, inputs, compilation, phase, static_input_indices())
-    static = static_input_indices() if phase == "forward" else ()
-    return compile_graph(gm, inputs, compilation, phase, static, saved)
+class _Phases:
+    """The compilers that AOTAutograd is given for one graph of Dynamo's, and what they have made."""
+
+    def __init__(self, gm: Any, example_inputs: Sequence[Any], compilation: Compilation, call: CallSearch) -> None:
+        self.gm, self.example_inputs, self.compilation, self.call = gm, example_inputs, compilation, call
+        self.has_out = _may_write_to_out(gm)
+        # Of two versions, which one ran is not known; in a pool of the user's, other programs write too.
+        may_keep = not compilation.config.auto_streams and compilation.config.use_graph_pool is None
+        self._saved = SavedMemory() if may_keep else None
+        self._may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
+        self._trains = False
+        self._bypasses: list[Bypass] = []
+        self._portable: list[Portable | str] = []
+        self._handed: list[tuple[HandedOver, str]] = []
+
+    def compiler(self, phase: str) -> Callable[..., Program]:
+        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
+            self._trains = self._trains or phase == "forward"
+            return self._compiled(graph, inputs, phase).program
+
+        return compile_phase
+
+    def inference(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
+        as_given = given_by_autograd(graph) if self._may_bypass else _NOT_PLAIN
+        made = self._compiled(graph, inputs, "inference")
+        if not isinstance(as_given, str):
+            as_given = handed_over(as_given, graph, self.gm, self.example_inputs, made.program.written)
+        if self.compilation.is_ahead:
+            self._portable.append(portable(made, as_given, self.example_inputs, self.compilation))
+        elif not isinstance(as_given, str):
+            self._handed.append((as_given, made.entry))
+        if not self._may_bypass or not made.program.may_replay or not only_hands_over(made.program.written):
+            return made.program
+        self._bypasses.append(Bypass(made.program))
+        return self._bypasses[-1]
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """What AOTAutograd made of it, for Dynamo; the cache learns of it."""
+        if len(self._bypasses) == 1:
+            compiled = self._bypasses[0].around(compiled)
+        elif self._trains:
+            compiled = _with_tangents(compiled, self.gm, self.compilation)
+        if len(self._handed) == 1 and not self._trains:
+            self.call.keep(*self._handed[0])
+        if self.compilation.is_ahead:
+            compiled.portable = self._portable[0] if len(self._portable) == 1 else _NOT_PLAIN  # type: ignore[attr-defined]
+        return compiled
+
+    def _compiled(self, gm: GraphModule, inputs: Sequence[Any], phase: str) -> Executables:
+        """One graph of AOTAutograd's, with notes on what only AOTAutograd knows at this moment."""
+        if phase != "forward":  # noted on the joint graph, before equal values were merged
+            note_program_writes(gm.graph, has_out=self.has_out, exact=phase == "inference")
+        _note_counted(gm)
+        if phase == "inference":
+            _note_regenerated(gm)
+            return compile_graph(gm, inputs, self.compilation, phase, static_input_indices())
+        static = static_input_indices() if phase == "forward" else ()
+        return compile_graph(gm, inputs, self.compilation, phase, static, self._saved)
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:

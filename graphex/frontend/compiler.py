@@ -14,6 +14,8 @@ from graphex.analysis import Aliases
 from graphex.analysis.contract import every_node, inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.cache.artefacts import Artefact
+from graphex.cache.background import compiled_in_background
+from graphex.cache.calls import CallSearch, look_up_call
 from graphex.cache.warm import look_up
 from graphex.debug.dumps import dump_graph
 from graphex.debug.orders import shuffled
@@ -42,12 +44,13 @@ ACTIVATIONS = "graphex_activations"  # on the output of a forward: the records o
 class Executables(NamedTuple):
     """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see.
 
-    `artefact` is the graph as data; where it cannot be stored it is the reason.
+    `artefact` is the graph as data; where it cannot be stored it is the reason. `entry` is where it is stored.
     """
 
     program: Program
     functional: FunctionalProgram
     artefact: Artefact | str
+    entry: str
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
@@ -79,7 +82,21 @@ def compile_graph(
     program = _executable(compilation, name, gm, functional, phase, static_inputs, original, runner, saved)
     compilation.files.journal(compilation.journal, compilation.compile_id)
     compilation.log(name, replays=program.may_replay)
-    return Executables(program, functional, search.artefact or search.reason)
+    return Executables(program, functional, search.artefact or search.reason, search.entry)
+
+
+def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[Program | None, CallSearch]:
+    """The program for a graph of Dynamo's that AOTAutograd need not trace: the cache knows what would come of it."""
+    with compile_stage("graphex_cache"):
+        search = look_up_call(compilation, gm, example_inputs)
+    if search.made is None or search.handed is None:
+        return None, search
+    made, handed = search.made, search.handed
+    name = _note_graph(compilation, "inference", *handed.sizes)
+    search.note(name)
+    program = executable(compilation, name, made.gm, made.functional, "inference", handed.static_inputs)
+    compilation.log(name, replays=program.may_replay)
+    return program, search
 
 
 def executable(
@@ -106,7 +123,7 @@ def _executable(
         graph = ExecutableGraph(
             compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools, saved=saved
         )
-        program = build_executable(graph, runner)
+        program = compiled_in_background(graph, build_executable(graph, runner))
     if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, gm.graph)
@@ -194,26 +211,36 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
 
 
 def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
-    name = compilation.name_graph(phase)
     stamp_origins(gm.graph)
     correct_layouts(gm)
     correct_slices(gm.graph)
-    devices = tuple(sorted(str(device) for device in devices_of(gm)))
-    inputs, outputs = _sizes(gm.graph)
-    nodes = len(gm.graph.nodes)
-    if history := compilation.journal.history:
-        history.begin(name, compilation.config)
-    sizes = phase, nodes, inputs, outputs, devices
-    origin = compilation.origin
-    compilation.journal.add(
-        GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
-    )
-    if phase in ("inference", "forward"):  # one of them is the first of a compilation, a joint graph aside
-        for record in (*origin.records, *gm.graph.output_node().meta.get(ACTIVATIONS, ())):
+    name = _note_graph(compilation, phase, *sizes_of(gm))
+    if phase == "forward":
+        for record in gm.graph.output_node().meta.get(ACTIVATIONS, ()):
             compilation.journal.add(replace(record, graph=name))
     return name
 
 
-def _sizes(graph: Graph) -> tuple[int, int]:
-    inputs = sum(node.op == "placeholder" for node in graph.nodes)
-    return inputs, sum(len(pytree.tree_leaves(node.args)) for node in graph.nodes if node.op == "output")
+def _note_graph(
+    compilation: Compilation, phase: str, nodes: int, inputs: int, outputs: int, devices: tuple[str, ...]
+) -> str:
+    """Record a graph of these sizes; its name."""
+    name = compilation.name_graph(phase)
+    if history := compilation.journal.history:
+        history.begin(name, compilation.config)
+    origin, sizes = compilation.origin, (phase, nodes, inputs, outputs, devices)
+    compilation.journal.add(
+        GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
+    )
+    if phase in ("inference", "forward"):  # one of them is the first of a compilation, a joint graph aside
+        for record in origin.records:
+            compilation.journal.add(replace(record, graph=name))
+    return name
+
+
+def sizes_of(gm: GraphModule) -> tuple[int, int, int, tuple[str, ...]]:
+    """How many nodes, inputs and results a graph has, and its devices."""
+    nodes = list(gm.graph.nodes)
+    inputs = sum(node.op == "placeholder" for node in nodes)
+    outputs = sum(len(pytree.tree_leaves(node.args)) for node in nodes if node.op == "output")
+    return len(nodes), inputs, outputs, tuple(sorted(str(device) for device in devices_of(gm)))

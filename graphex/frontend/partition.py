@@ -4,9 +4,10 @@ torch's partitioner finds the cut that saves the fewest bytes, where what a regi
 and matrix products, convolutions and attention are never computed twice. Marks that `torch.utils.checkpoint` leaves on
 nodes are respected.
 
-graphex keeps some ops whole that Inductor takes apart before it cuts. One of these is worth more than it costs:
+graphex keeps some ops whole that Inductor takes apart before it cuts. Two kinds of these are computed again:
 
-    logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      computed again from the logits, which are saved
+    logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved
+    x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _VIEWS = (
     *(aten.expand.default, aten.detach.default, aten.slice.Tensor),
 )
 _CASTS = (aten._to_copy.default,)
-_COMPUTED_AGAIN = (aten._log_softmax.default,)
+_WIDENING = (aten._log_softmax.default,)
+_POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
+_SOURCES = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default)
 
 
 def partition(
@@ -85,19 +88,27 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
 
 
 def prefer_computing_again(joint: GraphModule) -> set[str]:
-    """Mark ops whose results are larger than what they are computed from; none where a checkpoint has marked any."""
+    """Mark ops whose results are larger than what they are computed from, or free to compute where they are read; none
+    where a checkpoint has marked any.
+    """
     nodes = list(joint.graph.nodes)
     if any(_MARK in node.meta for node in nodes):
         return set()
-    found = [node for node in nodes if node.target in _COMPUTED_AGAIN and _is_wider(node)]
+    found = [
+        node
+        for node in nodes
+        if (node.target in _WIDENING and _is_wider(node)) or (node.target in _POINTWISE and _is_in_a_chain(node))
+    ]
     for node in found:
         node.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
     return {node.name for node in found}
 
 
 def _is_wider(node: Node) -> bool:
-    """Whether a value was cast to a wider type right before."""
+    """Whether a value is cast to a wider type by this op, or was right before."""
     given = node.args[0]
+    if isinstance(given, Node) and given.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize:
+        return True
     while isinstance(given, Node) and given.target in (aten.view.default, aten._to_copy.default):
         if given.target is aten._to_copy.default:
             source = given.args[0]
@@ -105,6 +116,12 @@ def _is_wider(node: Node) -> bool:
             return bool(source.meta["val"].dtype.itemsize < given.meta["val"].dtype.itemsize)
         given = given.args[0]
     return False
+
+
+def _is_in_a_chain(node: Node) -> bool:
+    """Whether a region computes the op's argument too, so that something before it is saved in any case."""
+    given = node.args[0]
+    return isinstance(given, Node) and given.target in _SOURCES
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -160,9 +177,12 @@ def _why_saved(node: Node) -> str:
     return "the cheapest place to cut: what comes before costs more to compute again, or is larger"
 
 
+_FREE = "a region computes it where it is read"
+
+
 def _why_again(node: Node, ours: set[str]) -> str:
     if node.name in ours:
-        return "it is larger than what it is computed from"
+        return "it is larger than what it is computed from" if node.target in _WIDENING else _FREE
     if node.meta.get(_MARK) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return "it is in a checkpoint"
-    return "a region computes it where it is read"
+    return _FREE

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,24 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphex.cache.artefacts import LARGEST_CONSTANTS, Artefact, Given, made_from
+from graphex.cache.calls import HandedOver
 from graphex.cache.keys import machine_of
 from graphex.config import CompilerConfig
 from graphex.errors import InputError
-from graphex.frontend.compiler import Executables, executable
+from graphex.frontend.compiler import Executables, executable, sizes_of
 from graphex.records import CacheAsked, Journal
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation, Origin
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.program import Program
-from graphex.torch_private.aot import adds_guards, counted_inputs, only_hands_over, static_input_indices
+from graphex.torch_private.aot import (
+    adds_guards,
+    counted_inputs,
+    dynamic_results,
+    mark_dynamic,
+    only_hands_over,
+    static_input_indices,
+)
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, is_traceable_wrapper_subclass, pytree
 
 _COMPILE_TIME = ("fusion_rules", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "use_graph_pool")
@@ -36,15 +44,13 @@ _COMPILE_TIME = ("fusion_rules", "post_grad_custom_pre_pass", "post_grad_custom_
 
 @dataclass(frozen=True)
 class Portable:
-    """A compiled inference graph. `counted` are the inputs of which AOTAutograd counts a write before each call."""
+    """A compiled inference graph, and what AOTAutograd adds to it."""
 
     artefact: Artefact
-    constants: dict[str, Tensor]
+    handed: HandedOver
     machine: dict[str, Any]
     options: dict[str, Any]
     origin: Origin
-    static_inputs: tuple[int, ...]
-    counted: tuple[int, ...]
 
     def to_bytes(self) -> bytes:
         return pickle.dumps(self, protocol=5)
@@ -75,55 +81,70 @@ class Portable:
 
         mode = FakeTensorMode(shape_env=ShapeEnv())
         patches = settings(config) if self.artefact.regions else {}
-        made = made_from(self.artefact, Given(self.constants, [], []), mode, patches, report)
+        made = made_from(self.artefact, Given(self.handed.constants, [], []), mode, patches, report)
         for record in made.records:
             journal.add(record)
         journal.add(CacheAsked(name, "hit", "", "it was saved"))
-        program = executable(compilation, name, made.gm, made.functional, "inference", self.static_inputs)
-        return _called(program, self.counted)
+        program = executable(compilation, name, made.gm, made.functional, "inference", self.handed.static_inputs)
+        return called(program, self.handed)
 
 
-def _called(program: Program, counted: Sequence[int]) -> Compiled:
+def called(program: Program, handed: HandedOver) -> Compiled:
     """A call of a program with what AOTAutograd's wrapper does around it."""
-    bypass = Bypass(program) if program.may_replay else None
+    bypass = Bypass(program) if program.may_replay and not handed.dynamic else None
     run = program if bypass is None else bypass
 
     def forward(*args: Any) -> Any:
-        written = [args[place] for place in counted if not args[place].is_inference()]
+        written = [args[place] for place in handed.counted if not args[place].is_inference()]
         if written:
             torch.autograd.graph.increment_version(written)
         with torch.no_grad():
-            return run(list(args))
+            results = run(list(args))
+        for place, dims in handed.dynamic.items():
+            mark_dynamic(results[place], dims)
+        return results
 
     return forward if bypass is None else bypass.around(forward)
 
 
 def portable(
-    made: Executables,
-    graph: GraphModule,
-    dynamo_graph: GraphModule,
-    example_inputs: Sequence[Any],
-    compilation: Compilation,
+    made: Executables, handed: HandedOver | str, example_inputs: Sequence[Any], compilation: Compilation
 ) -> Portable | str:
     """The portable form of an inference graph that AOTAutograd has just handed over; why it has none."""
     if isinstance(made.artefact, str):
         return made.artefact
-    if reason := _why_not_plain(graph, dynamo_graph, example_inputs, made.program.written):
-        return reason
+    if isinstance(handed, str):
+        return handed
     if made.artefact.guards or any(isinstance(value, torch.SymInt) for value in example_inputs):
         return "its sizes are symbolic; save it for fixed ones"
-    constants = {str(node.target): getattr(graph, str(node.target)) for node in graph.graph.find_nodes(op="get_attr")}
-    size = sum(value.numel() * value.element_size() for value in constants.values() if isinstance(value, Tensor))
+    options = {name: value for name, value in compilation.config.given().items() if name not in _COMPILE_TIME}
+    machine = machine_of(handed.sizes[-1])
+    return Portable(made.artefact, replace(handed, traces=()), machine, options, compilation.origin)
+
+
+def given_by_autograd(graph: GraphModule) -> HandedOver | str:
+    """What is known of an inference graph before its passes; why that is not kept."""
+    given, inputs = Given.of(graph), len(graph.graph.find_nodes(op="placeholder"))
+    size = 0
+    for name, value in given.constants.items():
+        if type(value) not in (Tensor, torch.nn.Buffer) or value.layout != torch.strided:
+            return f"the constant '{name}' is of type {type(value).__name__}"
+        size += value.numel() * value.element_size()
     if size > LARGEST_CONSTANTS:
         return f"it holds constants of {size} bytes"
-    values = pytree.tree_leaves([node.meta.get("val") for node in graph.graph.nodes])
-    devices = tuple(sorted({str(value.device) for value in values if isinstance(value, Tensor)}))
-    options = {name: value for name, value in compilation.config.given().items() if name not in _COMPILE_TIME}
-    inputs = len(graph.graph.find_nodes(op="placeholder"))
-    static, counted = static_input_indices(), counted_inputs(inputs)
-    return Portable(
-        made.artefact, constants, machine_of(devices), options, compilation.origin, tuple(static), tuple(counted)
-    )
+    static, counted = tuple(static_input_indices()), tuple(counted_inputs(inputs))
+    return HandedOver(given.constants, static, counted, dynamic_results(), sizes_of(graph), tuple(given.traces))
+
+
+def handed_over(
+    given: HandedOver,
+    graph: GraphModule,
+    dynamo_graph: GraphModule,
+    example_inputs: Sequence[Any],
+    written: Sequence[int],
+) -> HandedOver | str:
+    """What was given, if AOTAutograd only hands over the calls of a graph that writes to these inputs; why not."""
+    return _why_not_plain(graph, dynamo_graph, example_inputs, written) or given
 
 
 def _why_not_plain(
@@ -135,7 +156,7 @@ def _why_not_plain(
         return "an input is of a subclass of Tensor"
     if inputs != len(example_inputs) or results != len(_results(dynamo_graph)):
         return "AOTAutograd changes what the graph takes or returns"
-    if not only_hands_over(written):
+    if not only_hands_over(written, but_marks=True):
         return "a result is a view of an input, or an input is updated after the call"
     return "AOTAutograd adds guards of its own" if adds_guards() else ""
 

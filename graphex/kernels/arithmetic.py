@@ -240,6 +240,43 @@ def static_quantised(
 
 
 @triton.jit
+def weighted(
+    value,
+    rstd,
+    weight,
+    beta,
+    offset,
+    X: tl.constexpr,
+    W: tl.constexpr,
+    Y: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+):
+    """The norm of a tile, rounded where the reference rounds. W is the type of the weight."""
+    y = value * rstd
+    if weight is not None:
+        w = weight
+        if HAS_OFFSET:
+            w = w + offset
+        if CAST_FIRST:
+            y = rounded(w, W) * rounded(y, X)
+        else:
+            y = y * w
+    if beta is not None:
+        y = y + beta
+    return rounded(y, Y)
+
+
+@triton.jit
+def ordered(value, place, LAST: tl.constexpr):
+    """A number that is larger for a larger value, NaN being the largest, and for the first of equal ones."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # two zeros are equal
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = tl.where(value == value, bits, 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | (-place + LAST).to(tl.int64)
+
+
+@triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done and their results are there to be read."""
     if PDL:

@@ -92,11 +92,16 @@ class New(NamedTuple):
     sin: Tensor
     place: Tensor
     mode: str
+    gains: tuple[Tensor | None, Tensor | None]
+    eps: float
+    offset: float
+    cast_first: bool
 
-    def argument(self) -> tuple[Tensor | int, ...]:
+    def argument(self) -> tuple[Tensor | int | float | None, ...]:
         """What the kernel takes."""
         rows = (*steps(self.key)[:2], *steps(self.value)[:2])
-        return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows
+        norm = (*self.gains, self.eps, self.offset)
+        return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows, *norm
 
 
 class Prepared(Protocol):
@@ -192,8 +197,9 @@ class Tile:
 def _rotation(new: New | None) -> dict[str, Any]:
     """Where instructions cannot be named, only an option keeps products from being contracted with sums."""
     if new is None:
-        return {"ROTATE": "none"}
-    return {"ROTATE": new.mode} | ({} if PTX.value else AS_WRITTEN)
+        return {"ROTATE": "none", "NORM": "none"}
+    norm = "none" if new.gains[0] is None else "cast first" if new.cast_first else "cast last"
+    return {"ROTATE": new.mode, "NORM": norm} | ({} if PTX.value else AS_WRITTEN)
 
 
 def columns_for(width: int) -> int:
@@ -360,6 +366,11 @@ class Step(NamedTuple):
     mask: Tensor | None
     scale: float
     softcap: float
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    cast_first: bool = False
 
     @property
     def mode(self) -> str:
@@ -377,7 +388,17 @@ class Step(NamedTuple):
         cos, sin = rotary.broadcast(self.cos, self.q), rotary.broadcast(self.sin, self.q)
         assert cos is not None
         assert sin is not None
-        return New(self.k, self.v, cos, sin, self.positions, self.mode)
+        norm = ((self.q_gain, self.k_gain), self.eps, self.offset, self.cast_first)
+        return New(self.k, self.v, cos, sin, self.positions, self.mode, *norm)
+
+    def apart(self) -> tuple[Any, ...]:
+        """The arguments of `rotary_qkv_write_`, after the norms."""
+        if self.q_gain is None:
+            return self[:10]
+        norm = (self.eps, self.offset, self.cast_first)
+        q, _ = called("graphex::rms_norm", self.q, self.q_gain, *norm)
+        k, _ = called("graphex::rms_norm", self.k, self.k_gain, *norm)
+        return q, k, *self[2:10]
 
 
 def _refusal_of_step(step: Step) -> str | None:
@@ -389,6 +410,10 @@ def _refusal_of_step(step: Step) -> str | None:
         return "there is more than one token"
     if len({each.dtype for each in (q, k, v, cos, keys, values)}) > 1:
         return "query, key, value, angles and caches are not of one type"
+    if (step.q_gain is None) != (step.k_gain is None):
+        return "one of query and key is normalised, the other is not"
+    if any(gain is not None and (gain.dtype, gain.stride()) != (q.dtype, (1,)) for gain in (step.q_gain, step.k_gain)):
+        return "a gain has another type, or is not contiguous"
     plan = rotary.plan_for(step.rotation(), step.mode)
     if isinstance(plan, Declined):
         return plan.reason
@@ -413,7 +438,7 @@ def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
 
 def _apart(step: Step) -> Any:
     """One op after the other, each with its own kernel."""
-    turned = called("graphex::rotary_qkv_write_", *step[:10])
+    turned = called("graphex::rotary_qkv_write_", *step.apart())
     return called("graphex::attention", turned, step.keys, step.values, step.mask, step.scale, False, step.softcap)
 
 
@@ -428,7 +453,13 @@ def rotary_attention_(call: Arguments) -> Any:
     step = Step(*call)
     if seen() is None and _shares_memory(step):
         return Declined("a cache shares its memory with what is read")
-    key = signature(*step[:8], step.mask), step.dim, step.interleaved, step.softcap > 0
+    key = (
+        signature(*step[:8], step.mask, step.q_gain, step.k_gain),
+        step.dim,
+        *step[9:10],
+        step.softcap > 0,
+        step.cast_first,
+    )
     found = run_job(step, step.q, key, _PREPARED, _prepare_step)
     if isinstance(found, Declined) and seen() is not None:
         _apart(step)  # what will run instead is compiled too

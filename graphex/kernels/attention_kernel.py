@@ -10,8 +10,9 @@ of 0, and its result is 0.
 
 A decode step may bring along the token that it adds: the tuple (key, value, cos, sin, place, and strides), with one row
 of key and value for each head and sequence, the angles of each sequence, and the one place in the caches where all of
-them go. The query is rotated here then, and the token is where the running sums begin. Its row in the caches is written
-and never read, so no program waits for another. ROTATE says how a row is rotated, as in `rotary_kernel.py`:
+them go; where query and key are normalised first, the gains of these norms too. The query is rotated here then, and the
+token is where the running sums begin. Its row in the caches is written and never read, so no program waits for another.
+ROTATE says how a row is rotated, as in `rotary_kernel.py`:
 
     half          row[c] with row[c + D / 2], by angle c
     deinterleave  row[2 c] with row[2 c + 1], by angle c; the results are the halves of a row
@@ -27,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import PTX, pdl_launch, pdl_wait, rounded
+from graphex.kernels.arithmetic import PTX, pdl_launch, pdl_wait, rounded, weighted
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -102,9 +103,10 @@ def read_token(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Everything, before the first of it is used: its place, the pairs that are rotated, their angles, the value."""
-    key, value, cos, sin, places, angle_batch, k_batch, k_head, v_batch, v_head = new
+    key, value, cos, sin, places, angle_batch, k_batch, k_head, v_batch, v_head, q_gain, k_gain, eps, offset = new
     place = _inside(tl.load(places).to(tl.int64), length)
     columns = tl.broadcast_to(column[None, :], (ROWS, column.shape[0]))
     q_pair = _pair(queries, columns, ok, WIDTH, ROTATE)
@@ -116,6 +118,11 @@ def read_token(
     lift = tl.load(sin + batch * angle_batch + angle, mask=angle_ok, other=0.0)
     value += batch * v_batch + head.to(tl.int64) * v_head
     new_v = tl.load(value + value_column, mask=value_column < VALUE_WIDTH, other=0.0)
+    if NORM != "none":
+        q_gains = _pair(q_gain, columns, columns < WIDTH, WIDTH, ROTATE)
+        k_gains = _pair(k_gain, columns, columns < WIDTH, WIDTH, ROTATE)
+        q_pair = normed(q_pair, q_gains, eps, offset, WIDTH, NORM)
+        k_pair = normed(k_pair, k_gains, eps, offset, WIDTH, NORM)
     return place, q_pair, k_pair, (turn, lift), new_v
 
 
@@ -136,6 +143,18 @@ def _pair(row, column, ok, WIDTH: tl.constexpr, ROTATE: tl.constexpr):
         pair = tl.where(is_first, column, column - HALF) * 2
         own, other = tl.where(is_first, pair, pair + 1), tl.where(is_first, pair + 1, pair)
     return tl.load(row + own, mask=ok, other=0.0), tl.load(row + other, mask=ok, other=0.0)
+
+
+@triton.jit
+def normed(pair, gains, eps, offset, WIDTH: tl.constexpr, NORM: tl.constexpr):
+    """The pairs of rows after an RMSNorm. The first of all pairs are the whole row."""
+    T: tl.constexpr = pair[0].dtype
+    CAST: tl.constexpr = NORM == "cast first"
+    own, other = pair[0].to(tl.float32), pair[1].to(tl.float32)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(own * own, 1, keep_dims=True), WIDTH * 1.0) + eps)
+    own = weighted(own, rstd, gains[0].to(tl.float32), None, offset, T, T, T, CAST, True)
+    other = weighted(other, rstd, gains[1].to(tl.float32), None, offset, T, T, T, CAST, True)
+    return own.to(T), other.to(T)
 
 
 @triton.jit
@@ -234,6 +253,7 @@ def attention_kernel(
     CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr,
     ROTATE: tl.constexpr,
+    NORM: tl.constexpr,  # of query and key: "none", "cast first", or "cast last"
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -249,7 +269,7 @@ def attention_kernel(
         q = tl.load(query + q_at + column[None, :], mask=q_ok, other=0.0)
     else:
         place, q_pair, k_pair, angles, new_v = read_token(
-            query + q_at, q_ok, new, batch, head, column, value_column, length, WIDTH, VALUE_WIDTH, ROWS, ROTATE
+            query + q_at, q_ok, new, batch, head, column, value_column, length, WIDTH, VALUE_WIDTH, ROWS, ROTATE, NORM
         )
     start = split * chunk
     end = tl.minimum(start + chunk, length)

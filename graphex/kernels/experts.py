@@ -1,258 +1,256 @@
-"""Kernels of a mixture of experts, for a few tokens: weights are read where they are, of chosen experts only.
+"""Launches of mixtures of experts: weights are read where they are, of chosen experts only.
 
-    up         inner[s] = gated(x[s // k] @ gate_up[experts[s]])       s: a token and one of its k experts
-    down       projected[s] = inner[s] @ down[experts[s]]
-    combine    out[t] = sum of weights[s] * projected[s] over the k experts of token t, in their order
+    up      inner[s] = gated(x[s // k] @ gate_up[experts[s]])            s: a pair of a token and one of its k experts
+    down    out[t] = sum of weights[s] * (inner[s] @ down[experts[s]]) over the experts of token t, and the residual
 
-With few pairs s, a program has one pair and a block of columns (`FEW`). With more of them it has an expert and a block
-of columns: it finds the pairs of its expert, 16 at a time, so that a block of weights is read once for all of them.
-There are no atomic operations: the same call gives the same bits.
-
-Intermediate results are rounded where PyTorch's own ops round.
+Each of the two is computed by the fastest of some tiles, which is measured once (`tuning.py`). A program of a tile has
+some columns, of a "pair", of a whole "sum" over the experts of a token, or of an "expert" with all its pairs. Where
+`down` is no sum, another launch adds its results up. With more than `MOST_TOKENS` tokens the library's grouped product
+does both projections, on pairs in the order of their experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
-from graphex.kernels.embedding import inside
-from graphex.kernels.launch import Plan
-from graphex.kernels.layout import block_of, blocks_of
+from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
+from graphex.kernels.launch import Plan, Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
+from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.experts import ACTIVATIONS, SILU
+from graphex.ops.experts import ACTIVATIONS, SCORES, gated
 
+KIND = "experts"
 FEW = 32  # pairs of a token and an expert: with more of them, several share the weights of an expert
+MOST_FEW = 128  # pairs for which a program of each may still be faster
 MOST_TOKENS = 64
 MOST_PAIRS = 512
+MOST_EXPERTS = 1024
+FEW_ELEMENTS = 2**20  # of an expert's weights, below which nothing is measured
 ROWS = 16  # of a matrix product
 HALF = (torch.float16, torch.bfloat16)
 
 
-@triton.jit
-def rounded(x, like):
-    """x as a tensor of this type would hold it, to compute on with."""
-    return x.to(like.dtype.element_ty).to(tl.float32)
+class Projection(NamedTuple):
+    """One of the two projections of a call. `gate` is the activation behind the first, and empty for the second."""
+
+    call: Any
+    x: Tensor
+    gate: str
+
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self.call.gate_up if self.gate else self.call.down
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        found: Tensor | None = self.call.gate_up_bias if self.gate else self.call.down_bias
+        return found
+
+    @property
+    def pairs(self) -> int:
+        return int(self.call.experts.numel())
+
+    @property
+    def times(self) -> int:
+        return self.pairs // int(self.call.x.shape[0])
+
+    @property
+    def width(self) -> int:
+        """The columns of the result."""
+        columns = int(self.weight.shape[2 if self.call.transposed else 1])
+        return columns // 2 if self.gate else columns
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Of the weight: from matrix to matrix, from column to column, and along a column."""
+        e_stride, *others = self.weight.stride()
+        n_stride, k_stride = others[::-1] if self.call.transposed else others
+        return e_stride, n_stride, k_stride
 
 
-@triton.jit
-def activated(gate, up, like, alpha, limit, SILU_MUL: tl.constexpr):
-    if SILU_MUL:
-        return rounded(gate / (1.0 + tl.exp(-gate)), like) * up
-    else:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        scaled = rounded(gate * alpha, like)
-        swish = rounded(gate * rounded(1.0 / (1.0 + tl.exp(-scaled)), like), like)
-        return rounded(up + 1.0, like) * swish
+Prepared = Callable[..., Tensor]
 
 
-@triton.jit
-def expert_of(experts, place, count, mask):
-    """The number of an expert, counted from the end if it is negative."""
-    found = tl.load(experts + place, mask=mask, other=0).to(tl.int64)
-    return tl.where(found < 0, found + count, found)
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Columns of a weight and elements along them that a program has at a time, and of what."""
+
+    of: str  # "pair", "sum", "expert"
+    columns: int
+    block: int
+    warps: int = 4
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.of} {self.columns}x{self.block} {self.warps}w {self.stages}s"
+
+    def prepare(self, job: Projection) -> Prepared:
+        return self._run
+
+    def _run(self, job: Projection, start: Start = launch) -> Tensor:
+        call = job.call
+        if self.of == "sum":
+            out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+            self._few(job, out, start)
+            return out
+        found = call.x.new_empty((job.pairs, job.width))
+        (self._many if self.of == "expert" else self._few)(job, found, start)
+        return found if job.gate else combine(call, found, start)
+
+    def _constants(self, job: Projection) -> dict[str, Any]:
+        block = min(self.block, max(16, block_of(job.x.shape[1])))
+        sizes = {"COLUMNS": self.columns, "BLOCK": block, "TILES": blocks_of(job.x.shape[1], block)}
+        even = {"EVEN_K": job.x.shape[1] % block == 0, "EVEN_N": job.width % self.columns == 0}
+        return {"GATE": job.gate, **sizes, **even, "STAGES": self.stages, "num_warps": self.warps}
+
+    def _few(self, job: Projection, out: Tensor, start: Start) -> None:
+        call, whole = job.call, self.of == "sum"
+        tensors = (job.x, call.experts, call.weights, call.residual if whole else None, job.weight, job.bias, out)
+        sizes = (job.times, job.weight.shape[0], job.x.shape[1], job.width, job.x.stride(0), *job.strides)
+        constants = {"WEIGHTED": whole, "ROUNDED": call.weights.dtype == call.x.dtype} | self._constants(job)
+        constants["EXPERTS"] = next_power_of_2(job.times) if whole else 1
+        grid = blocks_of(job.width, self.columns), call.x.shape[0] if whole else job.pairs
+        start(few_kernel, grid, (*tensors, *sizes, call.alpha, call.limit), constants)
+
+    def _many(self, job: Projection, out: Tensor, start: Start) -> None:
+        call, count = job.call, job.weight.shape[0]
+        sizes = (job.times, count, job.pairs, job.x.shape[1], job.width, job.x.stride(0), *job.strides)
+        constants = {"PAIRS": max(16, block_of(job.pairs)), "TILE": ROWS} | self._constants(job)
+        arguments = (job.x, call.experts, job.weight, job.bias, out, *sizes, call.alpha, call.limit)
+        start(many_kernel, (blocks_of(job.width, self.columns), count), arguments, constants)
 
 
-@triton.jit
-def dotted(x, weight, rows, rows_ok, columns, columns_ok, x_stride, n_stride, k_stride, SIZE, BLOCK: tl.constexpr):
-    """Some rows of x times some columns of a weight, [rows, columns], or [columns] for one row."""
-    total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        ok = k < SIZE
-        a = tl.load(x + rows[:, None] * x_stride + k[None, :], mask=rows_ok[:, None] & ok[None, :], other=0.0)
-        place = columns[None, :] * n_stride + k[:, None] * k_stride
-        b = tl.load(weight + place, mask=columns_ok[None, :] & ok[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-    return total
+def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
+    """The weighted sum over the experts of each token."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    tokens, width = out.shape
+    columns = min(512, block_of(width))
+    constants = {"ROUNDED": call.weights.dtype == out.dtype, "COLUMNS": columns, "num_warps": 4}
+    arguments = (projected, call.weights, call.residual, out, projected.shape[0] // tokens, width)
+    start(combine_kernel, (blocks_of(width, columns), tokens), arguments, constants)
+    return out
 
 
-@triton.jit
-def summed(x, weight, columns, columns_ok, n_stride, k_stride, SIZE, BLOCK: tl.constexpr):
-    """One row times some columns of a weight, [columns]."""
-    total = tl.zeros((columns.shape[0], BLOCK), tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        ok = k < SIZE
-        a = tl.load(x + k, mask=ok, other=0.0).to(tl.float32)
-        place = columns[:, None] * n_stride + k[None, :] * k_stride
-        b = tl.load(weight + place, mask=columns_ok[:, None] & ok[None, :], other=0.0).to(tl.float32)
-        total += a[None, :] * b
-    return tl.sum(total, axis=1)
+# By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
+# of each is taken where nothing can be measured.
+FEW_TILES = {
+    (True, True): (
+        Tile("pair", 2, 2048, 4),
+        Tile("pair", 2, 2048, 8),
+        Tile("pair", 4, 1024, 4),
+        Tile("pair", 2, 1024, 4),
+        Tile("pair", 4, 512, 4, 4),
+        Tile("pair", 8, 512, 4, 4),
+    ),
+    (True, False): (
+        Tile("sum", 2, 256, 4),
+        Tile("sum", 1, 256, 4),
+        Tile("sum", 2, 256, 8),
+        Tile("sum", 4, 256, 8),
+        Tile("sum", 2, 256, 4, 3),
+        Tile("sum", 1, 1024, 4),
+        Tile("pair", 8, 256, 4),
+        Tile("pair", 8, 256, 4, 3),
+    ),
+    (False, True): (
+        Tile("pair", 32, 64, 8),
+        Tile("pair", 32, 64, 4, 3),
+        Tile("pair", 32, 32, 4, 4),
+        Tile("pair", 64, 64, 8, 3),
+        Tile("pair", 32, 128, 8),
+    ),
+    (False, False): (
+        Tile("pair", 64, 64, 8),
+        Tile("pair", 64, 64, 4, 3),
+        Tile("pair", 64, 32, 4, 4),
+        Tile("pair", 128, 32, 8, 3),
+        Tile("sum", 32, 64, 8, 3),
+    ),
+}
+MANY_TILES = (
+    Tile("expert", 64, 128, 4, 3),
+    Tile("expert", 64, 64, 4, 4),
+    Tile("expert", 64, 128, 4, 4),
+    Tile("expert", 32, 128, 4, 4),
+    Tile("expert", 32, 64, 4, 5),
+    Tile("expert", 128, 64, 4, 3),
+)
+_PREPARED: dict[Any, Any] = {}
 
 
-@triton.jit
-def pairs_of(experts, expert, place, there, count):
-    """Which pairs are those of an expert."""
-    return there & (expert_of(experts, place, count, there) == expert)
+def tiles(job: Projection) -> list[Tile]:
+    """All that could be fastest. The first is taken where nothing can be measured and nothing is known."""
+    few = FEW_TILES[job.strides[2] == 1, bool(job.gate)]
+    if job.pairs <= FEW and job.pairs == job.times:
+        return list(few)
+    if job.pairs <= FEW:
+        return [*few, *MANY_TILES]
+    return [*MANY_TILES, *(few if job.pairs <= MOST_FEW else ())]
 
 
-@triton.jit
-def chosen(match, place, first, TILE: tl.constexpr):
-    """The places of the matching pairs from the `first` on, as many as a tile has rows."""
-    rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
-    wanted = first + tl.arange(0, TILE)
-    hit = match[None, :] & (rank[None, :] == wanted[:, None])
-    return tl.sum(tl.where(hit, place[None, :], 0), axis=1)
+def _prepare(job: Projection) -> tuple[Prepared, bool]:
+    """How to compute such a projection, and whether that is the last word."""
+    found = tiles(job)
+    if job.weight[0].numel() < FEW_ELEMENTS:
+        return found[0].prepare(job), True
+    text, scratch = description(job), OtherExperts(job)
+    candidates = [scratch.candidate(tile) for tile in found]
+    chosen = choose(KIND, text, candidates, candidates[0])
+    (tile,) = (tile for tile in found if tile.name == chosen.name)
+    return tile.prepare(job), is_settled(KIND, text)
 
 
-@triton.jit
-def inside_all(experts, place, there, count):
-    """Stop if one of the numbers is none of an expert."""
-    found = expert_of(experts, place, count, there)
-    outside = tl.max(((found < 0) | (found >= count)).to(tl.int64), axis=0)
-    inside(outside * count, count)
+class OtherExperts(Scratch[Projection]):
+    """The same tokens with other experts in turn, whose weights are not in the device's cache."""
+
+    def jobs(self, job: Projection) -> list[Projection]:
+        count, given = job.weight.shape[0], job.call.experts
+        places = torch.arange(job.pairs, device=given.device).to(given.dtype)
+        turns = max(1, min(16, count // job.times))
+        chosen = [(places % job.times + places // job.times * 5 + turn * job.times) % count for turn in range(turns)]
+        x = torch.zeros_like(job.x)
+        return [job._replace(call=job.call._replace(experts=each), x=x) for each in chosen]
 
 
-@triton.jit
-def with_bias(total, bias, place, mask, out, BIAS: tl.constexpr):
-    """A product as its type holds it, and with the bias."""
-    found = rounded(total, out)
-    if BIAS:
-        found = rounded(found + tl.load(bias + place, mask=mask, other=0.0).to(tl.float32), out)
+def description(job: Projection) -> str:
+    """What the choice for a projection is remembered by: `up bfloat16 1x8 of 128, 2048 -> 768`."""
+    words = [
+        "up" if job.gate else "down",
+        str(job.x.dtype).removeprefix("torch."),
+        f"{job.call.x.shape[0]}x{job.times} of {job.weight.shape[0]}, {job.x.shape[1]} -> {job.width}",
+        *([] if job.strides[2] == 1 else ["transposed"]),
+        *(["bias"] if job.bias is not None else []),
+        *(["unaligned"] if any(each % 8 for each in job.weight.stride()[:2]) or not is_aligned(job.weight) else []),
+    ]
+    return " ".join(words)
+
+
+def _project(job: Projection) -> Tensor:
+    call = job.call
+    tensors = signature(job.x, call.x, call.experts, call.weights, job.weight, job.bias, call.residual)
+    found: Tensor = run_job(job, job.x, (job.gate, call.transposed, tensors), _PREPARED, _prepare)
     return found
-
-
-@triton.jit
-def few_kernel(
-    x,
-    experts,
-    weight,
-    bias,
-    out,
-    times,
-    count,
-    size,
-    width,
-    x_stride,
-    e_stride,
-    n_stride,
-    k_stride,
-    alpha,
-    limit,
-    GATED: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-    BIAS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    pair = tl.program_id(1).to(tl.int64)
-    expert = inside(expert_of(experts, pair, count, True), count)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok = column < width
-    row = x + (pair // times) * x_stride
-    matrix = weight + expert * e_stride
-    if GATED:
-        biases = bias + expert * 2 * width
-        if SILU_MUL:
-            gate = summed(row, matrix, column, ok, n_stride, k_stride, size, BLOCK)
-            up = summed(row, matrix, column + width, ok, n_stride, k_stride, size, BLOCK)
-            gate = with_bias(gate, biases, column, ok, out, BIAS)
-            up = with_bias(up, biases, column + width, ok, out, BIAS)
-        else:
-            both = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
-            total = summed(row, matrix, both, both < 2 * width, n_stride, k_stride, size, BLOCK)
-            total = with_bias(total, biases, both, both < 2 * width, out, BIAS)
-            gate, up = tl.split(tl.reshape(total, (COLUMNS, 2)))
-        found = activated(gate, up, out, alpha, limit, SILU_MUL)
-    else:
-        found = summed(row, matrix, column, ok, n_stride, k_stride, size, BLOCK)
-        found = with_bias(found, bias + expert * width, column, ok, out, BIAS)
-    tl.store(out + pair * width + column, found.to(out.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def many_kernel(
-    x,
-    experts,
-    weight,
-    bias,
-    out,
-    times,
-    count,
-    size,
-    width,
-    x_stride,
-    e_stride,
-    n_stride,
-    k_stride,
-    alpha,
-    limit,
-    pairs,
-    GATED: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-    BIAS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    expert = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok = column < width
-    matrix = weight + expert * e_stride
-    place = tl.arange(0, PAIRS)
-    there = place < pairs
-    if tl.program_id(0) == 0 and expert == 0:
-        inside_all(experts, place, there, count)
-    match = pairs_of(experts, expert, place, there, count)
-    total = tl.sum(match.to(tl.int32), axis=0)
-    for first in range(0, total, TILE):
-        pair = chosen(match, place, first, TILE)
-        row_ok = first + tl.arange(0, TILE) < total
-        row, mask = pair // times, row_ok[:, None] & ok[None, :]
-        if GATED:
-            biases = bias + expert * 2 * width
-            if SILU_MUL:
-                gate = dotted(x, matrix, row, row_ok, column, ok, x_stride, n_stride, k_stride, size, BLOCK)
-                up = dotted(x, matrix, row, row_ok, column + width, ok, x_stride, n_stride, k_stride, size, BLOCK)
-                gate = with_bias(gate, biases, column[None, :], ok[None, :], out, BIAS)
-                up = with_bias(up, biases, column[None, :] + width, ok[None, :], out, BIAS)
-            else:
-                both = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
-                both_ok = both < 2 * width
-                both_found = dotted(x, matrix, row, row_ok, both, both_ok, x_stride, n_stride, k_stride, size, BLOCK)
-                both_found = with_bias(both_found, biases, both[None, :], both_ok[None, :], out, BIAS)
-                gate, up = tl.split(tl.reshape(both_found, (TILE, COLUMNS, 2)))
-            found = activated(gate, up, out, alpha, limit, SILU_MUL)
-        else:
-            found = dotted(x, matrix, row, row_ok, column, ok, x_stride, n_stride, k_stride, size, BLOCK)
-            found = with_bias(found, bias + expert * width, column[None, :], ok[None, :], out, BIAS)
-        tl.store(out + pair.to(tl.int64)[:, None] * width + column[None, :], found.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def combine_kernel(projected, weights, out, times, width, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr):
-    """`ROUNDED`: weighted results are held in the type of the results, and not in float32."""
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok = column < width
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for each in range(0, times):
-        pair = token * times + each
-        found = tl.load(projected + pair * width + column, mask=ok, other=0.0).to(tl.float32)
-        found *= tl.load(weights + pair).to(tl.float32)
-        total += rounded(found, out) if ROUNDED else found
-    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=ok)
 
 
 def _why_not(call: Any) -> str:
     """Why the kernels do not take such arguments. Empty: they do."""
     x, stacked = call.x, (call.gate_up, call.down)
-    biases = [each for each in (call.gate_up_bias, call.down_bias) if each is not None]
+    biases = [each for each in (call.gate_up_bias, call.down_bias, call.residual) if each is not None]
     if x.dtype not in HALF or any(each.dtype != x.dtype for each in (*stacked, *biases)):
         return f"x is {x.dtype}, the experts are {call.gate_up.dtype}"
     if call.weights.dtype not in (x.dtype, torch.float32) or call.experts.dtype not in (torch.int64, torch.int32):
         return f"the weights are {call.weights.dtype}, the experts' numbers {call.experts.dtype}"
     if call.activation not in ACTIVATIONS:
         return f"the activation is {call.activation}"
-    if x.shape[0] > MOST_TOKENS or call.experts.numel() > MOST_PAIRS:
-        return f"more than {MOST_TOKENS} tokens or {MOST_PAIRS} chosen experts"
     if not x.shape[0] or not call.experts.numel() or call.experts.numel() % x.shape[0]:
         return "there is no token, or not the same number of experts for each"
     if any(each.device != x.device for each in (call.experts, call.weights, *stacked, *biases)):
@@ -260,7 +258,7 @@ def _why_not(call: Any) -> str:
     if x.stride(1) != 1 or any(1 not in each.stride()[1:] for each in stacked):
         return "the elements of a row are not adjacent"
     if not all(each.is_contiguous() for each in (call.experts, call.weights, *biases)):
-        return "biases, weights or the experts' numbers are not contiguous"
+        return "biases, the residual, weights or the experts' numbers are not contiguous"
     return "" if _fits(call) else "the sizes of the experts do not fit"
 
 
@@ -273,38 +271,66 @@ def _fits(call: Any) -> bool:
         return False
     if (call.down.shape[0], call.down.shape[two], call.down.shape[one]) != (sizes[0], hidden, inner):
         return False
+    if 2 * inner * hidden >= 2**31 or (call.residual is not None and call.residual.shape != call.x.shape):
+        return False
     biases = ((call.gate_up_bias, 2 * inner), (call.down_bias, hidden))
     return all(bias is None or tuple(bias.shape) == (count, width) for bias, width in biases)
-
-
-def _project(call: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -> None:
-    pairs, width, count = out.shape[0], out.shape[1], weight.shape[0]
-    n_stride, k_stride = (weight.stride(2), weight.stride(1)) if call.transposed else weight.stride()[1:]
-    integers = (pairs // x.shape[0], count, x.shape[1], width, x.stride(0), weight.stride(0), n_stride, k_stride)
-    constants = {"GATED": gated, "SILU_MUL": call.activation == SILU, "BIAS": bias is not None}
-    tensors = (x, call.experts, weight, weight if bias is None else bias, out)
-    numbers: tuple[Any, ...] = (call.alpha, call.limit)
-    if pairs <= FEW:
-        columns, block = (32, 64) if n_stride == 1 else (8, 512)
-        constants |= {"COLUMNS": columns, "BLOCK": min(block, max(16, block_of(x.shape[1]))), "num_warps": 4}
-        grid, kernel = (blocks_of(width, columns), pairs), few_kernel
-    else:
-        constants |= {"PAIRS": max(16, block_of(pairs)), "TILE": ROWS, "COLUMNS": 32, "BLOCK": 64, "num_warps": 4}
-        grid, kernel, numbers = (blocks_of(width, 32), count), many_kernel, (*numbers, pairs)
-    Plan(grid, integers, constants).launch(kernel, tensors, x, numbers)
 
 
 def experts(call: Arguments) -> Any:
     if reason := _why_not(call):
         return Declined(reason)
-    x, pairs = call.x, call.experts.numel()
-    width = call.gate_up.shape[2 if call.transposed else 1] // 2
-    inner, projected = x.new_empty((pairs, width)), x.new_empty((pairs, x.shape[1]))
-    _project(call, x, call.gate_up, call.gate_up_bias, inner, gated=True)
-    _project(call, inner, call.down, call.down_bias, projected, gated=False)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    columns = min(512, block_of(x.shape[1]))
-    constants = {"ROUNDED": call.weights.dtype == x.dtype, "COLUMNS": columns, "num_warps": 4}
-    plan = Plan((blocks_of(x.shape[1], columns), x.shape[0]), (pairs // x.shape[0], x.shape[1]), constants)
-    plan.launch(combine_kernel, (projected, call.weights, out), x)
-    return out
+    if call.x.shape[0] > MOST_TOKENS or call.experts.numel() > MOST_PAIRS:
+        return _grouped(call)
+    inner = _project(Projection(call, call.x, call.activation))
+    return inner if isinstance(inner, Declined) else _project(Projection(call, inner, ""))
+
+
+def _grouped(call: Any) -> Any:
+    """Both projections as grouped products of the library, for many tokens."""
+    if call.x.dtype != torch.bfloat16:
+        return Declined("the library has grouped products of bfloat16 only")
+    if any(side * 2 % 16 for weight in (call.gate_up, call.down) for side in weight.shape[1:]):
+        return Declined("the library's grouped product wants rows of a multiple of 16 bytes")
+    x, count = call.x, call.gate_up.shape[0]
+    times = call.experts.numel() // x.shape[0]
+    # Looked up so that negative numbers count from the end, and the device stops at those that are none.
+    known = torch.arange(count, device=x.device)[call.experts.long()]
+    expert, order = torch.sort(known, stable=True)
+    ends = torch.searchsorted(expert, torch.arange(count, device=x.device), right=True).to(torch.int32)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found: Tensor = grouped_mm(rows, weight if call.transposed else weight.transpose(1, 2), offs=ends)
+        return found if bias is None else found + bias[expert]
+
+    projected = linear(x[order // times], call.gate_up, call.gate_up_bias)
+    inner = gated(projected, call.activation, call.alpha, call.limit)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0], device=x.device)
+    with on_device_of(x):
+        return combine(call, linear(inner, call.down, call.down_bias)[back])
+
+
+def route(call: Arguments) -> Any:
+    logits, count = call.logits, call.logits.shape[-1]
+    if logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[0]:
+        return Declined("the logits are no rows of adjacent elements")
+    if logits.dtype not in (*HALF, torch.float32) or call.dtype not in (*HALF, torch.float32):
+        return Declined(f"the logits are {logits.dtype}, the weights {call.dtype}")
+    if not 0 < call.top_k <= count <= MOST_EXPERTS or call.scores not in SCORES:
+        return Declined(f"{call.top_k} of {count} experts are chosen by {call.scores}")
+    bias, groups = call.bias, call.groups
+    if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous() or bias.device != logits.device):
+        return Declined("the correction is not a contiguous float32 vector")
+    if groups > 1 and (count != next_power_of_2(count) or groups != next_power_of_2(groups) or count < 2 * groups):
+        return Declined(f"{count} experts in {groups} groups: no powers of two")
+    weights = logits.new_empty((logits.shape[0], call.top_k), dtype=call.dtype)
+    chosen = torch.empty_like(weights, dtype=torch.int64)
+    constants = {
+        **{"SCORES": call.scores, "NORMALISED": call.normalised, "GROUPS": groups, "TOP_GROUPS": call.top_groups},
+        **{"GROUP_SLOTS": next_power_of_2(call.top_groups), "EXPERTS": max(16, block_of(count)), "COUNT": call.top_k},
+        **{"SLOTS": next_power_of_2(call.top_k), "num_warps": 1},
+    }
+    plan = Plan((logits.shape[0],), (count, logits.stride(0)), constants)
+    plan.launch(route_kernel, (logits, bias, weights, chosen), logits, (call.epsilon, call.scale))
+    return weights, chosen

@@ -29,6 +29,7 @@ from graphex.kernels.arithmetic import (
     scaled,
     smoothed,
     static_quantised,
+    weighted,
 )
 from graphex.kernels.launch import Plan
 from graphex.kernels.layout import (
@@ -68,34 +69,6 @@ def _summed(x1, x2, total, at1, at2, at, ok, X: tl.constexpr):
     if total is not None:
         tl.store(total + at, value.to(X), mask=ok)
     return value
-
-
-@triton.jit
-def _weighted(
-    value,
-    rstd,
-    weight,
-    beta,
-    offset,
-    X: tl.constexpr,
-    W: tl.constexpr,
-    Y: tl.constexpr,
-    CAST_FIRST: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-):
-    """The norm of a tile, rounded where the reference rounds. W is the type of the weight."""
-    y = value * rstd
-    if weight is not None:
-        w = weight
-        if HAS_OFFSET:
-            w = w + offset
-        if CAST_FIRST:
-            y = rounded(w, W) * rounded(y, X)
-        else:
-            y = y * w
-    if beta is not None:
-        y = y + beta
-    return rounded(y, Y)
 
 
 @triton.jit(do_not_specialize=["rows", "inner1", "inner2", "one_inner"])
@@ -182,7 +155,7 @@ def norm_kernel(
     if rstd_out is not None:
         tl.store(rstd_out + one, rstd, mask=row_ok)
 
-    y0 = _weighted(value0, rstd, weight0, beta0, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
+    y0 = weighted(value0, rstd, weight0, beta0, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
     s = rstd
     if QUANT == "dynamic":
         largest = tl.abs(smoothed(y0, extra0, COMPUTE))
@@ -192,7 +165,7 @@ def norm_kernel(
             value = _summed(x1, x2, None, start1 + column, start2 + column, start, row_ok & column_ok, X)
             w = of_columns(weight, column, column_ok, False, 0.0)
             b = of_columns(beta, column, column_ok, False, 0.0)
-            y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
+            y = weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             factor = of_columns(extra, column, column_ok, False, 0.0)
             largest = larger(largest, tl.abs(smoothed(y, factor, COMPUTE)))
         s = row_scale(row_max(largest), divisor, min_amax, min_scale, COMPUTE, SCALE)
@@ -212,7 +185,7 @@ def norm_kernel(
             value = _summed(x1, x2, None, start1 + column, start2 + column, start, ok, X)
             w = of_columns(weight, column, column_ok, False, 0.0)
             b = of_columns(beta, column, column_ok, False, 0.0)
-            y = _weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
+            y = weighted(value, rstd, w, b, offset, X, W, Y, CAST_FIRST, HAS_OFFSET)
             more = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
         if QUANT == "static" and (TILES > 1 or not EARLY_SCALE):
             known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)

@@ -38,11 +38,15 @@ PATIENCE = 10.0  # seconds for another thread's capture to end before measuring
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration for one job: `run` launches it on tensors of its own, `compile` only compiles its kernels."""
+    """A configuration for one job: `run` launches it on tensors of its own, `compile` only compiles its kernels.
+
+    A graph that is timed runs it `launches` times.
+    """
 
     name: str
     run: Callable[[], object]
     compile: Callable[[], object] | None = None
+    launches: int = LAUNCHES
 
 
 @dataclass(frozen=True)
@@ -256,18 +260,19 @@ def _seconds_on(device: CudaDevice, candidates: Sequence[Candidate]) -> dict[str
         for candidate in candidates:
             try:
                 candidate.run()
-                record = partial(_repeat, candidate.run)
+                record = partial(_repeat, candidate.run, candidate.launches)
                 replays[candidate.name], _ = device.capture(record, pool, "thread_local")
             except Exception as error:
                 if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
                     raise torch.OutOfMemoryError(str(error)) from error
                 _say_why_not(candidate, error)
         samples: dict[str, list[float]] = {name: [] for name in replays}
+        launches = {candidate.name: candidate.launches for candidate in candidates}
         for round in range(ROUNDS + 1):
             for name, replay in replays.items():
                 seconds = device.seconds(replay.replay)
                 if round:  # the first warms up
-                    samples[name].append(seconds / LAUNCHES)
+                    samples[name].append(seconds / launches[name])
     finally:
         for replay in replays.values():
             replay.free()
@@ -281,6 +286,6 @@ def _say_why_not(candidate: Candidate, error: Exception) -> None:
         warn_user(text)
 
 
-def _repeat(run: Callable[[], object]) -> None:
-    for _ in range(LAUNCHES):
+def _repeat(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
         run()

@@ -17,8 +17,9 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from graphex.errors import OptionError
 from graphex.loops.generation import Generation
+from graphex.loops.processors import Process
 from graphex.loops.session import Sessions, sessions_of
 from graphex.loops.wanted import Wanted
 from graphex.records import FellBack
@@ -63,7 +65,7 @@ def generate(
     if _from_caller("assistant_model") is not None or generation_config.prompt_lookup_num_tokens is not None:
         record = FellBack("generation", "tokens are not guessed ahead", "the loop has no use for an assistant")
         sessions.journal.fall_back(record)
-    wanted = Wanted.of(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    wanted = Wanted.of(*given, model_kwargs, partial(_users, sessions, model, input_ids))
     if isinstance(wanted, str):
         return _left_to_transformers(sessions, wanted, model, given, synced_gpus, streamer, model_kwargs)
     decoding = getattr(model, "_optimize_model_for_decode", nullcontext)
@@ -103,6 +105,15 @@ def why_not(
         return "the model and the prompt are not on one device"
     others = [name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and isinstance(value, Tensor)]
     return f"the model is called with '{others[0]}'" if others else ""
+
+
+def _users(sessions: Sessions, model: Any, input_ids: Tensor, processor: Any) -> tuple[Process, Hashable] | str:
+    """A processor of the user's as part of a step."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return "is called with scores of a size that is not known"
+    scores = torch.zeros((input_ids.shape[0], head.weight.shape[0]), device=input_ids.device)
+    return sessions.torch_code.process(processor, scores)
 
 
 def _left_to_transformers(

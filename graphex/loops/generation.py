@@ -66,8 +66,7 @@ class Generation:
         self._ahead = 1 if wanted.host or (wanted.limits and wanted.returns_cache) else AHEAD
         self._kept = Kept(wanted, ahead=self._ahead > 1 and session.device.captures)
         if wanted.host:
-            reason = f"{wanted.host} is not known to work on the device"
-            journal.fall_back(FellBack("generation", _BETWEEN, reason))
+            journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
 
     def run(self, logits: Tensor, started: float) -> Any:
         """From the logits after the prompt to what `model.generate` returns."""
@@ -92,9 +91,8 @@ class Generation:
         return self._result(steps)
 
     def _first(self, logits: Tensor) -> bool:
-        choose = self._choose_on_host if self._wanted.host else self._choose
         reading = Reading(self._session.token[:, 0], self._session.device)
-        reading.send(*choose(logits))
+        reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
         tokens, finished = reading.wait()
         self._put(tokens)
         return finished
@@ -113,18 +111,18 @@ class Generation:
         return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, *found = self._session.choose(self._wanted, logits)
+        tokens, *found = self._session.choose(self._wanted, logits, first=True)
         self._kept.add(*found)
         return tokens, self._session.done
 
-    def _choose_on_host(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_on_host(self, logits: Tensor, *, first: bool = False) -> tuple[Tensor, Tensor]:
         """`Session.choose` with transformers' own processors and criteria, which see a sequence that grows."""
         session, wanted, kept = self._session, self._wanted, self._kept
         count = wanted.input_ids.shape[1] + kept.steps
         logits = logits.to(dtype=torch.float32, copy=True)
         scores = wanted.logits_processor(session.tokens[:, :count].clone(), logits)
         kept.add(logits, scores)
-        tokens = session.take(wanted, scores)
+        tokens = session.take(wanted, scores, first=first)
         seen = None if kept.scores is None else tuple(kept.scores)
         stops = wanted.stopping_criteria(session.tokens[:, : count + 1].clone(), seen)
         session.unfinished.logical_and_(~stops)

@@ -2,8 +2,8 @@
 
 transformers calls them with the tokens so far, a tensor that grows. A captured step has a buffer of fixed size instead,
 and its length as a tensor. Most processors look at the scores alone, and are called as they are (`SCORES_ALONE`). Those
-that look at tokens or count them are written again here (`TRANSLATED`), with the same results. All others are the
-host's work: `on_device` says which.
+that look at tokens or count them are written again here (`TRANSLATED`), with the same results. `on_device` says which.
+Those of users are traced (`torch_code.py`); all others are the host's work.
 
 `Sequence` is what a translation reads. Only the very classes of transformers are taken: a subclass may do anything.
 """
@@ -68,6 +68,16 @@ def on_device(processor: Any, device: torch.device) -> Process | None:
         return lambda sequence, scores: processor(sequence.tokens, scores)
     translate = TRANSLATED.get(kind.__name__)
     return None if translate is None else translate(processor, device)
+
+
+def is_of_transformers(processor: Any) -> bool:
+    return type(processor).__module__ == PROCESSORS
+
+
+def is_eos(criterion: Any) -> bool:
+    """Whether a criterion is one token that ends a sequence, or several."""
+    kind = type(criterion)
+    return (kind.__module__, kind.__name__) == (CRITERIA, "EosTokenCriteria")
 
 
 def stop_on_device(criterion: Any, device: torch.device) -> Stop | None:
@@ -248,11 +258,6 @@ TRANSLATED: dict[str, Callable[[Any, torch.device], Process | None]] = {
 # -- stopping criteria -------------------------------------------------------------------------------------------------
 
 
-def _eos(given: Any, device: torch.device) -> Stop:
-    ends = given.eos_token_id.to(device)
-    return lambda sequence: torch.isin(sequence.newest, ends)
-
-
 def _stop_strings(given: Any, device: torch.device) -> Stop:
     """Where there are fewer tokens than it looks at, the others are none of the vocabulary, which match nothing."""
     unknown = given.embedding_vec.shape[0]
@@ -260,4 +265,4 @@ def _stop_strings(given: Any, device: torch.device) -> Stop:
     return lambda sequence: given(sequence.last(given.maximum_token_len, otherwise=unknown), None)
 
 
-STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"EosTokenCriteria": _eos, "StopStringCriteria": _stop_strings}
+STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"StopStringCriteria": _stop_strings}

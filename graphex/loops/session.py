@@ -10,22 +10,23 @@ A step of a session, all of it on the device:
     scores      the processors
     token       the best one, or one that is drawn; for a finished sequence the padding token
     counting    the tokens so far, the length, the position; once all sequences are finished nothing counts any more
+                (`graphex::append_tokens_`)
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from graphex.backend import Backend
 from graphex.config import config_from
@@ -34,12 +35,15 @@ from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read
 from graphex.loops.processors import Sequence
 from graphex.loops.step_state import modes
+from graphex.loops.torch_code import TorchCode
 from graphex.loops.wanted import Wanted, bucket
 from graphex.records import Journal
+from graphex.torch_private.dynamo import compiled_version
 
 _ATTACHED = "_graphex_generation"
 _attaching = threading.Lock()
-KEPT = 4  # sessions of a model that nobody uses, and captured steps of a session
+KEPT = 4  # sessions of a model that nobody uses, and captured steps and prompts of a session
+LONGEST_CAPTURED = 1024  # positions of a prompt: the kernels of a longer one take longer than their launches
 
 
 class Sessions:
@@ -47,6 +51,7 @@ class Sessions:
 
     def __init__(self, model: Any) -> None:
         self.journal = Journal()  # of generations; each session has one of what it compiled
+        self.torch_code = TorchCode()
         self._model = weakref.ref(model)
         self._idle: OrderedDict[tuple[Any, ...], list[Session]] = OrderedDict()
         self._made: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -59,7 +64,9 @@ class Sessions:
     @contextmanager
     def borrowed(self, wanted: Wanted, options: Mapping[str, Any] | None) -> Iterator[Session]:
         """A session that fits. After an error or an interruption it is not used again."""
-        types = tuple(each.dtype for each in self._model().parameters())
+        model = self._model()
+        assert model is not None  # the caller holds it
+        types = tuple(each.dtype for each in model.parameters())
         key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
         with self._lock:
             found = self._idle.pop(key, [])
@@ -67,7 +74,7 @@ class Sessions:
             if found:
                 self._idle[key] = found
         if session is None:
-            session = Session(self._model(), wanted, options)
+            session = Session(model, wanted, options)
             self._made.add(session)
         try:
             yield session
@@ -134,6 +141,11 @@ def prompt_step(model: Any, tokens: Tensor, positions: Tensor | None, cache: Any
     return logits
 
 
+def _keeps_some_logits(model: Any) -> bool:
+    """Whether a model takes the places of a prompt whose logits it computes."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -157,10 +169,15 @@ class Session:
         self._extra = wanted.extra
         backend = Backend(config_from({"force_eager": True, **(options or {})}))
         self.journal = backend.journal
-        self._step = torch.compile(with_own_code(model_step), backend=backend, dynamic=False)
-        self._prompt = torch.compile(with_own_code(prompt_step), backend=backend, dynamic=False)
+        self._function = with_own_code(model_step)
+        self._step = torch.compile(self._function, backend=backend, dynamic=False)
+        self._prompt_function = with_own_code(prompt_step)
+        self._prompt = torch.compile(self._prompt_function, backend=backend, dynamic=False)
         self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
+        self._prompts: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
+        self._buffers: dict[int, dict[str, Any]] = {}
         self._counts: dict[str, int] = {}
+        self._settled: dict[tuple[Any, ...], Hashable] = {}
 
     @property
     def _model(self) -> Any:
@@ -178,7 +195,7 @@ class Session:
         self.cache.clear()
         self.cache.begin(wanted.past)
         length = bucket(wanted.input_ids.shape[1])
-        if compiled and wanted.plain_prompt and "logits_to_keep" in wanted.extra and self.cache.takes(length):
+        if compiled and wanted.plain_prompt and _keeps_some_logits(self._model) and self.cache.takes(length):
             return self._compiled_prefill(wanted, length)
         if wanted.past:
             read(wanted.cache, self.cache, wanted.past)
@@ -192,15 +209,39 @@ class Session:
         return logits
 
     def _compiled_prefill(self, wanted: Wanted, length: int) -> Tensor:
-        count, where = wanted.input_ids.shape[1], wanted.input_ids.device
-        tokens = functional.pad(wanted.input_ids, (0, length - count))
-        positions = None if self.position is None else torch.arange(length, device=where)[None]
-        last = torch.tensor([count - 1], device=where)
-        with compiling:
-            logits: Tensor = self._prompt(self._model, tokens, positions, self.cache, last)
+        """From the second prompt of a length on it is captured, unless it is so long that launches take no time."""
+        count, given = wanted.input_ids.shape[1], self._prompt_buffers(wanted, length)
+        given["tokens"].zero_()[:, :count] = wanted.input_ids
+        given["last"].fill_(count - 1)
+
+        def arguments() -> tuple[Any, dict[str, Any]]:
+            self.cache.begin(0)  # as it is before a prompt: each has counted its positions
+            return self._prompt_function, {"model": self._model, **given}
+
+        def run() -> Tensor:
+            logits: Tensor = self._prompt(self._model, **given)
+            return logits
+
+        if length > LONGEST_CAPTURED:
+            with compiling:
+                logits = run()
+        else:
+            logits = self._ready(self._prompts, ("prompt", length), run, arguments)()
         self.cache.decode(count)
         self._begin(wanted)
         return logits
+
+    def _prompt_buffers(self, wanted: Wanted, length: int) -> dict[str, Any]:
+        """The arguments of `prompt_step` besides the model, at addresses that never change."""
+        found = self._buffers.get(length)
+        if found is None:
+            where = wanted.input_ids.device
+            tokens = torch.zeros((wanted.batch, length), dtype=torch.long, device=where)
+            positions = None if self.position is None else torch.arange(length, device=where)[None]
+            last = torch.zeros(1, dtype=torch.long, device=where)
+            found = {"tokens": tokens, "positions": positions, "cache": self.cache, "last": last}
+            self._buffers[length] = found
+        return found
 
     def _begin(self, wanted: Wanted) -> None:
         count = wanted.input_ids.shape[1]
@@ -217,63 +258,97 @@ class Session:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def forward(self) -> Tensor:
-        """The logits after `token`, which is one more in the cache unless the sequences were finished before."""
-        logits = self._step(self._model, self.token, self.position, self.mask, self.cache, self._extra)
-        live = ~self.done
-        self.cache.place.length.add_(live)
-        if self.position is not None:
-            self.position.add_(live)
-        found: Tensor = logits
-        return found
+        """The logits after `token`."""
+        logits: Tensor = self._step(self._model, self.token, self.position, self.mask, self.cache, self._extra)
+        return logits
 
-    def choose(self, wanted: Wanted, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next tokens, and the logits and scores that they are chosen by."""
-        logits = logits.to(dtype=torch.float32, copy=True)
+    def choose(self, wanted: Wanted, logits: Tensor, *, first: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The next tokens, and the logits and scores that they are chosen by. The `first` ones follow a prompt."""
+        if wanted.sample or wanted.processors or wanted.keeps_scores or wanted.keeps_logits:
+            logits = logits.to(dtype=torch.float32, copy=True)
         scores, so_far = logits, Sequence(self.tokens, self.length, self.token[:, 0])
         for process in wanted.processors:
             scores = process(so_far, scores)
-        tokens = self.take(wanted, scores)
+        tokens = self.take(wanted, scores, first=first)
         for stop in wanted.stops:
             self.unfinished.logical_and_(~stop(so_far))
-        self.done.copy_(~self.unfinished.any())
+        if wanted.stops:
+            self.done.copy_(~self.unfinished.any())
         return tokens, logits, scores
 
-    def take(self, wanted: Wanted, scores: Tensor) -> Tensor:
-        """The tokens that scores lead to, written behind those that are there."""
-        drawn = wanted.sample
-        tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0] if drawn else scores.argmax(-1)
-        if wanted.pad is not None:
-            tokens = torch.where(self.unfinished, tokens, wanted.pad)
-        self.tokens.index_copy_(1, self.length.view(1), tokens[:, None])
-        self.length.add_(~self.done)
-        self.token.copy_(tokens[:, None])
-        return tokens
+    def take(self, wanted: Wanted, scores: Tensor, *, first: bool) -> Tensor:
+        """The tokens that scores lead to, written behind those that are there. The token before them, of which the
+        model was called, is one more in the cache, unless all sequences were finished before.
+        """
+        if wanted.sample:
+            tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        else:
+            tokens = torch.ops.graphex.argmax(scores)
+        counted = (None, None) if first else (self.cache.place.length, self.position)
+        state = (self.tokens, self.token, self.length, self.unfinished, self.done)
+        torch.ops.graphex.append_tokens_(tokens, *state, *counted, wanted.pad, wanted.ends)
+        return self.token[:, 0]
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
-        """A step, or the model alone where the host does the rest; it is rehearsed once more in every generation."""
-        found = self._calls.get(wanted.step_key)
+        """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which
+        it could be another one than was captured.
+        """
+
+        def step() -> tuple[Tensor, ...]:
+            tokens, logits, scores = self.choose(wanted, self.forward())
+            return tokens, self.done, logits, scores
+
+        def arguments() -> tuple[Any, dict[str, Any]]:
+            values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
+            return self._function, {**values, "cache": self.cache, "extra": self._extra}
+
+        body = self.forward if wanted.host else step
+        return self._ready(self._calls, wanted.step_key, body, arguments)
+
+    def _ready(
+        self,
+        calls: OrderedDict[tuple[Any, ...], FixedCall],
+        key: tuple[Any, ...],
+        body: Callable[[], Any],
+        arguments: Callable[[], tuple[Any, dict[str, Any]]],
+    ) -> FixedCall:
+        """The call that was captured for a key, if it is still right, or one that is captured anew. `arguments` are
+        what it compiles: a function, and the values of its local variables.
+        """
+
+        def state() -> Hashable:
+            ran = self._ran()
+            self._settled[key] = self._version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
+            return ran, self._addresses()
+
+        found = calls.get(key)
         if found is None:
-
-            def step() -> tuple[Tensor, ...]:
-                tokens, logits, scores = self.choose(wanted, self.forward())
-                return tokens, self.done, logits, scores
-
-            body = self.forward if wanted.host else step
-            found = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", self._state)
-            self._calls[wanted.step_key] = found
-        self._calls.move_to_end(wanted.step_key)
-        while len(self._calls) > KEPT:
-            self._calls.popitem(last=False)[1].free()
-        found.rehearse()
-        self._state()
+            found = calls[key] = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", state)
+        calls.move_to_end(key)
+        while len(calls) > KEPT:
+            calls.popitem(last=False)[1].free()
+        settled = self._settled.get(key)
+        if settled is None or settled != self._version(*arguments()):
+            found.rehearse()
+            self._ran()
         return found
 
-    def _state(self) -> Hashable:
-        """The graphs that ran since this was last asked, and where the weights are: a capture is right for these."""
-        model, counts = self._model, {name: found["calls"] for name, found in self.journal.counts.items()}
+    def _ran(self) -> tuple[str, ...]:
+        """The graphs that ran since this was last asked."""
+        counts = {name: found["calls"] for name, found in self.journal.counts.items()}
         ran = tuple(name for name, count in counts.items() if count != self._counts.get(name, 0))
         self._counts = counts
-        return ran, tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+        return ran
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the weights are: a capture is right for these."""
+        model = self._model
+        return tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+
+    def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
+        """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""
+        found = compiled_version(function, values)
+        return None if found is None else (found, self._addresses())
 
     @property
     def newest(self) -> FixedCall | None:
@@ -281,6 +356,7 @@ class Session:
         return next(reversed(self._calls.values()), None)
 
     def free(self) -> None:
-        for call in self._calls.values():
-            call.free()
-        self._calls.clear()
+        for calls in (self._calls, self._prompts):
+            for call in calls.values():
+                call.free()
+            calls.clear()

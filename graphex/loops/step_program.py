@@ -45,7 +45,8 @@ from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
 
-RESTLESS = 16  # calls in a row of kinds that were not there before, after which a record says so
+RESTLESS = 16  # calls in a row of kinds that were not there before, after which a record says so ...
+CHANGING = 6  # ... and where a plain value is other than in the call before, which no later call will mend
 REMEMBERED = 64  # kinds of calls that were seen and not captured
 
 
@@ -92,7 +93,7 @@ class TrainStep:
         self._learnt: OrderedDict[Kind, Learnt] = OrderedDict()
         self._checked: set[Hashable] = set()
         self._reads_gradients: dict[Hashable, bool] = {}
-        self._restless, self._last_values = 0, dict[str, Hashable]()
+        self._restless, self._said_restless, self._last_values = 0, False, dict[str, Hashable]()
         self._pool: Pool | None = None
         self._why_again = ""
 
@@ -239,9 +240,10 @@ class TrainStep:
             self._restless = 0
             return learnt
         self._restless += 1
-        values = self._state.values()
-        if self._restless == RESTLESS:
-            changed = [name for name, value in values.items() if self._last_values.get(name) != value]
+        values, before = self._state.values(), self._last_values
+        changed = [name for name, value in values.items() if before.get(name) != value]
+        if self._restless >= (CHANGING if changed else RESTLESS) and not self._said_restless:
+            self._said_restless = True
             reason = f"{changed[0]} changes in every call" if changed else "the last calls all had other sizes"
             what = "the training step is not captured so far"
             self.journal.fall_back(
@@ -327,8 +329,9 @@ class TrainStep:
         started, before = time.perf_counter(), self._state.gradients()
         if isinstance(kind.gradients, str):
             self._state.put_gradients([None] * len(before))
-        gc.collect()  # a graph of autograd's that garbage holds has parameters accumulate on the stream it was made on
+        gc.collect()  # memory that garbage holds is memory that the graph cannot have
         self._device.release_cached()
+        self._state.renew_accumulators()
         reserved = self._device.reserved_bytes()
         try:
             graph = self._captured(leaves, spec, own_pool=self._learnt[kind].leaves_gradients)

@@ -19,6 +19,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -263,7 +264,23 @@ class StepState:
                 return f"a parameter is a {type(parameter).__name__}, which is made of other tensors"
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 return "a parameter has a gradient hook, which Python runs"
+            if _accumulates(parameter) and _has_hooks(_accumulator(parameter)):
+                return "a hook on a parameter's accumulator (a node of autograd) is run by Python"
         return ""
+
+    def renew_accumulators(self) -> None:
+        """Let autograd make the accumulators of all parameters anew, on the stream of the next forward.
+
+        An accumulator lives as long as any graph that ends in it: an old loss that somebody keeps is enough. It adds
+        gradients up on the stream it was made on, and a capture must not touch that one. In a distributed program it
+        may be DDP's, which has hooks on it that nobody else sees: there they stay.
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
+        for parameter in filter(_accumulates, self.parameters):
+            memory, other = parameter.data, torch.float32 if parameter.dtype == torch.float64 else torch.float64
+            parameter.data = torch.empty(0, dtype=other, device=parameter.device)  # drops one of another type
+            parameter.data = memory
 
     def hooks(self) -> bool:
         """Whether a module or a parameter has a hook by now."""
@@ -308,6 +325,29 @@ class StepState:
         finally:
             for thing, name in patched:
                 del vars(thing)[name]
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether autograd adds gradients of this tensor up."""
+    return parameter.requires_grad and parameter.is_leaf and not parameter.is_inference()
+
+
+@torch.enable_grad()
+def _accumulator(parameter: Tensor) -> Any:
+    node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether Python has registered a hook on a node: the handle of one more tells how many there are."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *gradients: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Callable[..., None]:

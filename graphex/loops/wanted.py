@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphex.loops.loop_cache import why_not
-from graphex.loops.processors import Process, Stop, described, on_device, stop_on_device
+from graphex.loops.processors import (
+    Process,
+    Stop,
+    described,
+    is_eos,
+    is_of_transformers,
+    on_device,
+    stop_on_device,
+)
+
+_HOST = "is not known to work on the device"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """`host` is the processor or criterion that has to run on the host; empty if all can be part of a captured step.
+    """`host` says which processor or criterion has to run on the host, and why; empty if all can be part of a step.
 
     `position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to the
     model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
@@ -24,6 +36,7 @@ class Wanted:
     stopping_criteria: Any
     processors: list[Process]
     stops: list[Stop]
+    ends: Tensor | None  # the tokens that end a sequence
     limits: list[Any]  # criteria that look at the clock
     host: str
     key: tuple[Any, ...]
@@ -44,9 +57,15 @@ class Wanted:
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, processors: Any, criteria: Any, config: Any, model_kwargs: dict[str, Any]
+        cls,
+        input_ids: Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        model_kwargs: dict[str, Any],
+        users: Callable[[Any], tuple[Process, Hashable] | str],
     ) -> Wanted | str:
-        """What a call of transformers asks for, or why that cannot be done here."""
+        """What a call of transformers asks for, or why that cannot be done here. `users` traces processors of users."""
         cache = model_kwargs["past_key_values"]
         if reason := why_not(cache):
             return reason
@@ -57,10 +76,14 @@ class Wanted:
         timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
         counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
         others = [each for each in criteria if each not in timed and each not in counted]
-        made = [on_device(each, device) for each in processors]
-        stops = [stop_on_device(each, device) for each in others]
-        host = [type(each).__name__ for each, found in zip(processors, made, strict=True) if found is None]
-        host += [type(each).__name__ for each, found in zip(others, stops, strict=True) if found is None]
+        ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
+        looking = [each for each in others if not is_eos(each)]
+        made = [_as_part(each, device, users) for each in processors]
+        stops = [stop_on_device(each, device) for each in looking]
+        host = [
+            f"{type(each).__name__} {why}" for each, why in zip(processors, made, strict=True) if isinstance(why, str)
+        ]
+        host += [f"{type(each).__name__} {_HOST}" for each, found in zip(looking, stops, strict=True) if found is None]
         has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         past = int(cache.get_seq_length())
         embeds = model_kwargs.get("inputs_embeds")
@@ -69,11 +92,12 @@ class Wanted:
             input_ids=input_ids,
             logits_processor=processors,
             stopping_criteria=criteria,
-            processors=[each for each in made if each is not None],
+            processors=[each[0] for each in made if not isinstance(each, str)],
             stops=[each for each in stops if each is not None],
+            ends=torch.cat(ending) if ending else None,
             limits=timed,
             host=host[0] if host else "",
-            key=() if host else tuple(map(described, (*processors, *others))),
+            key=(*(each[1] for each in made if not isinstance(each, str)), *map(described, others)),
             sample=bool(config.do_sample),
             pad=config._pad_token_tensor.to(device) if has_eos else None,
             max_steps=steps,
@@ -102,7 +126,7 @@ class Wanted:
     def step_key(self) -> tuple[Any, ...]:
         """What a captured step depends on, besides the memory that it works on."""
         pad = None if self.pad is None else tuple(self.pad.view(-1).tolist())
-        return bool(self.host), self.sample, pad, self.key
+        return bool(self.host), self.sample, self.keeps_scores or self.keeps_logits, pad, self.key
 
     @property
     def memory_key(self) -> tuple[Any, ...]:
@@ -110,6 +134,15 @@ class Wanted:
         position = None if self.position is None else (*self.position.shape[:-1], self.position.dtype)
         mask = None if self.mask is None else self.mask.dtype
         return self.batch, self.room, str(self.input_ids.device), position, mask, repr(self.extra)
+
+
+def _as_part(
+    processor: Any, device: torch.device, users: Callable[[Any], tuple[Process, Hashable] | str]
+) -> tuple[Process, Hashable] | str:
+    """A processor as part of a step, and what it depends on; or why only the host can call it."""
+    if (known := on_device(processor, device)) is not None:
+        return known, described(processor)
+    return _HOST if is_of_transformers(processor) else users(processor)
 
 
 def bucket(length: int) -> int:

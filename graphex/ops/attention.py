@@ -111,12 +111,14 @@ def _capped(
 
 
 _attention, _rotary_qkv_write_ = with_kernel("graphex::attention"), with_kernel("graphex::rotary_qkv_write_")
+_rms_norm = with_kernel("graphex::rms_norm")
 
 
 @op(
     "graphex::rotary_attention_(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) key_cache,"
     " Tensor(b!) value_cache, Tensor positions, int dim, bool interleaved, Tensor? mask, float scale,"
-    " float softcap=0.0) -> Tensor",
+    " float softcap=0.0, Tensor? q_gain=None, Tensor? k_gain=None, float eps=0.0, float weight_offset=0.0,"
+    " bool cast_before_weight=False) -> Tensor",
     title="rotary embedding + attention",
     kernel="attention.rotary_attention_",
 )
@@ -134,12 +136,20 @@ def rotary_attention_(
     mask: Tensor | None,
     scale: float,
     softcap: float = 0.0,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = False,
 ) -> Tensor:
     """Rotate, write the caches and attend to them, in one launch for one token of each sequence.
 
+    q, k = (rms_norm(x, gain, eps, weight_offset, cast_before_weight)[0] for each), if there are gains
     turned = rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
     return attention(turned, key_cache, value_cache, mask, scale, False, softcap)
     """
+    norm = (eps, weight_offset, cast_before_weight)
+    q, k = (x if gain is None else _rms_norm(x, gain, *norm)[0] for x, gain in ((q, q_gain), (k, k_gain)))
     turned = _rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
     result: Tensor = _attention(turned, key_cache, value_cache, mask, scale, False, softcap)
     return result

@@ -176,8 +176,8 @@ def with_kernel(name: str) -> Function:
     """An op as a part of references: not its reference but the op itself, with its kernel where there is one."""
     spec = SPECS[name]
     namespace, _, short = name.partition("::")
-    run = getattr(getattr(torch.ops, namespace), short)
-    return part(spec.fake or spec.reference)(lambda *args: run(*args))
+    library = getattr(torch.ops, namespace)  # the real torch_npu may define it later
+    return part(spec.fake or spec.reference)(lambda *args: getattr(library, short)(*args))
 
 
 def _as_fake(reference: Function) -> Function:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token goes through the few experts that were chosen for it, and their results are added."""
+"""Mixtures of experts: experts are chosen for each token, it goes through these, and their results are added."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ def _fake_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, 
 
 @op(
     "graphex::experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-    "Tensor? down_bias, bool transposed=False, str activation='silu', float alpha=1.702, float limit=7.0) -> Tensor",
+    "Tensor? down_bias, bool transposed=False, str activation='silu', float alpha=1.702, float limit=7.0, "
+    "Tensor? residual=None) -> Tensor",
     fake=_fake_experts,
     title="mixture of experts",
     kernel="experts.experts",
-    rows=RowRule("batch", ("x", "experts", "weights")),
+    rows=RowRule("batch", ("x", "experts", "weights", "residual")),
 )
 def experts(
     x: Tensor,
@@ -61,8 +62,10 @@ def experts(
     activation: str = SILU,
     alpha: float = 1.702,
     limit: float = 7.0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`sum_j weights[t, j] * expert_j(x[t])` for x [T, H]; `experts` and `weights` hold k entries a token, [T * k].
+    A residual [T, H] is added to the sum.
 
     An expert e is `gated(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]`, with gate_up [E, 2I, H] and
     down [E, H, I]; without `.T` if `transposed`, for [E, H, 2I] and [E, I, H]. `activation` is silu: `silu(gate) * up`
@@ -74,4 +77,63 @@ def experts(
     rows = x.repeat_interleave(times, dim=0)
     inner = gated(_linear(rows, gate_up, gate_up_bias, experts, transposed), activation, alpha, limit)
     found = _linear(inner, down, down_bias, experts, transposed) * weights.unsqueeze(-1)
-    return found.view(x.shape[0], times, x.shape[1]).sum(dim=1).to(x.dtype)
+    total = found.view(x.shape[0], times, x.shape[1]).sum(dim=1).to(x.dtype)
+    return total if residual is None else residual + total
+
+
+SCORES = ("softmax", "sigmoid", "chosen")
+"""`softmax` and `sigmoid` are those of all logits. `chosen`: the softmax of those that were chosen."""
+
+
+def _fake_route(
+    logits: Tensor, bias: Tensor | None, top_k: int, scores: str, dtype: torch.dtype, *others: object
+) -> tuple[Tensor, Tensor]:
+    require(logits.dim() == 2, lambda: "logits must have two dimensions, tokens and experts")
+    weights = logits.new_empty((logits.shape[0], top_k), dtype=dtype)
+    return weights, torch.empty_like(weights, dtype=torch.int64)
+
+
+@op(
+    "graphex::route(Tensor logits, Tensor? bias, int top_k, str scores, ScalarType dtype, bool normalised=False, "
+    "float epsilon=0.0, float scale=1.0, int groups=1, int top_groups=1) -> (Tensor, Tensor)",
+    fake=_fake_route,
+    title="choice of experts",
+    kernel="experts.route",
+    rows=RowRule("batch", ("logits",)),
+)
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scores: str,
+    dtype: torch.dtype,
+    normalised: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """The weights and numbers of `top_k` experts for each token, [T, k], from logits [T, E].
+
+    Scores are `softmax` or `sigmoid` of the logits, in float32. Experts are chosen by their scores, to which `bias` is
+    added, among the `top_groups` of `groups` whose two best add up to most. The weights are the scores of the chosen
+    ones; `normalised`: divided by their sum plus `epsilon`; times `scale`. `chosen` scores are the softmax of the
+    logits of those that were chosen.
+    """
+    require(scores in SCORES, lambda: f"scores must be one of {SCORES}; they are {scores!r}")
+    found = logits
+    if scores != "chosen":
+        found = logits.float().softmax(-1) if scores == "softmax" else logits.float().sigmoid()
+    choice = found if bias is None else found + bias
+    if groups > 1:
+        members = choice.view(-1, groups, choice.shape[1] // groups)
+        best = members.topk(2, dim=-1)[0].sum(dim=-1).topk(top_groups, dim=-1)[1]
+        kept = torch.zeros_like(members[..., 0], dtype=torch.bool).scatter_(1, best, True)
+        choice = members.masked_fill(~kept.unsqueeze(-1), float("-inf")).view(choice.shape)
+    experts = choice.topk(top_k, dim=-1)[1]
+    weights = found.gather(1, experts)
+    if scores == "chosen":
+        weights = weights.softmax(-1)
+    if normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + epsilon)
+    return (weights * scale if scale != 1.0 else weights).to(dtype), experts

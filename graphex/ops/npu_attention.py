@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import op
-from graphex.ops.npu import npu_rms_norm
+from graphex.ops import attention, npu  # noqa: F401  (their ops are parts of those here)
+from graphex.ops.definition import op, with_kernel
 from graphex.ops.rotary import rotate_half
 from graphex.torch_private.schemas import require, require_implemented
 
@@ -27,6 +27,7 @@ INPLACE = (
     ("npu_mla_prolog_v3_functional", "npu_mla_prolog_v3"),
 )
 
+_rms_norm, _attention = with_kernel("npu::npu_rms_norm"), with_kernel("graphex::attention")
 LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
 _LEFT_UP, _RIGHT_DOWN = 2, 3
 
@@ -78,15 +79,20 @@ def _fake_npu_fused_infer_attention_score(
     return query.new_empty(shape), query.new_empty(lse, dtype=torch.float32)
 
 
+def _by_heads(x: Tensor, layout: str, heads: int) -> Tensor:
+    """A view [batch, heads, positions, size]."""
+    if layout == "BSH":
+        x = x.unflatten(-1, (heads, x.shape[-1] // heads))
+    return x.transpose(1, 2) if layout in ("BSH", "BSND") else x
+
+
 def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> list[Tensor]:
     """One tensor [heads, positions, size] for each sequence of a batch; `ends` are cumulative in the layout TND."""
     if layout == "TND":
         require(ends is not None, lambda: "the layout TND needs actual_seq_lengths and actual_seq_lengths_kv")
         assert ends is not None
         return [x[start:end].transpose(0, 1) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
-    if layout == "BSH":
-        x = x.unflatten(-1, (heads, x.shape[-1] // heads))
-    rows = x.transpose(1, 2) if layout in ("BSH", "BSND") else x
+    rows = _by_heads(x, layout, heads)
     lengths = [rows.shape[2]] * rows.shape[0] if ends is None else list(ends)
     lengths = lengths * rows.shape[0] if len(lengths) == 1 else lengths
     return [row[:, :length] for row, length in zip(rows, lengths, strict=False)]
@@ -125,6 +131,17 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
     return weights @ value, lse
+
+
+def _attended_at_once(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sparse_mode: int, scale: float
+) -> Tensor:
+    """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
+    numbers = range(query.shape[0]) if mask is not None and mask.dim() > 2 else (0,)
+    found = [_mask_for(mask, sparse_mode, number, query[number], key[number]) for number in numbers]
+    masks = [~each for each in found if each is not None]
+    result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, scale)
+    return result
 
 
 @op(
@@ -174,6 +191,18 @@ def npu_fused_infer_attention_score(
     refused = [pse_shift, *(each for each in others.values() if isinstance(each, (Tensor, list)))]
     _check_layout(input_layout, sparse_mode, refused)
     kv_heads = num_key_value_heads or num_heads
+    apart = actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope
+    if query.shape[0] and input_layout != "TND" and not softmax_lse_flag and all(each is None for each in apart):
+        read_by = (num_heads, kv_heads, kv_heads)
+        whole = _attended_at_once(
+            *(_by_heads(x, input_layout, count) for x, count in zip((query, key, value), read_by, strict=True)),
+            mask=atten_mask,
+            sparse_mode=sparse_mode,
+            scale=scale,
+        )
+        result = whole if input_layout == "BNSD" else whole.transpose(1, 2)
+        result = result.flatten(2) if input_layout == "BSH" else result.contiguous()
+        return result, result.new_zeros(1, dtype=torch.float32)
 
     def read(cache: Tensor) -> list[Tensor]:
         if block_table is None:
@@ -210,11 +239,21 @@ def npu_fused_infer_attention_score(
     return result, lse if softmax_lse_flag else lse.new_zeros(1)
 
 
+_QUANTISED = (
+    "Tensor? dequant_scale_query=None, Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None,"
+    " Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None,"
+    " Tensor? quant_scale_out=None, Tensor? quant_offset_out=None, Tensor? learnable_sink=None"
+)
+_QUANT_MODES = "int query_quant_mode=0, int key_quant_mode=0, int value_quant_mode=0"
+
+
 @op(
     "npu::npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None,"
-    " Tensor? key_rope=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None,"
-    " Tensor? block_table=None, int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1.0,"
-    ' str input_layout="BSH", int sparse_mode=0, int block_size=0, bool return_softmax_lse=False) -> (Tensor, Tensor)',
+    " Tensor? key_rope=None, Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None,"
+    f" SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, {_QUANTISED}, int num_query_heads=1,"
+    " int num_key_value_heads=0, float softmax_scale=1.0, int pre_tokens=2147483647, int next_tokens=2147483647,"
+    f' str input_layout="BSH", int sparse_mode=0, int block_size=0, {_QUANT_MODES}, int inner_precise=0,'
+    " bool return_softmax_lse=False) -> (Tensor, Tensor)",
     is_composite=True,
 )
 def npu_fused_infer_attention_score_v2(
@@ -230,6 +269,12 @@ def npu_fused_infer_attention_score_v2(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`npu_fused_infer_attention_score` with other names for its arguments. torch traces through it."""
+    others = [name for name in options if f" {name}=" in f" {_QUANTISED}, {_QUANT_MODES}"]
+    given = [options.pop(name) for name in others]
+    require_implemented(
+        not any(isinstance(each, Tensor) or each for each in given),
+        lambda: "npu_fused_infer_attention_score_v2 has no reference for quantised inputs, nor for sinks",
+    )
     made: tuple[Tensor, Tensor] = torch.ops.npu.npu_fused_infer_attention_score(
         query,
         key,
@@ -252,102 +297,56 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (apart * cos + rotate_half(apart) * sin).to(x.dtype)
 
 
-def _written(cache: Tensor, rows: Tensor, index: Tensor, cache_mode: str) -> Tensor:
-    """A copy of a cache with `rows` [rows, heads, size] at the slots `index`; -1 is no slot.
+def _write(cache: Tensor, rows: Tensor, index: Tensor, cache_mode: str) -> Tensor:
+    """Write `rows` [rows, heads, size] into a cache, at the slots `index`; -1 is no slot. Returns the cache.
 
     Norm: cache [batch, heads, length, size], index [batch, positions]. PA: cache [blocks, block size, heads, size],
     and `index` counts slots through all blocks.
+
+    A device graph cannot leave rows out. One without a slot is written where the first that has one goes, with the
+    same contents; if none has a slot, what stands in the first slot is written there again.
     """
     require_implemented(
         cache_mode in ("Norm", "PA", "PA_BNSD", "PA_BSND"),
         lambda: f"there is no reference for cache_mode '{cache_mode}': use 'Norm' or 'PA'",
     )
+    if not rows.shape[0]:
+        return cache
+    slots = cache.transpose(1, 2) if cache_mode == "Norm" else cache
+    length = slots.shape[1]
     if cache_mode == "Norm":
-        batch, _, length, _ = cache.shape
-        places = torch.arange(batch, device=index.device)[:, None] * length + index.view(batch, -1)
-        index = torch.where(index.view(batch, -1) < 0, -1, places)
-        slots = cache.transpose(1, 2).flatten(0, 1)
-    else:
-        slots = cache.flatten(0, 1)
-    index = index.reshape(-1).long()
-    spare = slots.new_empty((1, *slots.shape[1:]))  # takes what has no slot
-    target = torch.where(index < 0, slots.shape[0], index)
-    new = torch.cat((slots, spare)).index_copy(0, target, rows.to(cache.dtype))[:-1]
-    if cache_mode == "Norm":
-        new = new.unflatten(0, (batch, length)).transpose(1, 2)
-    return new.reshape(cache.shape).contiguous()
+        batch = torch.arange(slots.shape[0], device=index.device)[:, None] * length
+        index = torch.where(index.view(slots.shape[0], -1) < 0, -1, batch + index.view(slots.shape[0], -1))
+    places, rows = index.reshape(-1).long(), rows.to(cache.dtype)
+    has_slot = places >= 0
+    first = has_slot.to(torch.uint8).argmax().unsqueeze(0)
+    start = places.index_select(0, first).clamp(min=0)
+    spare = torch.where(has_slot.any(), rows.index_select(0, first), slots[0, :1])
+    places = torch.where(has_slot, places, start)
+    rows = torch.where(has_slot.view(-1, 1, 1), rows, spare)
+    slots.index_put_((places // length, places % length), rows)
+    return cache
 
 
 def _normed_and_turned(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(k_rope, c_kv) of kv [..., size of gamma + size of cos]"""
     split = [gamma.shape[0], kv.shape[-1] - gamma.shape[0]]
     latent, turning = kv.split(split, -1)
-    return rope(turning, cos, sin), npu_rms_norm(latent, gamma, epsilon)[0]
+    return rope(turning, cos, sin), _rms_norm(latent, gamma, epsilon)[0]
 
 
 _KV_ARGUMENTS = (
     "(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, Tensor{a} k_cache, Tensor{b} ckv_cache, *,"
     " Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, Tensor? c_kv_offset=None,"
-    ' float epsilon=1e-05, str cache_mode="Norm", bool is_output_kv=False)'
+    ' Tensor? v=None, float epsilon=1e-05, str cache_mode="Norm", bool is_output_kv=False)'
 )
 
 
-def _fake_kv(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_kv(kv: Tensor, gamma: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     k_rope, c_kv = (kv.new_empty((*kv.shape[:-1], size)) for size in (kv.shape[-1] - gamma.shape[0], gamma.shape[0]))
     if not options.get("is_output_kv"):
         k_rope, c_kv = kv.new_empty(0), kv.new_empty(0)
-    return k_rope, c_kv, torch.empty_like(k_cache), torch.empty_like(ckv_cache)
-
-
-@op(
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional"
-    + _KV_ARGUMENTS.format(a="", b="")
-    + " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_kv,
-)
-def npu_kv_rmsnorm_rope_cache_v2_functional(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    *,
-    epsilon: float = 1e-5,
-    cache_mode: str = "Norm",
-    is_output_kv: bool = False,
-    **quantised: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The latent and the rotary half of keys and values, written to copies of their caches: (k_rope, c_kv, k_cache,
-    ckv_cache).
-
-        k_rope = rope(kv[..., D:], cos, sin)           D is the size of gamma
-        c_kv   = npu_rms_norm(kv[..., :D], gamma, epsilon)[0]
-        k_cache and ckv_cache hold them at the slots `index`; -1 is no slot
-
-    cache_mode Norm: caches [batch, heads, length, size], index [batch, positions]; PA: caches [blocks, block size,
-    heads, size], index counts slots. Without `is_output_kv` the first two results are empty.
-    """
-    require_implemented(
-        all(each is None for each in quantised.values()),
-        lambda: "npu_kv_rmsnorm_rope_cache has no reference for quantised caches",
-    )
-    k_rope, c_kv = _normed_and_turned(kv, gamma, cos, sin, epsilon)
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in (k_rope, c_kv)]
-    new = [_written(cache, part, index, cache_mode) for cache, part in zip((k_cache, ckv_cache), rows, strict=True)]
-    if not is_output_kv:
-        k_rope, c_kv = kv.new_empty(0), kv.new_empty(0)
-    return k_rope, c_kv, new[0], new[1]
+    return k_rope, c_kv, torch.empty_like(rest[3]), torch.empty_like(rest[4])
 
 
 @op(
@@ -362,13 +361,41 @@ def npu_kv_rmsnorm_rope_cache_v2(
     index: Tensor,
     k_cache: Tensor,
     ckv_cache: Tensor,
-    **options: Any,
+    *,
+    epsilon: float = 1e-5,
+    cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+    **quantised: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`npu_kv_rmsnorm_rope_cache_v2_functional` with the caches written in place: (k_rope, c_kv)."""
-    made = npu_kv_rmsnorm_rope_cache_v2_functional(kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
-    k_cache.copy_(made[2])
-    ckv_cache.copy_(made[3])
-    return made[0], made[1]
+    """The latent and the rotary half of keys and values, written to their caches: (k_rope, c_kv).
+
+        k_rope = rope(kv[..., D:], cos, sin)           D is the size of gamma
+        c_kv   = npu_rms_norm(kv[..., :D], gamma, epsilon)[0]
+        k_cache and ckv_cache hold them at the slots `index`; -1 is no slot
+
+    cache_mode Norm: caches [batch, heads, length, size], index [batch, positions]; PA: caches [blocks, block size,
+    heads, size], index counts slots. Without `is_output_kv` the results are empty.
+    """
+    require_implemented(
+        all(each is None for each in quantised.values()),
+        lambda: "npu_kv_rmsnorm_rope_cache has no reference for quantised caches, nor for values apart from keys",
+    )
+    made = _normed_and_turned(kv, gamma, cos, sin, epsilon)
+    for cache, part in zip((k_cache, ckv_cache), made, strict=True):
+        _write(cache, part.transpose(1, 2).flatten(0, 1), index, cache_mode)
+    return made if is_output_kv else (kv.new_empty(0), kv.new_empty(0))
+
+
+@op(
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional"
+    + _KV_ARGUMENTS.format(a="", b="")
+    + " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_kv,
+)
+def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`npu_kv_rmsnorm_rope_cache_v2` on copies of the caches: (k_rope, c_kv, k_cache, ckv_cache)."""
+    caches = [cache.clone() for cache in args[5:]]
+    return (*npu_kv_rmsnorm_rope_cache_v2(*args[:5], *caches, **options), *caches)
 
 
 @op(
@@ -377,19 +404,9 @@ def npu_kv_rmsnorm_rope_cache_v2(
     + " -> (Tensor(a!), Tensor(b!), Tensor, Tensor)",
     is_composite=True,
 )
-def npu_kv_rmsnorm_rope_cache(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """`npu_kv_rmsnorm_rope_cache_v2` that returns the caches too: (k_cache, ckv_cache, k_rope, c_kv)."""
-    made = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(kv, gamma, cos, sin, index, k_cache, ckv_cache, **options)
-    return k_cache, ckv_cache, made[0], made[1]
+    return (*args[5:], *torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(*args, **options))
 
 
 # -- the beginning of latent attention ---------------------------------------------------------------------------------
@@ -407,7 +424,9 @@ _PROLOG_OPTIONS = (
 )
 _PROLOG_V3 = (
     f"({_PROLOG} Tensor%s kv_cache, Tensor%s kr_cache, *, Tensor? cache_index=None, {_PROLOG_OPTIONS},"
-    " bool query_norm_flag=False)"
+    " Tensor? actual_seq_len=None, Tensor? k_nope_clip_alpha=None, bool query_norm_flag=False, int weight_quant_mode=0,"
+    " int kv_cache_quant_mode=0, int query_quant_mode=0, int ckvkr_repo_mode=0, int quant_scale_repo_mode=0,"
+    " int tile_size=128, float qc_qr_scale=1.0, float kc_scale=1.0)"
 )
 _PROLOG_V1 = f"({_PROLOG} Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, {_PROLOG_OPTIONS})"
 
@@ -434,10 +453,10 @@ def _fake_prolog(
 
 
 @op(
-    "npu::npu_mla_prolog_v3_functional" + _PROLOG_V3 % ("", "") + f" -> ({', '.join(['Tensor'] * 7)})",
-    fake=_fake_prolog,
+    "npu::npu_mla_prolog_v3" + _PROLOG_V3 % ("(a!)", "(b!)") + f" -> ({', '.join(['Tensor'] * 5)})",
+    fake=lambda *args, **options: _fake_prolog(*args, **options)[:5],
 )
-def npu_mla_prolog_v3_functional(
+def npu_mla_prolog_v3(
     token_x: Tensor,
     weight_dq: Tensor,
     weight_uq_qr: Tensor,
@@ -455,50 +474,50 @@ def npu_mla_prolog_v3_functional(
     rmsnorm_epsilon_ckv: float = 1e-5,
     cache_mode: str = "PA_BSND",
     query_norm_flag: bool = False,
-    **quantised: Tensor | None,
+    tile_size: int = 128,
+    qc_qr_scale: float = 1.0,
+    kc_scale: float = 1.0,
+    **quantised: Tensor | int | None,
 ) -> tuple[Tensor, ...]:
     """The queries of latent attention, and the caches of its keys and values: (query, query_rope, a scale, query_norm,
-    a scale, kv_cache, kr_cache).
+    a scale).
 
         c_q                = npu_rms_norm(token_x @ weight_dq, gamma_cq)[0]
         q, r               = (c_q @ weight_uq_qr) by heads, split into the sizes of weight_uk and rope_cos
         query, query_rope  = q @ weight_uk, rope(r)
-        kv_cache, kr_cache = npu_kv_rmsnorm_rope_cache(token_x @ weight_dkv_kr, gamma_ckv) at the slots `cache_index`
+        kv_cache, kr_cache = npu_kv_rmsnorm_rope_cache_v2(token_x @ weight_dkv_kr, gamma_ckv) at the slots `cache_index`
 
     query_norm is c_q with `query_norm_flag`, else empty. The scales belong to quantised results and are empty.
     """
+    is_plain = not any(isinstance(each, Tensor) or each for each in quantised.values())
     require_implemented(
-        cache_index is not None and all(each is None for each in quantised.values()),
-        lambda: "npu_mla_prolog has no reference without cache_index, nor for quantised inputs",
+        cache_index is not None and is_plain and qc_qr_scale == kc_scale == 1.0,
+        lambda: "npu_mla_prolog has no reference without cache_index, nor for quantised or scaled inputs",
     )
     assert cache_index is not None
     heads, size, _ = weight_uk.shape
-    c_q = npu_rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)[0]
+    c_q = _rms_norm(token_x @ weight_dq, rmsnorm_gamma_cq, rmsnorm_epsilon_cq)[0]
     by_heads = (c_q @ weight_uq_qr).unflatten(-1, (heads, -1))
     plain, turning = by_heads.split([size, by_heads.shape[-1] - size], -1)
     query = (plain.unsqueeze(-2) @ weight_uk).squeeze(-2)
     query_rope = rope(turning, rope_cos.unsqueeze(-2), rope_sin.unsqueeze(-2))
     latent = token_x @ weight_dkv_kr
     k_rope, c_kv = _normed_and_turned(latent, rmsnorm_gamma_ckv, rope_cos, rope_sin, rmsnorm_epsilon_ckv)
-    caches = [
-        _written(cache, rows.reshape(-1, 1, rows.shape[-1]), cache_index, cache_mode)
-        for cache, rows in ((kv_cache, c_kv), (kr_cache, k_rope))
-    ]
+    for cache, rows in ((kv_cache, c_kv), (kr_cache, k_rope)):
+        _write(cache, rows.reshape(-1, 1, rows.shape[-1]), cache_index, cache_mode)
     nothing = (token_x.new_empty(0, dtype=torch.float32) for _ in range(2))
     normed = c_q if query_norm_flag else token_x.new_empty(0)
-    return query.contiguous(), query_rope.contiguous(), next(nothing), normed, next(nothing), caches[0], caches[1]
+    return query.contiguous(), query_rope.contiguous(), next(nothing), normed, next(nothing)
 
 
 @op(
-    "npu::npu_mla_prolog_v3" + _PROLOG_V3 % ("(a!)", "(b!)") + f" -> ({', '.join(['Tensor'] * 5)})",
-    fake=lambda *args, **options: _fake_prolog(*args, **options)[:5],
+    "npu::npu_mla_prolog_v3_functional" + _PROLOG_V3 % ("", "") + f" -> ({', '.join(['Tensor'] * 7)})",
+    fake=_fake_prolog,
 )
-def npu_mla_prolog_v3(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """`npu_mla_prolog_v3_functional` with the caches written in place: its first five results."""
-    *made, kv_cache, kr_cache = npu_mla_prolog_v3_functional(*args, **options)
-    args[9].copy_(kv_cache)
-    args[10].copy_(kr_cache)
-    return tuple(made)
+def npu_mla_prolog_v3_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """`npu_mla_prolog_v3` on copies of the caches, which follow its results."""
+    caches = [cache.clone() for cache in args[9:]]
+    return (*npu_mla_prolog_v3(*args[:9], *caches, **options), *caches)
 
 
 @op("npu::npu_mla_prolog" + _PROLOG_V1 + " -> (Tensor, Tensor, Tensor(a!), Tensor(b!))", is_composite=True)

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import op
+from graphex.ops import npu  # noqa: F401  (defines the norms)
+from graphex.ops.definition import op, with_kernel
 from graphex.ops.norms import wide_dtype
-from graphex.ops.npu import npu_add_rms_norm
 from graphex.ops.quant import ranged
 from graphex.torch_private.schemas import require, require_implemented
 
 INPLACE = (("npu_add_rms_norm_v2_functional", "npu_add_rms_norm_v2"),)
+_add_rms_norm = with_kernel("npu::npu_add_rms_norm")
 
 # -- norm in place -----------------------------------------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def npu_add_rms_norm_v2_functional(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`npu_add_rms_norm` with its results in another order: (rstd, y, x)."""
-    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    y, rstd, total = _add_rms_norm(x1, x2, gamma, epsilon)
     return rstd, y, total
 
 
@@ -47,7 +48,7 @@ def npu_add_rms_norm_v2_functional(
 )
 def npu_add_rms_norm_v2(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> Tensor:
     """`npu_add_rms_norm` in place: x1 becomes y, x2 becomes the sum, and rstd is returned."""
-    y, rstd, total = npu_add_rms_norm(x1, x2, gamma, epsilon)
+    rstd, y, total = npu_add_rms_norm_v2_functional(x1, x2, gamma, epsilon)
     x1.copy_(y)
     x2.copy_(total)
     return rstd
@@ -69,7 +70,7 @@ def _fake_npu_quant_matmul(
 
 @op(
     "npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None,"
-    " Tensor? bias=None, ScalarType? output_dtype=None) -> Tensor",
+    " Tensor? bias=None, ScalarType? output_dtype=None, SymInt[]? group_sizes=None) -> Tensor",
     fake=_fake_npu_quant_matmul,
 )
 def npu_quant_matmul(
@@ -81,6 +82,7 @@ def npu_quant_matmul(
     pertoken_scale: Tensor | None = None,
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
+    group_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """The product of two int8 matrices, scaled: exact up to the scaling, then in float32, rounded once.
 
@@ -88,6 +90,7 @@ def npu_quant_matmul(
 
     Without `output_dtype` the result is int8: y [+ offset], rounded and clamped.
     """
+    require_implemented(not group_sizes, lambda: "npu_quant_matmul has no reference for scales of groups (group_sizes)")
     exact = x1.to(torch.float64) @ x2.to(torch.float64)  # of int32: a CUDA device has no matmul of these
     if bias is not None and not bias.dtype.is_floating_point:
         exact = exact + bias
@@ -272,7 +275,7 @@ def _fake_init_routing_v2(
 @op(
     "npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None,"
     " SymInt active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0,"
-    " int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1,"
+    " int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=0,"
     " int[2] active_expert_range=[], int row_idx_type=0) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_init_routing_v2,
 )
@@ -288,7 +291,7 @@ def npu_moe_init_routing_v2(
     drop_pad_mode: int = 0,
     expert_tokens_num_type: int = 0,
     expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
+    quant_mode: int = 0,
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -301,7 +304,7 @@ def npu_moe_init_routing_v2(
     """
     require_implemented(
         quant_mode == -1 and drop_pad_mode == 0 and scale is None,
-        lambda: "npu_moe_init_routing_v2 has a reference for quant_mode -1 and drop_pad_mode 0 alone",
+        lambda: "npu_moe_init_routing_v2 has a reference for quant_mode=-1 and drop_pad_mode=0 alone",
     )
     start, end = active_expert_range or (0, expert_num)
     flat = expert_idx.reshape(-1).long()
@@ -406,7 +409,8 @@ def _fake_npu_grouped_matmul(
     " Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None,"
     " Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None,"
     " Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0,"
-    " int? group_type=-1, int? group_list_type=0, int? act_type=0, ScalarType? output_dtype=None) -> Tensor[]",
+    " int? group_type=-1, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None,"
+    " ScalarType? output_dtype=None) -> Tensor[]",
     fake=_fake_npu_grouped_matmul,
 )
 def npu_grouped_matmul(
@@ -421,6 +425,7 @@ def npu_grouped_matmul(
     group_type: int | None = -1,
     group_list_type: int | None = 0,
     act_type: int | None = 0,
+    tuning_config: Sequence[int] | None = None,
     output_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> list[Tensor]:

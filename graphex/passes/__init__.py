@@ -3,7 +3,7 @@
     place, torch_streams                     scopes, records, waits and torch's streams become metadata and events
     noop, clean                              no-ops, redundant copies, dead code, common subexpressions
     fuse                                     lift idioms to named ops, fuse named ops; `graphex.fusion` has the rules
-    experts                                  mixtures of experts as one op
+    experts, routers                         mixtures of experts as one op, and the choice of experts as another
     projections, projection_plans            linear layers of few rows, with the norms and gates around them
     cat                                      the parts of a concatenation are computed where they belong
     updates, input_reinplace, reinplace      inputs, then dead intermediate values, are written in place again
@@ -24,6 +24,7 @@ from graphex.passes.projections import FoldGates, FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
+from graphex.passes.routers import LiftRouters
 from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
 from graphex.rewrite.base import GraphPass, Refusal, Work
 
@@ -38,6 +39,7 @@ __all__ = [
     "LiftAttention",
     "LiftExperts",
     "LiftIdioms",
+    "LiftRouters",
     "MergeCommonSubexpressions",
     "PlaceBranches",
     "PlaceNodes",

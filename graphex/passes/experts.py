@@ -1,7 +1,9 @@
 """Mixtures of experts become one op, which reads the weights of chosen experts where they are.
 
     x -> repeat -> bmm with gate_up[experts] -> (+ bias) -> gate -> bmm with down[experts] -> (+ bias)
-      -> times weights -> view [T, k, H] -> sum over k -> (cast)           graphex.experts(x, experts, weights, ...)
+      -> times weights -> view [T, k, H] -> sum over k -> (cast) -> (view, + residual)
+
+    graphex.experts(x, experts, weights, ...)
 
 `gate_up[experts]` copies the weights of every chosen expert of every token before they are multiplied with, which takes
 longer than all else. The form is that of transformers ("batched_mm"); how tokens choose experts does not matter. Gates
@@ -56,16 +58,27 @@ class LiftExperts(IdiomPass):
     def _replace(self, work: Work, site: Site) -> None:
         nodes = [node for node in work.graph.nodes if node in site.inner]
         with work.graph.inserting_before(site.end):
-            new = work.graph.call_function(torch.ops.graphex.experts.default, site.arguments)
+            x, end = site.x.meta["val"], site.end.meta["val"]
+            residual = () if site.residual is None else (_viewed(site.residual, x, nodes),)
+            new = work.graph.call_function(torch.ops.graphex.experts.default, (*site.arguments, *residual))
+            new.meta["val"] = end if site.residual is None else x.new_empty(x.shape)
+            result = new if site.residual is None else _viewed(new, end, nodes)
         inherit_all(new, nodes)
-        new.meta["val"] = site.end.meta["val"]
         line = node_line(site.end)
-        site.end.replace_all_uses_with(new)
+        site.end.replace_all_uses_with(result)
         names = [node.name for node in nodes]
         for node in reversed(nodes):
             work.graph.erase_node(node)
         because = "the weights of chosen experts are read where they are, instead of being copied first"
         work.fused(names, [new], rule=self.rule, because=because, line=line)
+
+
+def _viewed(node: Node, like: Any, nodes: list[Node]) -> Node:
+    """A node in the shape of another."""
+    made = node.graph.call_function(aten.view.default, (node, list(like.shape)))
+    made.meta["val"] = node.meta["val"].view(like.shape)
+    inherit_all(made, nodes)
+    return made
 
 
 @dataclass
@@ -82,6 +95,19 @@ class Site:
     activation: str
     alpha: float = 1.702
     limit: float = 7.0
+    residual: Node | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """The sum is added to a residual of its shape."""
+        view = called(_only_user(self.end), aten.view.default)
+        added = None if view is None else called(_only_user(view), aten.add.Tensor)
+        if view is None or added is None or added.kwargs or len(set(added.args)) != 2:
+            return
+        (other,) = (each for each in added.args if each is not view)
+        if not isinstance(other, Node) or not _alike(other, view) or not _alike(added, view):
+            return
+        self.end, self.residual = added, other
+        self.inner |= {view, added}
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -121,11 +147,11 @@ def _site(node: Any) -> Site | None:
     """A mixture of experts whose sum is `node`."""
     if node.target is not aten.sum.dim_IntList or list(node.args[1]) != [1] or len(node.args) > 2 or node.kwargs:
         return None
-    view = _call(node.args[0], aten.view.default)
-    times = None if view is None else _call(view.args[0], aten.mul.Tensor)
+    view = called(node.args[0], aten.view.default)
+    times = None if view is None else called(view.args[0], aten.mul.Tensor)
     if view is None or times is None or len(view.meta["val"].shape) != 3:
         return None
-    weights = _call(times.args[1], aten.unsqueeze.default)
+    weights = called(times.args[1], aten.unsqueeze.default)
     down = _linear(times.args[0])
     if weights is None or down is None or weights.args[1] not in (-1, 1) or weights.args[0].meta["val"].dim() != 1:
         return None
@@ -148,7 +174,18 @@ def _site(node: Any) -> Site | None:
     return Site(end, inner | up.inner, x, down.experts, weights.args[0], up, down, activation, *numbers)
 
 
-def _call(node: Any, target: Any) -> Any:
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _alike(node: Node, other: Node) -> bool:
+    """Whether two values are contiguous, of one shape, of sizes that are known, and of one type."""
+    one, two = node.meta["val"], other.meta["val"]
+    known = all(isinstance(size, int) for size in (*one.shape, *two.shape))
+    return known and one.shape == two.shape and one.dtype == two.dtype and one.is_contiguous() and two.is_contiguous()
+
+
+def called(node: Any, target: Any) -> Any:
     """The node, if it calls this op, to take apart."""
     return node if isinstance(node, Node) and node.target is target else None
 
@@ -158,19 +195,19 @@ def _linear(node: Any) -> Linear | None:
     inner: set[Node] = set()
     node = _through(node, inner)
     bias = None
-    if (added := _call(node, aten.add.Tensor)) is not None and not added.kwargs:
-        bias = _call(added.args[1], aten.index.Tensor)
+    if (added := called(node, aten.add.Tensor)) is not None and not added.kwargs:
+        bias = called(added.args[1], aten.index.Tensor)
         if bias is None:
             return None
         inner |= {added, bias}
         node = added.args[0]
-    squeezed = _call(node, aten.squeeze.dim)
-    product = None if squeezed is None else _call(squeezed.args[0], aten.bmm.default)
+    squeezed = called(node, aten.squeeze.dim)
+    product = None if squeezed is None else called(squeezed.args[0], aten.bmm.default)
     if squeezed is None or product is None:
         return None
-    transposed = _call(product.args[1], aten.index.Tensor) is not None
+    transposed = called(product.args[1], aten.index.Tensor) is not None
     chosen, row = product.args[::-1] if transposed else product.args
-    chosen, row = _call(chosen, aten.index.Tensor), _call(row, aten.unsqueeze.default)
+    chosen, row = called(chosen, aten.index.Tensor), called(row, aten.unsqueeze.default)
     dim = 1 if transposed else 2
     if chosen is None or row is None or row.args[1] % 3 != dim or squeezed.args[1] % 3 != dim:
         return None
@@ -194,8 +231,8 @@ def _only_index(node: Any) -> Node | None:
 
 def _through(node: Any, inner: set[Node]) -> Any:
     """What `squeeze(unsqueeze(x, d), d)` was made of."""
-    while (outer := _call(node, aten.squeeze.dim)) is not None:
-        back = _call(outer.args[0], aten.unsqueeze.default)
+    while (outer := called(node, aten.squeeze.dim)) is not None:
+        back = called(outer.args[0], aten.unsqueeze.default)
         if back is None or back.args[1] % 3 != outer.args[1] % 3:
             break
         inner |= {outer, back}
@@ -204,12 +241,12 @@ def _through(node: Any, inner: set[Node]) -> Any:
 
 
 def _silu(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
-    product = _call(node, aten.mul.Tensor)
-    silu = None if product is None else _call(product.args[0], aten.silu.default)
+    product = called(node, aten.mul.Tensor)
+    silu = None if product is None else called(product.args[0], aten.silu.default)
     if product is None or silu is None:
         return None
-    gate, up = _call(silu.args[0], operator.getitem), _call(product.args[1], operator.getitem)
-    split = None if gate is None else _call(gate.args[0], aten.split.Tensor)
+    gate, up = called(silu.args[0], operator.getitem), called(product.args[1], operator.getitem)
+    split = None if gate is None else called(gate.args[0], aten.split.Tensor)
     if gate is None or up is None or split is None or up.args[0] is not split or (gate.args[1], up.args[1]) != (0, 1):
         return None
     if len(split.meta["val"]) != 2 or gate.meta["val"].shape != up.meta["val"].shape:
@@ -222,20 +259,20 @@ def _silu(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | N
 
 def _clamped(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
     """`(up + 1) * (gate * sigmoid(gate * alpha))`"""
-    product = _call(node, aten.mul.Tensor)
-    plus = None if product is None else _call(product.args[0], aten.add.Tensor)
-    swish = None if product is None else _call(product.args[1], aten.mul.Tensor)
+    product = called(node, aten.mul.Tensor)
+    plus = None if product is None else called(product.args[0], aten.add.Tensor)
+    swish = None if product is None else called(product.args[1], aten.mul.Tensor)
     if product is None or plus is None or swish is None or plus.args[1] != 1 or plus.kwargs:
         return None
-    gate, sigmoid = _call(swish.args[0], aten.clamp.default), _call(swish.args[1], aten.sigmoid.default)
-    up = _call(plus.args[0], aten.clamp.default)
-    scaled = None if sigmoid is None else _call(sigmoid.args[0], aten.mul.Tensor)
+    gate, sigmoid = called(swish.args[0], aten.clamp.default), called(swish.args[1], aten.sigmoid.default)
+    up = called(plus.args[0], aten.clamp.default)
+    scaled = None if sigmoid is None else called(sigmoid.args[0], aten.mul.Tensor)
     if gate is None or up is None or scaled is None or sigmoid is None or scaled.args[0] is not gate:
         return None
     alpha, limit = scaled.args[1], up.args[2]
     if not isinstance(alpha, float) or tuple(up.args[1:]) != (-limit, limit) or tuple(gate.args[1:]) != (None, limit):
         return None
-    even, odd = _call(gate.args[0], aten.slice.Tensor), _call(up.args[0], aten.slice.Tensor)
+    even, odd = called(gate.args[0], aten.slice.Tensor), called(up.args[0], aten.slice.Tensor)
     if even is None or odd is None or not _alternate(even, 0) or not _alternate(odd, 1):
         return None
     found: set[Node] = set()
@@ -256,10 +293,10 @@ def _alternate(node: Any, first: int) -> bool:
 
 def _repeated(node: Any, inner: set[Node], times: Any) -> Node | None:
     """The tokens of which each stands there several times in a row."""
-    view = _call(node, aten.view.default)
-    copy = None if view is None else _call(view.args[0], aten.clone.default)
-    expanded = _call(copy.args[0] if copy is not None else None, aten.expand.default)
-    added = None if expanded is None else _call(expanded.args[0], aten.unsqueeze.default)
+    view = called(node, aten.view.default)
+    copy = None if view is None else called(view.args[0], aten.clone.default)
+    expanded = called(copy.args[0] if copy is not None else None, aten.expand.default)
+    added = None if expanded is None else called(expanded.args[0], aten.unsqueeze.default)
     if view is None or copy is None or expanded is None or added is None or added.args[1] % 3 != 1:
         return None
     shape = expanded.meta["val"].shape

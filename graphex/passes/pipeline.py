@@ -38,6 +38,7 @@ from graphex.passes import (
     LiftAttention,
     LiftExperts,
     LiftIdioms,
+    LiftRouters,
     MergeCommonSubexpressions,
     PlaceBranches,
     PlaceNodes,
@@ -62,6 +63,7 @@ OURS: tuple[tuple[str, GraphPass], ...] = (
     ("clean", RemoveDeadCode()),
     ("lift", LiftAttention()),
     ("lift", LiftExperts()),  # before what is inside of them
+    ("lift", LiftRouters()),
     ("lift", LiftIdioms()),
     ("unify", MergeCommonSubexpressions()),
     ("fuse", FoldProjections()),  # before a residual add joins the norm behind it

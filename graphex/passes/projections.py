@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, known_equal, node_line
-from graphex.analysis.effects import node_leaves
+from graphex.analysis.effects import is_kernel, node_leaves
 from graphex.analysis.graphs import arguments
+from graphex.analysis.memory import bytes_of
 from graphex.fusion.tracing import fresh, key_of
 from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
 from graphex.passes.projection_plans import (
@@ -43,6 +44,7 @@ from graphex.passes.projection_plans import (
     Planner,
     is_reshape,
     linear_at,
+    unfit_input,
 )
 from graphex.records import RuleTried
 from graphex.rewrite.base import Refusal, Work
@@ -51,6 +53,9 @@ from graphex.rewrite.motion import bring_before, elsewhere, used_by
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
 aten, ops = torch.ops.aten, torch.ops.graphex
+
+SHARE = 24  # one kernel in so many has to be a layer of few rows
+LITTLE = 2**24  # or all of them read more bytes of weights than that
 
 
 class FoldProjections(IdiomPass):
@@ -84,9 +89,18 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     """Why no layer of the graph is taken; empty if there is no such reason."""
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
-    if any(pays(work, LINEARS, linear.node) for linear in linears):
+    if not any(pays(work, LINEARS, linear.node) for linear in linears):
+        return "no kernels for few rows on this device"
+    return "" if work.config.lift_idioms == "always" else _why_too_little(work.graph, linears)
+
+
+def _why_too_little(graph: Graph, linears: list[Linear]) -> str:
+    """Tiles are measured for every shape, which takes seconds: the classifier behind a large model gains nothing."""
+    few = [linear for linear in linears if unfit_input(linear) is None]
+    kernels = sum(map(is_kernel, graph.nodes))
+    if not few or len(few) * SHARE >= kernels or sum(bytes_of(linear.weight) for linear in few) > LITTLE:
         return ""
-    return "no kernels for few rows on this device"
+    return f"{len(few)} of {kernels} kernels are small linear layers of few rows: too little to gain by measuring"
 
 
 def _claimed(work: Work) -> dict[Node, str]:

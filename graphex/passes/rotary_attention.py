@@ -6,10 +6,16 @@
 
 For one token of each sequence, if nothing else reads the rotated query. The op stands where attention stood; if the
 caches, or the values written to them, are used in between, it stands where the caches were written.
+
+    before:  q = transpose(rms_norm(x, gain, eps)); k = transpose(rms_norm(y, other, eps)); rotary_attention_(q, k, ...)
+    after:   rotary_attention_(transpose(x), transpose(y), ..., gain, other, eps)
+
+Norms of query and key over a head (Qwen 3, Gemma 3) go along, if nothing else reads what they make.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,26 +26,28 @@ from torch.fx import Graph, Node
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.graphs import arguments
 from graphex.analysis.shapes import canonical_dim
+from graphex.analysis.source import placement
 from graphex.passes.fuse import pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.motion import Motion, Read
 
-ops = torch.ops.graphex
+aten, ops = torch.ops.aten, torch.ops.graphex
 
 
 class JoinRotaryAndAttention(GraphPass):
     name = "join_rotary_and_attention"
     option = "pattern_fusion_pass"
-    rule = "rotary_attention"
+    rule_names = ("rotary_attention", "norm_rotary_attention")
     moves_writes = True
 
     def concerns(self, graph: Graph) -> bool:
         return any(node.target is ops.rotary_qkv_write_.default for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
+        rule, with_norms = self.rule_names
+        if not work.allows(rule):
             return
         sites = filter(None, map(_site, work.graph.nodes))
         found = [site for site in sites if pays(work, "rotary_attention_", site.attention)]
@@ -48,15 +56,38 @@ class JoinRotaryAndAttention(GraphPass):
         for site in found:
             place = _Proof(motion, site).place()
             if isinstance(place, Refusal):
-                work.refuse(site.attention, place, rule=self.rule)
+                work.refuse(site.attention, place, rule=rule)
                 continue
             motion.moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
-            self._join(work, site, place)
+            norms = _norms(site) if work.allows(with_norms) else ()
+            read = motion.written_between([Read(each.x, each.norm) for each in norms], place)
+            joined = self._join(work, site, place)
             made += 1
+            if norms and read is not None:
+                work.refuse(joined, read, rule=with_norms)
+            elif norms:
+                self._take_along(work, joined, norms)
         if found:
-            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(found)))
+            work.note(lambda graph, name: RuleTried(graph, name, rule, made, len(found)))
 
-    def _join(self, work: Work, site: Site, place: Node) -> None:
+    def _take_along(self, work: Work, joined: Node, norms: tuple[HeadNorm, ...]) -> None:
+        """The norms of query and key become a part of the op."""
+        with work.graph.inserting_before(joined):
+            rows = [work.graph.call_function(aten.transpose.int, (each.x, 1, 2)) for each in norms]
+        for row, each in zip(rows, norms, strict=True):
+            row.meta["val"] = each.x.meta["val"].transpose(1, 2)
+            inherit_all(row, [each.turned])
+        gains = (each.gain for each in norms)
+        joined.args = (*rows, *joined.args[2:], *gains, *norms[0].numbers)
+        inherit_all(joined, [joined, *(each.norm for each in norms)])
+        names, line = [each.norm.name for each in norms], node_line(norms[0].norm)
+        for each in norms:
+            for node in (each.turned, *each.norm.users, each.norm):
+                work.graph.erase_node(node)
+        because = "query and key are normalised where they are rotated"
+        work.fused(names, [joined], rule=self.rule_names[1], because=because, line=line)
+
+    def _join(self, work: Work, site: Site, place: Node) -> Node:
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
         given = (*_arguments(write), site.mask, *site.numbers)
@@ -68,7 +99,45 @@ class JoinRotaryAndAttention(GraphPass):
         work.graph.erase_node(attention)
         work.graph.erase_node(write)
         because = "the rotated query is used for nothing but to attend to the caches that are written with it"
-        work.fused(names, [joined], rule=self.rule, because=because, line=line)
+        work.fused(names, [joined], rule=self.rule_names[0], because=because, line=line)
+        return joined
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """`turned` is the transposed norm of x, over its last dimension."""
+
+    turned: Node
+    norm: Node
+    x: Node
+    gain: Node
+    numbers: tuple[float, float, bool]
+
+
+def _norms(site: Site) -> tuple[HeadNorm, ...]:
+    """The norms of query and key, if both have one of a kind that nothing else reads; none otherwise."""
+    query, key = (_head_norm(row, site.write) for row in site.rows[:2])
+    if query is None or key is None or query.numbers != key.numbers or query.norm is key.norm:
+        return ()
+    return query, key
+
+
+def _head_norm(row: Node, user: Node) -> HeadNorm | None:
+    if row.target is not aten.transpose.int or tuple(row.args[1:]) != (1, 2) or set(row.users) != {user}:
+        return None
+    first = row.args[0]
+    if not isinstance(first, Node) or first.target is not operator.getitem or set(first.users) != {row}:
+        return None
+    norm = first.args[0]
+    if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
+        return None
+    if any(each.users for each in norm.users if each is not first) or first.args[1] != 0:
+        return None
+    x, gain, *numbers = _arguments(norm)
+    if gain is None or len({each.meta["val"].dtype for each in (x, gain, row)}) > 1:
+        return None
+    same_place = len({placement(each) for each in (row, norm, user)}) == 1
+    return HeadNorm(row, norm, x, gain, tuple(numbers)) if same_place else None
 
 
 @dataclass(frozen=True)

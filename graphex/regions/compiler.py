@@ -3,14 +3,18 @@
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
-CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does.
+CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does. On a terminal a
+line says what is compiled, from `PATIENCE` seconds on.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import which
 from typing import Any
@@ -19,21 +23,31 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
+from graphex.analysis.effects import is_kernel
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
-from graphex.regions.members import inlined_ops
+from graphex.regions.members import inlined_ops, is_generated
 from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
+MM = torch.ops.aten.mm.default
+
 Boxed = Callable[[list[Any]], Any]
+PATIENCE = 2.0
+MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
+ALIGNED = 8  # elements of two bytes
+MANY_ROWS = 128  # products of fewer are bound by reading the weight, and Inductor leaves them as they are
+LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second product
 
 
 @dataclass(frozen=True)
 class RegionCode:
     """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
 
-    `inlined` are fused ops that it was given the formula of. `stored` is Inductor's own object for it, which can be
-    stored; None if the function is more than that.
+    `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
+    kernels for each product and convolution, and keep the fastest. `inlined` are fused ops that it was given the
+    formula of. `stored` is Inductor's own object for it, which can be stored; None if the function is more than that.
+    `is_awaited`: there is none yet, and the nodes run one by one.
     """
 
     run: Boxed
@@ -42,17 +56,34 @@ class RegionCode:
     seconds: float
     inlined: tuple[torch._ops.OpOverload, ...] = ()
     stored: OutputCode | None = None
+    is_awaited: bool = False
+    autotuned: bool = False
+    split_products: int = 0
+
+    @property
+    def launches(self) -> int:
+        """How many launches of the kernels that Inductor wrote a call makes."""
+        counts = ((self.source.count(f"{name}.run("), self.source.count(f"{name}(")) for name in self.kernels)
+        return sum(max(1, *each) for each in counts)
+
+
+def awaited_code() -> RegionCode:
+    """The code of regions that are alike, before it is compiled."""
+    return RegionCode(lambda args: None, "", (), 0.0, is_awaited=True)
 
 
 def why_no_compiler(device: torch.device) -> str:
     """Why regions on a device cannot be compiled; empty if they can."""
+    return why_no_kernels(device) or without_inductor()
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """Why the code that Inductor writes for a device cannot be compiled. Does not import Inductor."""
     if device.type == "cuda":
-        reason = "" if has_triton() else "Triton is not installed"
-    elif device.type == "cpu":
-        reason = "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
-    else:
-        reason = f"Inductor has no compiler for the device '{device.type}'"
-    return reason or without_inductor()
+        return "" if has_triton() else "Triton is not installed"
+    if device.type == "cpu":
+        return "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+    return f"Inductor has no compiler for the device '{device.type}'"
 
 
 def has_cpp_compiler() -> bool:
@@ -78,7 +109,9 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     started = time.perf_counter()
     formulas = inlined_ops(body.graph)
-    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, formulas)
+    odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if _is_odd(*_factors(node))]
+    traced = {**formulas, MM: _in_two_parts} if odd else formulas
+    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, traced)
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
@@ -88,7 +121,69 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
         run = stored = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
     sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
     source = "\n\n".join(sources)
-    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored)
+    about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": len(odd)}
+    return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, **about)
+
+
+def _factors(node: Node) -> list[Any]:
+    return [value.meta.get("val") for value in node.all_input_nodes]
+
+
+def _in_two_parts(x: Tensor, w: Tensor) -> Any:
+    """A large product of odd width (logits) as one of even width and one of the columns that are left.
+
+        before:  mm(x, w)                               after:  a = mm(x, w[:, :50256]); b = mm(x, w[:, 50256:])
+                                                                cat([a, b, gap], 1)[:, :50257]
+
+    Inductor writes all parts where they belong, in rows that are aligned: libraries take six times as long at others.
+    Left alone, it would copy the weight into one of even width in every call.
+    """
+    if not _is_odd(x, w):
+        return NotImplemented
+    width = w.shape[1]
+    even = width - width % ALIGNED
+    gap = x.new_zeros(x.shape[0], even + ALIGNED - width)
+    return torch.cat([torch.mm(x, w[:, :even]), torch.mm(x, w[:, even:]), gap], 1)[:, :width]
+
+
+def _is_odd(x: Any, w: Any = None) -> bool:
+    """Whether a product is large and of odd width, on a device whose libraries mind, and its weight can be cut."""
+    if not isinstance(x, Tensor) or not isinstance(w, Tensor) or w.device.type not in MINDS or w.dtype.itemsize != 2:
+        return False
+    sizes = (*x.shape, w.shape[1], *w.stride())
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    rows, depth, width, step, stride = map(int, sizes)
+    is_aligned = step == 1 and stride % ALIGNED == 0 and depth % ALIGNED == 0
+    return is_aligned and width % ALIGNED != 0 and rows >= MANY_ROWS and depth * width >= LARGE_WEIGHT
+
+
+@contextmanager
+def shown_on_terminal() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    begin = threading.Timer(PATIENCE, status.start)
+    begin.daemon = True
+    begin.start()
+    try:
+        yield lambda text: status.update(f"graphex: {text}")
+    finally:
+        begin.cancel()
+        begin.join()
+        status.stop()
+
+
+def launches(body: GraphModule, code: RegionCode) -> int:
+    """How many kernels a region launches: those that Inductor wrote, and the ops that it calls as they are."""
+    if code.is_awaited:
+        return sum(map(is_kernel, body.graph.nodes))
+    called = (node for node in body.graph.nodes if is_kernel(node) and not is_generated(node))
+    return code.launches + sum(node.target not in code.inlined for node in called)
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

@@ -48,10 +48,6 @@ class Plan:
     body: GraphModule
     contract: RegionContract
 
-    @property
-    def kernels(self) -> int:
-        return sum(map(is_kernel, self.nodes))
-
 
 @dataclass(frozen=True)
 class Border:

@@ -5,25 +5,73 @@
 Generated code calls `Region.boxed` with a list that is emptied, so that what nothing else holds is freed inside.
 
 Inductor may pad the rows of a result. Where it does, the result is copied into the strides that the graph promises:
-later nodes, and the caller, rely on these.
+later nodes, and the caller, rely on these. A capture that copies the result out of its memory anyway takes that copy
+over (`laid_out_by_caller`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graphex.analysis.effects import is_kernel
 from graphex.errors import one_line
-from graphex.regions.compiler import Boxed, RegionCode
-from graphex.regions.members import is_generated
+from graphex.ops.definition import has_triton
+from graphex.regions.compiler import Boxed, RegionCode, launches
 from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
 
 Symbols = dict[Any, int]
+LARGE = 2**20  # elements; below, a launch costs the host more than ATen's copy costs the device
+
+
+@dataclass(frozen=True)
+class Unlaid:
+    """A result in the strides of compiled code.
+
+    `promised` has the strides of the graph, on the same memory: it says where views of the result lie, and holds no
+    values. Nothing may read it before `value` is copied into memory that is laid out like it.
+    """
+
+    value: Tensor
+    promised: Tensor
+
+
+def lay_out(target: Tensor, value: Tensor) -> Tensor:
+    """Copy a value into a tensor of its size and type with other strides."""
+    if value.device.type == "cuda" and value.numel() >= LARGE and has_triton():
+        from graphex.kernels.copies import copy_rows
+
+        if copy_rows(target, value):
+            return target
+    return target.copy_(value)
+
+
+class _Asked(threading.local):
+    """The results that the program which this thread captures lays out itself, and those that were left to it."""
+
+    results: frozenset[tuple[Region, int]] = frozenset()
+    left: list[Unlaid]
+
+
+_asked = _Asked()
+
+
+@contextmanager
+def laid_out_by_caller(results: frozenset[tuple[Region, int]]) -> Iterator[list[Unlaid]]:
+    """Results of regions, by their place, that the caller copies, if they come in strides that are not the graph's."""
+    before = _asked.results
+    left: list[Unlaid] = []
+    _asked.results, _asked.left = results, left
+    try:
+        yield left
+    finally:
+        _asked.results = before
 
 
 class Region(torch.nn.Module):
@@ -43,14 +91,16 @@ class Region(torch.nn.Module):
         self._report = report
         self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
         self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-        self._run: Boxed = self._first_call
+        self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
+
+    def take(self, code: RegionCode) -> None:
+        """Run this code from the next call on: it was awaited."""
+        self.code, self._run = code, self._first_call
 
     @property
     def launches(self) -> int:
-        """How many kernels it launches: those that Inductor wrote, and the ops that it calls as they are."""
-        written = self.code.inlined
-        called = (node for node in self.body.graph.nodes if is_kernel(node) and not is_generated(node))
-        return len(self.code.kernels) + sum(node.target not in written for node in called)
+        """How many kernels it launches."""
+        return launches(self.body, self.code)
 
     def forward(self, *args: Any) -> Any:
         return self._run(list(args))
@@ -84,9 +134,18 @@ class Region(torch.nn.Module):
         """The results in the strides of the graph: those that have others are copied."""
         strides = [_numbers(symbols, value.stride()) for value in self._promised]
         return [
-            result if result.stride() == stride else _with_strides(result, stride)
-            for result, stride in zip(results, strides, strict=True)
+            result if result.stride() == stride else self._in_strides(place, result, stride)
+            for place, (result, stride) in enumerate(zip(results, strides, strict=True))
         ]
+
+    def _in_strides(self, place: int, value: Tensor, stride: tuple[int, ...]) -> Tensor:
+        if all(size <= 1 or one == other for size, one, other in zip(value.shape, value.stride(), stride, strict=True)):
+            return value.as_strided(value.shape, stride)  # they differ only where a dimension has one element
+        if (self, place) in _asked.results and _has_room(value, stride):
+            promised = value.as_strided(value.shape, stride)
+            _asked.left.append(Unlaid(value, promised))
+            return promised
+        return lay_out(torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device), value)
 
     def _give_up(self, reason: str) -> None:
         self._run = self._uncompiled
@@ -130,10 +189,10 @@ def _why_not_as_promised(
     return ""
 
 
-def _with_strides(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    if all(size <= 1 or mine == other for size, mine, other in zip(value.shape, value.stride(), stride, strict=True)):
-        return value.as_strided(value.shape, stride)  # they differ only where a dimension has one element
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+def _has_room(value: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of the same size with these strides ends within the memory of the value."""
+    end = value.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(value.shape, stride, strict=True))
+    return end * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _numbers(symbols: Symbols, sizes: Iterable[Any]) -> tuple[int, ...]:

@@ -4,12 +4,13 @@
     after:   region_0 = region_0(x, w, bias); c = region_0[0]; copy_(state, c)
 
 Regions are grown around writes in place, so this pass runs after these are restored. A region that does not compile
-stays as it is, with the reason on record.
+stays as it is, with the reason on record. With `regions="background"` the regions are put in place at once, run their
+nodes, and get their code later (`graphex.cache.background`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +19,23 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
 from graphex.analysis.contract import declare_region
-from graphex.analysis.effects import moves_between_devices, operator_of, synchronisation
+from graphex.analysis.effects import is_kernel, moves_between_devices, operator_of, synchronisation
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.source import placement
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line
 from graphex.records import FellBack, RegionBorder, RegionCompiled
-from graphex.regions.compiler import RegionCode, compile_region, region_key, settings, why_no_compiler
+from graphex.regions.compiler import (
+    RegionCode,
+    awaited_code,
+    compile_region,
+    region_key,
+    settings,
+    shown_on_terminal,
+    why_no_compiler,
+    why_no_kernels,
+)
 from graphex.regions.grow import Growth, Plan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
@@ -62,33 +72,60 @@ class CompileRegions(GraphPass):
         if not growth.plans:
             work.remark = growth.reason
             return
-        if reason := why_no_compiler(device):  # asked last: it imports Inductor, which takes seconds
+        later = self._is_compiled_later(work, growth.plans)
+        # asked last: it imports Inductor, which takes seconds
+        if reason := why_no_kernels(device) if later else why_no_compiler(device):
             self._say(work, NOTHING, reason, warn=device.type in ("cpu", "cuda"))
             return
         patches = settings(work.config)
-        compiled = self._compiled(work, growth.plans, patches, device)
+        compiled = _awaited(growth.plans, patches) if later else self._compiled(work, growth.plans, patches, device)
         bring_together(work.gm, [plan.nodes for plan, _ in compiled])
         for number, (plan, code) in enumerate(compiled):
             _put(work, plan, code, f"region_{number}")
+
+    def _is_compiled_later(self, work: Work, plans: list[Plan]) -> bool:
+        """Whether the first calls do without compiled code, as the user asks for; a reason against it is on record."""
+        if work.config.regions != "background":
+            return False
+        reason = "the option 'verify' compares what they compute" if work.config.verify else ""
+        if any(_has_symbols(plan.body.graph) for plan in plans):
+            reason = "sizes vary, and what compiling asks of them has to be known before the first call"
+        if reason:
+            work.note(lambda graph, _: FellBack(graph, "regions are compiled before the first call", reason))
+        return not reason
 
     def _compiled(
         self, work: Work, plans: list[Plan], patches: dict[str, Any], device: torch.device
     ) -> list[tuple[Plan, RegionCode]]:
         """The plans to put in place, with their code. Regions that are alike share code and trial."""
-        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        keys = [region_key(plan.body, patches) for plan in plans]
+        kinds: dict[Hashable, Plan] = {}
+        for key, plan in zip(keys, plans, strict=True):
+            kinds.setdefault(key, plan)
+        made = self._each_made(work, kinds, patches, device)
         kept: list[tuple[Plan, RegionCode]] = []
-        for plan in plans:
-            key = region_key(plan.body, patches)
-            is_new = key not in made
-            if is_new:
-                made[key] = self._made(work, plan, key, patches, device)
+        for key, plan in zip(keys, plans, strict=True):
             if (found := made[key]) is None:
                 continue
             code, outcome = found
-            _note(work, f"region_{len(kept)}" if outcome.is_kept else "", plan, code, outcome, is_new=is_new)
+            name = f"region_{len(kept)}" if outcome.is_kept else ""
+            _note(work, name, plan, code, outcome, is_new=plan is kinds[key])
             if outcome.is_kept:
                 kept.append((plan, code))
         return kept
+
+    def _each_made(
+        self, work: Work, kinds: dict[Hashable, Plan], patches: dict[str, Any], device: torch.device
+    ) -> dict[Hashable, tuple[RegionCode, Outcome] | None]:
+        """The code of each kind of regions, one after the other: Inductor's configuration, and what tracing changes,
+        are the whole process's. The kernels of a region compile side by side, in Inductor's processes.
+        """
+        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        with shown_on_terminal() as say:
+            for number, (key, plan) in enumerate(kinds.items(), 1):
+                say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
+                made[key] = self._made(work, plan, key, patches, device)
+        return made
 
     def _made(
         self, work: Work, plan: Plan, key: Hashable, patches: dict[str, Any], device: torch.device
@@ -175,24 +212,51 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     )
 
 
+def _awaited(plans: list[Plan], patches: dict[str, Any]) -> list[tuple[Plan, RegionCode]]:
+    """The plans with code that is to come, one for those that are alike."""
+    codes: dict[Hashable, RegionCode] = {}
+    return [(plan, codes.setdefault(region_key(plan.body, patches), awaited_code())) for plan in plans]
+
+
+def _has_symbols(graph: Graph) -> bool:
+    """Whether a size in a graph is symbolic."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    sizes = [size for value in values if isinstance(value, Tensor) for size in (*value.shape, *value.stride())]
+    return any(isinstance(each, torch.SymInt) for each in (*values, *sizes))
+
+
 def _note(work: Work, name: str, plan: Plan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
     status = ("compiled" if is_new else "reused") if outcome.is_kept else "slower"
-    work.note(
-        lambda graph, _: RegionCompiled(
-            graph,
-            name,
-            status,
-            nodes=len(plan.nodes),
-            calls=plan.kernels,
-            generated=sum(map(is_generated, plan.nodes)),
-            fused_ops=sum(map(_is_ours, plan.nodes)),
-            inlined=tuple(map(str, code.inlined)),
-            kernels=code.kernels,
-            seconds=code.seconds if is_new else 0.0,
-            seconds_compiled=outcome.compiled,
-            seconds_single=outcome.single,
-            lines=tuple(dict.fromkeys(filter(None, map(node_line, plan.nodes)))),
-        )
+    seconds = code.seconds if is_new else 0.0
+    work.note(lambda graph, _: region_record(graph, name, status, plan.nodes, code, seconds, outcome))
+
+
+def region_record(
+    graph: str,
+    name: str,
+    status: str,
+    nodes: Sequence[Node],
+    code: RegionCode,
+    seconds: float,
+    outcome: Outcome = Outcome(),  # noqa: B008  (frozen)
+) -> RegionCompiled:
+    """The record of a region of these nodes; `seconds` were spent to compile it."""
+    return RegionCompiled(
+        graph,
+        name,
+        status,
+        nodes=len(nodes),
+        calls=sum(map(is_kernel, nodes)),
+        generated=sum(map(is_generated, nodes)),
+        fused_ops=sum(map(_is_ours, nodes)),
+        inlined=tuple(map(str, code.inlined)),
+        kernels=code.kernels,
+        seconds=seconds,
+        seconds_compiled=outcome.compiled,
+        seconds_single=outcome.single,
+        lines=tuple(dict.fromkeys(filter(None, map(node_line, nodes)))),
+        autotuned=code.autotuned,
+        split_products=code.split_products,
     )
 
 

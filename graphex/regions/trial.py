@@ -1,7 +1,8 @@
 """Trials of regions: compiled code is timed against the same nodes as single kernels, and stays if it is no slower.
 
 On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
-(`graphex.kernels.tuning`). On a CPU both are called a few times. GRAPHEX_TUNING=off takes the compiled code untried.
+(`graphex.kernels.tuning`). Code that launches a third less kernels than the nodes is certain to be faster there, and is
+taken untried. On a CPU both are called a few times. GRAPHEX_TUNING=off takes the compiled code untried.
 
 Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphex import env
-from graphex.kernels.tuning import Candidate, choice_of, choose
-from graphex.regions.compiler import RegionCode
+from graphex.analysis.effects import is_kernel
+from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
+from graphex.regions.compiler import RegionCode, launches
 from graphex.torch_private.symbolic import hint_of
 
 COMPILED, SINGLE = "compiled", "single kernels"
@@ -28,6 +30,8 @@ ROOM = 3  # the inputs of a trial may take this part of the free memory
 CALLS = 3  # of each, on a CPU
 LONGEST = 0.5  # seconds for the calls of a trial on a CPU
 SMALLEST = 1.02  # how much faster single kernels have to be
+CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
+KERNELS = 240  # in a graph that is timed
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,17 @@ def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.devi
 
 def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
     signature = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    single = sum(map(is_kernel, body.graph.nodes))
+    if launches(body, code) <= CERTAIN * single:
+        return Outcome()
     args = made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
     if args is None or torch.cuda.is_current_stream_capturing():
         return Outcome()
-    runs = (Candidate(COMPILED, lambda: code.run(list(args))), Candidate(SINGLE, lambda: body(*args)))
+    times = max(2, min(LAUNCHES, KERNELS // single))
+    runs = (
+        Candidate(COMPILED, lambda: code.run(list(args)), launches=times),
+        Candidate(SINGLE, lambda: body(*args), launches=times),
+    )
     for each in runs:
         each.run()  # what is chosen inside of them is chosen first
     chosen = choose("region", signature, runs, runs[0])

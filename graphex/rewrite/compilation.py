@@ -5,7 +5,7 @@
     <torch's debug directory>/graphex[-rank_R]/
         debug.log
         model__K/dynamo_out_graph.txt
-        model__K/{forward,backward,inference,joint}/NNN_after_PASS.txt
+        model__K/{forward,backward,inference,joint}/000_aot_PHASE_graph.txt, NNN_aot_PHASE_graph_after_PASS.txt
         model__K/{forward,backward,inference}/output_code.py
         model__K/journal.json
         model__K/report.html
@@ -70,10 +70,11 @@ class DebugFiles:
     def wanted(self) -> bool:
         return self.directory is not None or is_traced()
 
-    def graph(self, folder: str, title: str, text: str) -> None:
-        """The graph after one pass, numbered in the order the passes ran."""
-        number = next(self._numbers.setdefault(folder, itertools.count()))
-        self.text(f"{folder}/{number:03d}_{file_name(title)}.txt", text)
+    def graph(self, phase: str, moment: str, text: str) -> None:
+        """The graph as given, or ``after_`` a pass, numbered in the order the passes ran: the names of npugraph_ex."""
+        number = next(self._numbers.setdefault(phase, itertools.count()))
+        after = "" if moment == "original" else f"_{file_name(moment)}"
+        self.text(f"{phase}/{number:03d}_aot_{phase}_graph{after}.txt", text)
 
     def text(self, name: str, text: str) -> None:
         text = text.encode(errors="backslashreplace").decode()  # half a character, which no file can hold
@@ -169,6 +170,7 @@ class Compilation:
     origin: Origin = Origin("graph", "graph")
     is_ahead: bool = False  # True where what is compiled may be saved
     store: Path | None = None  # where compiled graphs are kept, if not in the cache of the user
+    traced_because: str = ""  # why AOTAutograd has traced what is compiled here, although there is a cache
 
     def name_graph(self, phase: str) -> str:
         """A name for a new graph that no other graph of this journal has."""

@@ -18,6 +18,8 @@ A result gets out in one of these ways:
     "kept"       the same, for what a training step saves and for gradients: no replay before their holders let go
     "lent"       the same, for a caller that copies it before that
 
+A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
+
 A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
 written to a copy of an input, the new value is put back first.
 """
@@ -28,12 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphex.errors import CaptureError
+from graphex.regions.region import Unlaid, lay_out
 from graphex.runtime.fast_replay import picker
 from graphex.torch_private.memory import (
     UNMARKED,
@@ -194,6 +198,7 @@ def _aligned(size: int) -> int:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
+_new_on_its_memory = attrgetter("data")
 _COPIED = ("copied", "handed on")
 _IN_PLACE = ("in place", "lent", "kept")
 
@@ -207,7 +212,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class PartOfInput:
-    """A result that lives in an input. `offset` counts elements from where the input begins."""
+    """A result that lives in an input. `offset` counts elements from where the input begins; `is_all`: it is that."""
 
     index: int
     dtype: torch.dtype
@@ -215,8 +220,11 @@ class PartOfInput:
     stride: tuple[int, ...]
     offset: int
     marks: Marks
+    is_all: bool
 
     def of(self, given: Tensor) -> Tensor:
+        if self.is_all:
+            return given
         start = given.storage_offset()
         if given.dtype == self.dtype:
             return marked(given.as_strided(self.size, self.stride, start + self.offset), self.marks)
@@ -244,6 +252,18 @@ class Window:
 
 
 @dataclass(frozen=True)
+class LaidOut:
+    """A copy of `source` in other strides; `empty` allocates it. The result is the part of it that `window` says."""
+
+    source: Tensor
+    empty: Callable[[], Tensor]
+    window: tuple[torch.Size, tuple[int, ...], int]
+
+    def taken(self) -> Tensor:
+        return lay_out(self.empty(), self.source).as_strided(*self.window)
+
+
+@dataclass(frozen=True)
 class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
@@ -256,19 +276,25 @@ class OutputPlan:
     """Made once, when the graph is captured; `take` runs after every replay.
 
     `ways` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
+    `unlaid` are copied into other strides than they have.
     """
 
-    def __init__(self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor]) -> None:
+    def __init__(
+        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
+    ) -> None:
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
         copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
         sharing = Counter(_memory(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
+        left = {_memory(each.value): each for each in unlaid}
         self._plan: list[Any] = []
         for value, way in zip(outputs, ways, strict=True):
             if not _lives(value):
                 self._plan.append(Constant(value))
+            elif value.numel() and (each := left.get(_memory(value))):
+                self._plan.append(_laid_out(each, value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
             elif way in _IN_PLACE:
@@ -296,9 +322,13 @@ class OutputPlan:
             for step in self._plan
         ]
         self.may_be_held = bool(self._in_place("in place"))
-        kept = self._in_place("kept")
-        self.are_kept_in_use = held_by_others(kept) if kept else None
-        self.kept_addresses = [value.data_ptr() for value in kept]
+        self._kept = self._in_place("kept")
+        self.are_kept_in_use = held_by_others(self._kept) if self._kept else None
+        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
+        is_kept = [isinstance(step, InPlace) and step.way == "kept" for step in self._plan]
+        places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
+        self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
+        self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _in_place(self, *ways: str) -> list[Tensor]:
         return [step.value for step in self._plan if isinstance(step, InPlace) and step.way in ways]
@@ -325,7 +355,9 @@ class OutputPlan:
         if self._as_copied:
             return tuple(copies)
         given = iter(inputs)
-        return tuple(_result(step, copies, given) for step in self._plan)
+        others = [_result(step, copies, given) for step in self._others]
+        # There are hundreds of kept ones. A new tensor on the same memory costs least without a version to share.
+        return tuple(self._in_order([*map(_new_on_its_memory, self._kept), *others]))
 
     def _source(self, tensor: Tensor, way: str) -> int:
         self._sources.append(borrowed(tensor))
@@ -338,9 +370,14 @@ class PuttingBack(OutputPlan):
     """The same for a graph that has written to copies of the inputs `put_back`: their values go back to the inputs."""
 
     def __init__(
-        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], put_back: Sequence[int]
+        self,
+        outputs: Sequence[Any],
+        ways: Sequence[str],
+        inputs: dict[int, Tensor],
+        unlaid: Sequence[Unlaid],
+        put_back: Sequence[int],
     ) -> None:
-        super().__init__(outputs, ways, inputs)
+        super().__init__(outputs, ways, inputs, unlaid)
         self._written = [inputs[index] for index in put_back]
         self.needed = picker([*put_back, *self._parts])
 
@@ -348,6 +385,12 @@ class PuttingBack(OutputPlan):
         for given, written in zip(inputs, self._written, strict=False):
             given.copy_(written)
         return super().take(inputs[len(self._written) :])
+
+
+def _laid_out(unlaid: Unlaid, value: Tensor) -> LaidOut:
+    promised = unlaid.promised
+    window = value.size(), value.stride(), int(value.storage_offset())
+    return LaidOut(borrowed(unlaid.value), empty_for(promised, promised.size(), promised.stride()), window)
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
@@ -380,6 +423,8 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
         return step.of(next(given))
     if isinstance(step, InPlace):
         return step.value.detach()
+    if isinstance(step, LaidOut):
+        return step.taken()
     return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
 
 
@@ -393,7 +438,8 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
         offset, rest = divmod(address - start, value.element_size())
         if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
-            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value))
+            is_all = value is tensor
+            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value), is_all)
     return None
 
 

@@ -102,7 +102,6 @@ class CapturedProgram(program.GraphProgram):
         self._key = KeyReader(gm, aliases, device)
         self._guards = ReplayGuards(device, self._key.switches)
         self._pool = pool or pool_for(device, config.use_graph_pool)
-        self._lock = self._pool.lock
         self._arena = Arena()
         self._store = Store(self._limit)
         self._failed: set[Key] = set()
@@ -119,7 +118,7 @@ class CapturedProgram(program.GraphProgram):
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
         if graph.saved is not None and graph.phase == "forward":
-            graph.saved.offer(self._store, is_kept="kept" in plan.ways)
+            graph.saved.offer(self._store, may_be_kept="kept" in plan.ways)
             self._withdraw = graph.saved.withdraw
         weakref.finalize(self, self._store.free).atexit = False
 
@@ -129,18 +128,18 @@ class CapturedProgram(program.GraphProgram):
             return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
-        key = self._key(args)
-        with self._lock:
-            if self._pool.is_running:  # by a finalizer or a signal handler, which the lock lets in
+        key, pool = self._key(args), self._pool
+        with pool.lock:
+            if pool.is_running:  # by a finalizer or a signal handler, which the lock lets in
                 self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
                 return self._run(args)
-            self._pool.is_running = True
+            pool.is_running = True
             try:
                 graph = self._graph(key, args)
                 if graph is not None and not self._is_in_use(graph):
                     return self._replay(graph, args)
             finally:
-                self._pool.is_running = False
+                pool.is_running = False
         return self._run(args)
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
@@ -197,7 +196,8 @@ class CapturedProgram(program.GraphProgram):
             self._run(args)
 
     def free(self) -> None:
-        self._store.free()
+        with self._pool.lock:  # another thread may be replaying
+            self._store.free()
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 
@@ -253,12 +253,25 @@ class CapturedProgram(program.GraphProgram):
 
     def _is_in_use(self, graph: CapturedGraph) -> bool:
         """Whether results of an earlier replay, which were not copied, are in use: the graph must not be replayed."""
-        if not self._store.kept_in_use(graph):
+        keeper = graph.pool.keeper_in_the_way(graph.number)
+        if keeper is None:
             return False
         self._in_use += 1
         if self._in_use == CALLS_IN_USE:
-            self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use")
+            self._in_use = 0
+            if self._store.holds(graph.pool, keeper):
+                self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use")
+            else:
+                self._leave_pool()
         return True
+
+    def _leave_pool(self) -> None:
+        """Results of another graph are in use when this one is called, so both need memory of their own."""
+        self._store.free()
+        self._pool = self._new_pool()
+        what = "the graph has a memory pool of its own"
+        reason = f"{CALLS_IN_USE} calls were made while results of another graph (such as gradients) were in use"
+        self._compilation.journal.fall_back(FellBack(self._graph_name, what, reason), warn=False)
 
     def _copy_out(self, reason: str) -> None:
         """From now on results that stayed in the graphs' memory are copied out of it."""
@@ -295,10 +308,13 @@ class CapturedProgram(program.GraphProgram):
         if "kept" in self._plan.ways and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
             self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
+        self._look_for_gradients(args)
         if (seen := self._seen.pop(slot.key, None)) is not None:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
         pool = self._pool if self._shares_pool else self._new_pool()
-        stays = (self._stays | set(self._received)) - self._must_copy
+        lasting = pool.kept_addresses()  # another graph puts an input there in every replay
+        handed_on = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
+        stays = (self._stays | handed_on | set(self._received)) - self._must_copy
         self._pool.take_turn()  # buffers of other graphs are written to
         try:
             with uncounted([args[index] for index in self._plan.written]):
@@ -319,6 +335,15 @@ class CapturedProgram(program.GraphProgram):
             self._compilation.journal.add(record)
             log.info("%s: %s for sizes %s in %.3f s", self._graph_name, status, record.key, seconds)
         return graph
+
+    def _look_for_gradients(self, args: Sequence[Any]) -> None:
+        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards."""
+        if len(self._store):
+            return
+        if self._saved is not None:
+            self._pool = self._pool.for_backwards
+        elif any(args[index].grad is not None for index in self._plan.parameters if args[index].is_leaf):
+            self._pool.split()
 
     def _new_pool(self) -> Pool:
         return pool_for(self._device, self._compilation.config.use_graph_pool)

@@ -9,12 +9,13 @@ Store           the captured graphs of one program, by key and by addresses, the
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -22,8 +23,11 @@ from torch.fx import GraphModule, Node
 from graphex.analysis import Aliases
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
+from graphex.records import Journal
+from graphex.regions.members import is_view
+from graphex.regions.region import Region, laid_out_by_caller
 from graphex.runtime.buffers import Arena, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
-from graphex.runtime.codegen import Boxed
+from graphex.runtime.codegen import Boxed, region_called
 from graphex.runtime.fast_replay import Addresses, FastReplay, ReplayBody, picker
 from graphex.runtime.keys import Key
 
@@ -61,6 +65,7 @@ class Plan:
     moving: list[int]
     put_back: list[int]
     received: list[int]
+    unlaid: frozenset[tuple[Region, int]]
     returns_one: bool
 
     @staticmethod
@@ -89,10 +94,11 @@ class Plan:
         by_address = [index for index in tensors if index in fixed]
         unchecked = parameters.difference(written) if config.frozen_parameter else set()
         outputs = output_leaves(gm)
+        found = [ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))]
         return Plan(
             names=[node.name for node in nodes],
             output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
-            ways=[ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))],
+            ways=found,
             static=sorted(static.difference(hosts)),
             parameters=sorted(parameters.difference(hosts)),
             by_address=by_address,
@@ -106,6 +112,7 @@ class Plan:
             moving=list(moving),
             put_back=[index for index, is_seen in moving.items() if is_seen],
             received=received,
+            unlaid=_copied_alone(gm, found),
             returns_one=returns_one(gm),
         )
 
@@ -122,6 +129,40 @@ class Plan:
 
 
 _WAYS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
+
+
+def _copied_alone(gm: GraphModule, ways: Sequence[str]) -> frozenset[tuple[Region, int]]:
+    """The results of regions that are read nowhere and leave the graph as one copy, of them or of a view of them.
+
+    region_0 = region_0(x, w); mm = region_0[0]; logits = view(mm, [8, 128, 50257]); return (logits,)
+    """
+    times = Counter(leaf for leaf in output_leaves(gm) if isinstance(leaf, Node))
+    ways_of = zip(output_leaves(gm), ways, strict=True)
+    alone = {leaf for leaf, way in ways_of if way in ("copied", "separate") and times[leaf] == 1}
+    return frozenset(
+        (region, int(result.args[1]))
+        for node in gm.graph.find_nodes(op="call_module")
+        if (region := region_called(gm, node)) is not None
+        for result in node.users
+        if _only_view(result) in alone
+    )
+
+
+def _only_view(node: Node) -> Node | None:
+    """The output of a graph that is a value, or a view of it, if that is all that becomes of the value."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return node
+        if not is_view(user) or user.target is operator.getitem or not _same_type(user, node):
+            return None
+        node = user
+    return None
+
+
+def _same_type(one: Node, other: Node) -> bool:
+    left, right = one.meta.get("val"), other.meta.get("val")
+    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.dtype == right.dtype
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
@@ -152,6 +193,9 @@ class Pool:
     other: one thread at a time holds `lock`, fills the inputs, replays and takes the outputs out, and a replay on
     another stream than the last one waits for it. A lock lets its own thread in again, so a call by a finalizer or a
     signal handler in between looks at `is_running`. `handle` is the device's name for the pool.
+
+    Results that a graph keeps in place are in memory that no later capture of the pool gets. An earlier one may have
+    used it for its intermediates: `keeper_in_the_way` says whose results its replay could write to.
     """
 
     def __init__(self, device: Device, handle: Any = None) -> None:
@@ -164,6 +208,29 @@ class Pool:
         self._lasts = device.stream_lasts()
         self.graphs = 0
         self.captures = 0  # with those of graphs that are gone
+        self.programs = 0  # that share it
+        self._for_backwards: Pool | None = None
+        self._keepers: dict[int, OutputPlan] = {}  # by the number of their capture
+
+    def enter(self, number: int, outputs: OutputPlan) -> None:
+        """A graph was captured; its number is that of its capture."""
+        self.graphs += 1
+        if outputs.are_kept_in_use is not None:
+            self._keepers[number] = outputs
+
+    def leave(self, number: int) -> None:
+        self.graphs -= 1
+        self._keepers.pop(number, None)
+
+    def keeper_in_the_way(self, number: int) -> int | None:
+        """The graph with results in use that a replay of graph `number` could write to: itself, or a later one."""
+        for other, outputs in self._keepers.items():
+            if other >= number and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
+                return other
+        return None
+
+    def kept_addresses(self) -> set[int]:
+        return {address for outputs in self._keepers.values() for address in outputs.kept_addresses}
 
     @property
     def handle(self) -> Any:
@@ -171,6 +238,14 @@ class Pool:
         if self._handle is None or (self.graphs == 0 and not self._is_given):
             self._handle = self._device.pool()
         return self._handle
+
+    def split(self) -> None:
+        """Gradients are there when a forward is called: no forward may write to them, so backwards get another pool."""
+        self._for_backwards = self._for_backwards or Pool(self._device)
+
+    @property
+    def for_backwards(self) -> Pool:
+        return self._for_backwards or self
 
     def take_turn(self) -> None:
         """Let the current stream wait for the last replay of this pool."""
@@ -194,6 +269,20 @@ def pool_for(device: Device, handle: Any) -> Pool:
     pool = _given.get((device.name, handle))
     if pool is None:
         pool = _given[(device.name, handle)] = Pool(device, handle)
+    return pool
+
+
+_MOST_PROGRAMS = 8  # that share a pool: each looks at what the others keep
+_of_steps: WeakKeyDictionary[Journal, dict[str, Pool]] = WeakKeyDictionary()
+
+
+def pool_of_steps(device: Device, journal: Journal) -> Pool:
+    """The pool that forwards and backwards of one compiled object share: they are replayed one after the other."""
+    pools = _of_steps.setdefault(journal, {})
+    pool = pools.get(device.name)
+    if pool is None or pool.programs == _MOST_PROGRAMS:
+        pool = pools[device.name] = Pool(device)
+    pool.programs += 1
     return pool
 
 
@@ -228,7 +317,8 @@ class CapturedGraph:
         self._copied = picker(self.copied)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
         lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
-        self._lent = [(tensor, tensor.data_ptr()) for tensor in (*lent, *self.outputs.in_place())]
+        self._lent = [*lent, *self.outputs.in_place()]
+        self._lent_at = Addresses(range(len(self._lent)), self._lent)
 
     @property
     def lends(self) -> bool:
@@ -237,7 +327,7 @@ class CapturedGraph:
 
     def storage_replaced(self) -> bool:
         """Whether a tensor that shares memory with the graph has another storage now, because it was resized."""
-        return any(tensor.data_ptr() != address for tensor, address in self._lent)
+        return bool(self._lent_at.moved(self._lent))
 
     def moved(self, args: Sequence[Any]) -> frozenset[int]:
         """The inputs that are not where they were captured. A frozen parameter has to be the same object."""
@@ -266,9 +356,9 @@ class CapturedGraph:
             target.copy_(source)
 
     def free(self) -> None:
-        self.pool.graphs -= 1
+        self.pool.leave(self.number)
         self.replay.free([*self.buffers, *self.held])
-        self.buffers, self.held, self._lent = [], [], []
+        self.buffers, self.held, self._lent, self._lent_at = [], [], [], Addresses((), ())
         self.boxed = self.fast = None
 
 
@@ -296,13 +386,15 @@ def capture_graph(
             buffer.target.copy_(buffer.source(args[index]))
     for index in plan.hosts:
         captured[index] = args[index].clone()
-    replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
+    with laid_out_by_caller(plan.unlaid) as unlaid:
+        replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
     try:
         flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
         inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
         put_back = [index for index in plan.put_back if index in copied]
-        outputs = PuttingBack(flat, plan.ways, inputs, put_back) if put_back else OutputPlan(flat, plan.ways, inputs)
-        del results, flat
+        about = flat, plan.ways, inputs, unlaid
+        outputs = PuttingBack(*about, put_back) if put_back else OutputPlan(*about)
+        del results, flat, about, unlaid
         outputs.settle()
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
@@ -311,7 +403,7 @@ def capture_graph(
     except BaseException:
         replay.free()
         raise
-    pool.graphs += 1
+    pool.enter(graph.number, outputs)
     return graph
 
 
@@ -420,13 +512,13 @@ class Store:
         graphs = self._graphs.values()
         return {address for graph in graphs for address in (*graph.outputs.kept_addresses, *graph.checked.known)}
 
-    def kept_in_use(self, graph: CapturedGraph) -> bool:
-        """Whether a replay of the graph could write to a kept result that is in use.
+    def may_keep(self) -> bool:
+        """Whether any graph keeps results in place; True while there is none."""
+        return not self._graphs or any(graph.outputs.kept_addresses for graph in self._graphs.values())
 
-        That is one of its own, or of a graph that was captured later: it may lie in what was free by then.
-        """
-        later = (each.outputs.are_kept_in_use for each in self._graphs.values() if each.number >= graph.number)
-        return any(are_in_use is not None and are_in_use() for are_in_use in later)
+    def holds(self, pool: Pool, number: int) -> bool:
+        """Whether a graph of a pool is one of these."""
+        return any(each.pool is pool and each.number == number for each in self._graphs.values())
 
     def free(self, owner: int | None = None) -> None:
         """Free all graphs, or those that were captured for one owner."""
@@ -446,16 +538,21 @@ class SavedMemory:
     """
 
     def __init__(self) -> None:
-        self.is_kept = False
         self._store: Store | None = None
+        self._may_be_kept = False
 
-    def offer(self, store: Store, *, is_kept: bool) -> None:
-        """Called for a captured forward; `is_kept`: it keeps values in its graphs."""
-        self._store, self.is_kept = store, is_kept
+    @property
+    def is_kept(self) -> bool:
+        """Whether the forward's graphs keep values, or will: all that is saved may turn out to be inputs."""
+        return self._may_be_kept and self._store is not None and self._store.may_keep()
+
+    def offer(self, store: Store, *, may_be_kept: bool) -> None:
+        """Called for a forward that is captured; `may_be_kept`: it is to keep values in its graphs."""
+        self._store, self._may_be_kept = store, may_be_kept
 
     def withdraw(self) -> None:
         """Called when the forward copies its values out, or is not captured."""
-        self.is_kept = False
+        self._may_be_kept = False
 
     def addresses(self) -> set[int]:
         return set() if self._store is None else self._store.lasting_addresses()

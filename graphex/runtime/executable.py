@@ -30,7 +30,7 @@ from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
-from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for
+from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for, pool_of_steps
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
@@ -118,11 +118,13 @@ def _program(graph: ExecutableGraph) -> Program:
         return Eager(run, graph.written)
     if config.capture_sizes and (layout := _layout(graph)):
         return _padded(graph, run, layout)
-    ways = dict.fromkeys(_kept_by_torch(graph), "copied")
+    ways, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
     if graph.saved is not None:
         ways = dict.fromkeys(_held_for_a_step(graph), "kept")
+        if config.clone_output is not False and config.reuse_graph_pool_in_same_fx:  # nothing stays there unseen
+            pool = pool_of_steps(graph.device, graph.compilation.journal)
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
-    return CapturedProgram(graph, run, graph.static_inputs, ways=ways, from_pieces=from_pieces)
+    return CapturedProgram(graph, run, graph.static_inputs, pool=pool, ways=ways, from_pieces=from_pieces)
 
 
 def _may_be_captured(graph: ExecutableGraph) -> bool:

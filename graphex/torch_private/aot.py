@@ -8,6 +8,7 @@ wrapper. Without the tracing names, rules given as functions match nothing.
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,19 +20,23 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.lookup import find, private
+from graphex.torch_private.lookup import find, later, present, private
 
 __all__ = [
     "adds_guards",
     "aot_compiled",
     "aot_loaded",
     "aot_module_simplified",
+    "autograd_state",
     "counted",
     "counted_inputs",
     "default_partition",
+    "dynamic_results",
+    "implemented_in_python",
     "is_autocast_on",
     "is_compiled_ahead",
     "joint_trace",
+    "mark_dynamic",
     "memory_budget",
     "min_cut_rematerialization_partition",
     "only_hands_over",
@@ -45,12 +50,17 @@ __all__ = [
 
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
-aot_module_simplified = private("torch._functorch.aot_autograd.aot_module_simplified")
-default_partition = private("torch._functorch.partitioners.default_partition")
-min_cut_rematerialization_partition = private(
+aot_module_simplified = later("torch._functorch.aot_autograd.aot_module_simplified")
+default_partition = later("torch._functorch.partitioners.default_partition")
+min_cut_rematerialization_partition = later(
     "torch._functorch.partitioners.min_cut_rematerialization_partition",
     default_partition,
     lost="training graphs are partitioned without min-cut",
+)
+_mark = present("torch._functorch._aot_autograd.runtime_wrappers.mark_dynamo_propagated_dynamic_indices") or private(
+    "torch._functorch._aot_autograd.runtime_wrappers.maybe_mark_dynamic_helper",
+    None,
+    lost="results of loaded graphs are not marked as dynamic",
 )
 _any_autocast = private(
     "torch._C._is_any_autocast_enabled", lambda: True, lost="calls go through AOTAutograd's wrapper"
@@ -61,6 +71,12 @@ _Restart = private("torch._dynamo.exc.TensorifyScalarRestartAnalysis")
 _counters = private(
     "torch._dynamo.utils.counters", defaultdict(Counter), lost="DistributedDataParallel is compiled in one bucket only"
 )
+_shapes_config = private("torch.fx.experimental._config", None, lost="AOTAutograd traces what is in the cache too")
+_implementations = private(
+    "torch.library._impls", ("aten/unknown/Autograd",), lost="AOTAutograd traces what is in the cache too"
+)
+_LIBRARIES = ("_get_mkldnn_enabled", "_get_nnpack_enabled")  # those that torch's composite ops ask for
+_OVERRIDES = re.compile(r"aten/.*/(Autograd|Composite|Python|Functionalize|FuncTorch)")
 _functorch_config = private(
     "torch._functorch.config", None, lost="aot_compile and AOTAutograd's cache are not kept off what graphex compiles"
 )
@@ -152,12 +168,35 @@ def is_autocast_on() -> bool:
     return bool(_any_autocast())
 
 
-def only_hands_over(written: Collection[int]) -> bool:
+def autograd_state() -> dict[str, Any] | None:
+    """Everything outside of a graph and its inputs that decides what AOTAutograd makes of them: modes and settings.
+
+    None where this torch does not say.
+    """
+    if not all(hasattr(each, "get_config_copy") for each in (_functorch_config, _shapes_config)):
+        return None
+    settings = {**_functorch_config.get_config_copy(), **_shapes_config.get_config_copy()}
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": is_autocast_on(),
+        **{name: switch() for name in _LIBRARIES if (switch := present(f"torch._C.{name}")) is not None},
+        **{name: value for name, value in settings.items() if name != "_save_config_ignore"},
+    }
+
+
+def implemented_in_python() -> str:
+    """An op of torch's own that somebody traces into a function of theirs; empty if there is none."""
+    return next((name for name in sorted(_implementations) if _OVERRIDES.match(name)), "")
+
+
+def only_hands_over(written: Collection[int], *, but_marks: bool = False) -> bool:
     """Whether AOTAutograd's wrapper leaves a call of the inference graph being compiled as it is, but for grad mode.
 
-    That is: no result is made again from an input or marked as dynamic, no input is updated after the call, no switch
-    is set, and the writes that it counts are among those to the inputs `written`. What it does to arguments and
-    results (duplicates, views of one base, tensor subclasses, tokens) is not asked here: it is seen in a call.
+    That is: no result is made again from an input or marked as dynamic (`but_marks` does not ask for that), no input is
+    updated after the call, no switch is set, and the writes that it counts are among those to the inputs `written`.
+    What it does to arguments and results (duplicates, views of one base, tensor subclasses, tokens) is not asked here:
+    it is seen in a call.
     """
     context = _context()
     metadata = context.fw_metadata if context is not None else None
@@ -168,7 +207,7 @@ def only_hands_over(written: Collection[int]) -> bool:
             metadata.num_mutated_inp_runtime_indices,
             metadata.num_outputs_aliased,
             metadata.num_intermediate_bases,
-            metadata.dynamic_outputs,
+            metadata.dynamic_outputs and not but_marks,
             metadata.is_rng_op_functionalized,
             metadata.tokens,
             metadata.grad_enabled_mutation is not None,
@@ -177,6 +216,20 @@ def only_hands_over(written: Collection[int]) -> bool:
     except AttributeError:  # a torch that keeps its books in another way
         return False
     return not any(work) and set(counted).issubset(written)
+
+
+def dynamic_results() -> dict[int, set[int]]:
+    """The dimensions that AOTAutograd marks as dynamic in results of the graph being compiled: see `mark_dynamic`."""
+    context = _context()
+    metadata = context.fw_metadata if context is not None else None
+    found = () if metadata is None else metadata.output_info
+    return {place: set(info.dynamic_dims) for place, info in enumerate(found) if info.dynamic_dims}
+
+
+def mark_dynamic(result: Any, dims: set[int]) -> None:
+    """Mark dimensions of a result as AOTAutograd does: a graph that takes it has symbolic sizes there."""
+    if _mark is not None:
+        _mark(result, dims)
 
 
 def adds_guards() -> bool:
@@ -227,7 +280,7 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
 _NO_RULES = "rules given as functions match nothing"
 _NO_JOINT_RULES = "rules about training match nothing"
 _python_dispatcher = private("torch._dispatch.python.enable_python_dispatcher", lost=_NO_RULES)
-_aot_function = private("torch._functorch.aot_autograd.aot_function", lost=_NO_JOINT_RULES)
+_aot_function = later("torch._functorch.aot_autograd.aot_function", lost=_NO_JOINT_RULES)
 _boxed = private("torch._functorch._aot_autograd.utils.make_boxed_func", lost=_NO_JOINT_RULES)
 _no_context = private("torch._guards.tracing", lost=_NO_JOINT_RULES)
 _patch_functorch = private("torch._functorch.config.patch", lost=_NO_JOINT_RULES)

@@ -36,8 +36,10 @@ __all__ = [
     "called_by",
     "code_of",
     "compile_id",
+    "compile_lock",
     "compile_stage",
     "compiled_ahead",
+    "compiled_version",
     "compiling_backend",
     "compiling_code",
     "compiling_frame",
@@ -56,11 +58,13 @@ __all__ = [
     "is_transformed",
     "is_whole",
     "mark_dynamic",
+    "mark_growing",
     "mark_static_address",
     "modes_enabled",
     "profiler_enabled",
     "register_backend",
     "room_to_recompile",
+    "size_guards",
     "surfaced",
     "trace_artifact",
     "transform",
@@ -145,6 +149,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile returned"
 _NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
 
+compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_frame.compile_lock", nullcontext())
+"""Held by the one thread that compiles: Inductor's configuration is the whole process's."""
+
 flatten_graph_inputs = private("torch._dynamo.utils.flatten_graph_inputs")
 mark_static_address = private(
     "torch._dynamo.mark_static_address", lambda tensor: None, lost="caches of a generation are inputs like others"
@@ -185,6 +192,19 @@ _OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_
 _cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
 _innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
 _debug_dir = private("torch._dynamo.utils.get_debug_dir", None, lost=_NO_FILES)
+
+mark_growing: Callable[[Tensor, int], None] | None = private(
+    "torch._dynamo.mark_dynamic", None, lost="logits processors of users run on the host"
+)
+"""Dynamo raises if what it traces is right for one size of this dimension only. None where it cannot be told so."""
+
+
+def size_guards() -> list[str] | None:
+    """What the graph being compiled takes for granted about sizes that are no constants; None if that is not known."""
+    context = private("torch._guards.TracingContext.try_get", lambda: None)()
+    env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    return None if env is None else [str(guard.expr) for guard in env.guards]
+
 
 mark_dynamic: Callable[[Tensor, int], None] = private(
     "torch._dynamo.maybe_mark_dynamic", lambda *args: None, lost="set_dim_gears does not make sizes dynamic"
@@ -285,6 +305,8 @@ def surfaced(error: GraphexError) -> GraphexError:
 
     def hand_over(self: Any) -> Any:
         self.args = error.args  # without the advice on bugs of torch that Dynamo has added
+        if error.__cause__ is None:
+            return self.with_traceback(None)
         raise self.with_traceback(None) from error.__cause__  # Dynamo would say `raise ... from None`
 
     members = {"__init__": init, "__module__": "graphex", "remove_dynamo_frames": hand_over}
@@ -366,6 +388,27 @@ def code_of(compiled: object) -> CodeType | None:
         original = module.forward
     code = getattr(original, "__code__", None)
     return code if isinstance(code, CodeType) else None
+
+
+_cache_entries: Callable[[CodeType], list[Any]] = private(
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
+    lambda code: [],
+    lost="the first step of every generation runs uncaptured",
+)
+
+
+def compiled_version(function: Any, values: dict[str, Any]) -> str | None:
+    """Which of the graphs that Dynamo has for a function a call with these local variables would run.
+
+    Guards are asked, and nothing runs. None if Dynamo would compile the function, or if it cannot be asked.
+    """
+    for entry in _cache_entries(function.__code__):
+        guards, name = getattr(entry, "guard_manager", None), getattr(entry, "compile_id", None)
+        if guards is None or name is None:
+            return None
+        if guards.check(values):
+            return str(name)
+    return None
 
 
 def cached_backends_equal_to(backend: object) -> list[object]:

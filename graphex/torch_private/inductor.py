@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
@@ -22,8 +23,10 @@ __all__ = [
     "OutputCode",
     "inductor_compile",
     "inductor_settings",
+    "known_instruction_set",
     "known_settings",
     "packed_code",
+    "start_compilers",
     "unpacked_code",
     "without_inductor",
 ]
@@ -31,6 +34,8 @@ __all__ = [
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
+_FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
+_ISA_OK = {"cpp.vec_isa_ok": True}
 _NAMES = (
     "torch._inductor.compile_fx.compile_fx_inner",
     "torch._functorch.config.patch",
@@ -48,6 +53,16 @@ def without_inductor() -> str:
     except (ImportError, AttributeError) as error:
         return f"this torch has no Inductor as graphex knows it ({error})"
     return ""
+
+
+def start_compilers() -> None:
+    """Start Inductor's processes for Triton kernels, where it has some: they take seconds, and kernels that are to be
+    compiled before they are there are compiled here, one by one.
+    """
+    try:
+        find("torch._inductor.async_compile.maybe_warm_pool")()
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        pass  # kernels are compiled in this process
 
 
 def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +93,7 @@ def inductor_compile(
 ) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
 
-    `inlined` are ops with functions that are traced in their place.
+    `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
     not hand out the code; Inductor's own cache is on. Outside of a compilation of Dynamo's, in the middle of a call for
@@ -109,9 +124,22 @@ def _compile(
     with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache:
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
-            options["decompositions"] = {**find("torch._inductor.decomposition.select_decomp_table")(), **inlined}
+            table = find("torch._inductor.decomposition.select_decomp_table")()
+            options["decompositions"] = table | {op: _first_of(each, table.get(op)) for op, each in inlined.items()}
         artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
+
+
+def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A decomposition that asks Inductor's own where ours returns NotImplemented."""
+    if theirs is None:
+        return ours
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        result = ours(*args, **kwargs)
+        return theirs(*args, **kwargs) if result is NotImplemented else result
+
+    return decomposed
 
 
 @contextmanager
@@ -135,12 +163,31 @@ def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
 # -- code for another process ------------------------------------------------------------------------------------------
 
 
+def known_instruction_set() -> dict[str, Any]:
+    """The setting that spares another process the trial of each instruction set of this CPU, which takes a second.
+
+    Empty where one of those that the CPU names has failed its trial here, and where none was tried.
+    """
+    module, config = find("torch._inductor.cpu_vec_isa"), find("torch._inductor.config")
+    tried: Any = getattr(module, "valid_vec_isa_list", None)
+    if not hasattr(tried, "cache_info") or not tried.cache_info().currsize or config.cpp.vec_isa_ok is not None:
+        return {}
+    with config.patch(_ISA_OK):
+        named = tried.__wrapped__()
+    return _ISA_OK if list(map(str, named)) == list(map(str, tried())) else {}
+
+
 def packed_code(code: OutputCode) -> bytes:
     """Compiled code as bytes, with the binaries of its Triton kernels. Raises whatever stands in the way."""
     if not isinstance(code, find("torch._inductor.output_code.CompiledFxGraph")):
         raise TypeError(f"this Inductor returns {type(code).__name__}")
     portable = copy.copy(code)
     portable.prepare_for_serialization()
+    for name, nothing in _FOR_LOGS.items():
+        if hasattr(portable, name):
+            setattr(portable, name, nothing)
+    # Functions among the settings were for compiling; loading them would import the code generators.
+    portable.fx_kwargs = {name: value for name, value in portable.fx_kwargs.items() if not callable(value)}
     return pickle.dumps(portable)
 
 
@@ -149,12 +196,13 @@ def unpacked_code(
 ) -> OutputCode:
     """The code that was packed, to be called here. `data` must come from a file that only this user can have written.
 
-    The steps are those of Inductor's own cache after a hit.
+    The steps are those of Inductor's own cache after a hit. There is nothing to compile, so it starts no worker
+    processes: a program that ends soon would wait for them.
     """
     cache, boxed = find("torch._inductor.codecache.FxGraphCache"), find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
-    with _tracing(fake_mode), find("torch._inductor.config").patch(dict(patches)):
-        code, _ = cache.cache_hit_post_compile(pickle.loads(data), {}, constants)
+    with _tracing(fake_mode), find("torch._inductor.config").patch({**patches, "compile_threads": 1}):
+        code, _ = import_code(lambda: cache.cache_hit_post_compile(pickle.loads(data), {}, constants))
         if code is None:
             raise OSError("Inductor cannot write the code to its folder")
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})

@@ -7,7 +7,7 @@
 The second argument is what serves where the name is gone. Without one, a placeholder does: it can be imported,
 subclassed and asked about with `isinstance`, and raises `MissingNameError` where it is used. `lost` says what a user
 loses; every compilation writes it into its journal. A name with neither is required: without it models run without
-graphex's passes.
+graphex's passes. `later` is for functions whose modules a process that loads compiled code does not need.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ class _Placeholder(type):
 
 
 _required: set[str] = set()
+_later: list[Callable[[], Any]] = []
 losses: dict[tuple[str, str], None] = {}  # (path, what is lost), in the order in which they were looked up
 
 
@@ -65,6 +67,17 @@ def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
     return _Placeholder(path.rpartition(".")[2], (Exception,), {"path": path})
 
 
+def later(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Callable[..., Any]:
+    """A function of torch's that is looked up, as by `private`, when it is called: its module takes long to import."""
+    found = cache(partial(private, path, otherwise, lost=lost))
+    _later.append(found)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return found()(*args, **kwargs)
+
+    return call
+
+
 def present(path: str) -> Any:
     """What torch keeps under a name that not every build of it has; None without it, and nothing is lost."""
     try:
@@ -73,12 +86,17 @@ def present(path: str) -> Any:
         return None
 
 
+_ENTRANCES = {"torch._functorch._aot_autograd.runtime_wrappers": "torch._dynamo"}
+"""Modules that import each other in a circle, which can be entered by one of them only."""
+
+
 def find(path: str) -> Any:
     """The object behind a dotted name. Modules on the way are imported if need be."""
     found, reached = torch, "torch"
     for part in path.split(".")[1:]:
         reached = f"{reached}.{part}"
         if isinstance(found, ModuleType) and not hasattr(found, part):
+            import_module(_ENTRANCES.get(reached, reached))
             import_module(reached)
         found = getattr(found, part)
     return found
@@ -91,6 +109,8 @@ def missing_names() -> list[tuple[str, str]]:
 
 def check_required() -> None:
     """Raise `MissingNameError` if this torch lacks a name that passes and programs cannot do without."""
+    while _later:
+        _later.pop()()
     if _required:
         raise MissingNameError(_sentence(min(_required)))
 

@@ -22,6 +22,8 @@ _classes: Any = present("torch._dynamo.variables.user_defined.UserDefinedClassVa
 _utils: Any = present("torch._dynamo.utils")
 _objects: Any = present("torch._dynamo.graph_bytecode_inputs")
 _scope: Any = present("torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable")
+_stream: Any = present("torch._dynamo.variables.streams.StreamVariable")
+_graph: Any = present("torch._dynamo.output_graph.OutputGraph")
 
 _NOT_TRACED = "it runs between compiled graphs"
 _MOST_KEPT = 4096  # objects that one call may make
@@ -41,6 +43,8 @@ def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
     for name, make in (("build_stream", stream), ("build_event", event)):
         if (before := getattr(_utils, name, None)) is not None:
             setattr(_utils, name, disable(_building(before, make), _NOT_TRACED))
+    if not hasattr(_graph, "check_event_record_after_input_mutation"):
+        _know_recorded_events(event)
     kept: deque[object] = deque(maxlen=_MOST_KEPT)
 
     def stash(made: object) -> object:
@@ -49,6 +53,22 @@ def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
 
     if hasattr(_objects, "stash_graph_created_object"):
         _objects.stash_graph_created_object = disable(stash, _NOT_TRACED)
+
+
+def _know_recorded_events(event: Callable[..., Any]) -> None:
+    """Let `stream.record_event()` make an event as `event()` does: torch 2.11 forgets which one it was."""
+    before = getattr(_stream, "call_method", None)
+    if before is None:
+        return
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if name != "record_event" or args or kwargs:
+            return before(self, tx, name, args, kwargs)
+        made = _classes(event).call_function(tx, [], {})
+        made.call_method(tx, "record", [self], {})
+        return made
+
+    _stream.call_method = call_method
 
 
 def _building(before: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "ShapeEnv",
     "add_guards",
     "broken_condition",
+    "conditions",
     "detect_fake_mode",
     "evaluated",
     "expression_of",
@@ -164,6 +165,14 @@ def broken_condition(env: ShapeEnv, sizes: dict[Any, int]) -> Any:
 def stated_since(env: ShapeEnv | None, count: int) -> list[Any]:
     """The conditions on symbols, as expressions, that were added to an environment after the first `count`."""
     return [] if env is None else [guard.expr for guard in env.guards[count:]]
+
+
+def conditions(env: ShapeEnv | None) -> list[str]:
+    """Everything that is known of the symbols of an environment, whatever sizes they have now."""
+    if env is None:
+        return []
+    ranges = [f"{symbol} in {bounds}" for symbol, bounds in env.var_to_range.items()]
+    return sorted({*(str(guard.expr) for guard in env.guards), *ranges})
 
 
 def add_guards(env: ShapeEnv, conditions: list[Any]) -> Any:

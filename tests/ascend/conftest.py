@@ -7,7 +7,9 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-import graphex.ascend  # noqa: F401
+from graphex.ascend import serve
+
+serve()
 
 
 @pytest.fixture

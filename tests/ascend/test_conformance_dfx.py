@@ -16,7 +16,9 @@ from tests.harness.ascend import Compiled, on_npu
 from tests.harness.processes import python
 
 TRAINED = """
-import graphex.ascend, torch
+import graphex.ascend
+graphex.ascend.serve()
+import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).npu()
 compiled = torch.compile(model, backend="npugraph_ex")
 compiled(torch.randn(2, 4).npu()).sum().backward()
@@ -38,7 +40,8 @@ def test_scenario_60_and_61_debug_files_of_a_training_step(tmp_path):
     assert {path.name for path in model.iterdir()} == files
     for phase in ("forward", "backward"):
         names = sorted(path.name for path in (model / phase).iterdir())
-        assert names[0] == "000_original.txt"
+        assert names[0] == f"000_aot_{phase}_graph.txt"
+        assert all(name.startswith(f"{name[:3]}_aot_{phase}_graph_after_") for name in names[1:-1])
         assert "output_code.py" in names
         numbers = [int(name[:3]) for name in names if name.endswith(".txt")]
         assert numbers == list(range(len(numbers)))

@@ -151,7 +151,9 @@ def test_the_backend_npu():
 
 def test_a_script_for_cuda_runs_on_the_npu_by_one_import(tmp_path):
     code = """
-import torch, graphex.ascend, torch_npu
+import graphex.ascend
+graphex.ascend.serve()
+import torch, torch_npu
 from torch_npu.contrib import transfer_to_npu
 model = torch.nn.Linear(4, 2).cuda()
 x = torch.randn(3, 4, device="cuda").to("cuda:0")
@@ -162,12 +164,17 @@ with torch.no_grad():
     assert in_folder(code, tmp_path).splitlines()[-1] == "npu:0 npu:0 True"
 
 
-def test_debug_files_are_where_the_originals_documents_say(tmp_path):
+@pytest.mark.parametrize("by", ["name", "object"])
+def test_debug_files_are_where_the_originals_documents_say(by, tmp_path):
     code = """
-import torch, graphex.ascend
-torch.compile(lambda x: x.sin() + 1, backend="npugraph_ex")(torch.randn(3).npu())
+import graphex.ascend
+graphex.ascend.serve()
+import torch
+torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.randn(3).npu())
 """
-    in_folder(code, tmp_path, TORCH_COMPILE_DEBUG="1")
+    made = {"name": "'npugraph_ex'", "object": "__import__('npugraph_ex').get_npu_backend()"}[by]
+    in_folder(code.replace("BACKEND", made), tmp_path, TORCH_COMPILE_DEBUG="1")
     (folder,) = (tmp_path / "torch_compile_debug").glob("run_*/npugraph_ex")
     assert (folder / "debug.log").exists()
     assert (folder / "model__0" / "dynamo_out_graph.txt").exists()
+    assert (folder / "model__0" / "inference" / "000_aot_inference_graph.txt").exists()

@@ -91,7 +91,7 @@ def experts_layer_v2(x, router, up, down):
     """The same by the newer ops."""
     weights, expert, _ = torch_npu.npu_moe_gating_top_k(x @ router, 2)
     rows, place, tokens, _ = torch_npu.npu_moe_init_routing_v2(
-        x, expert, expert_num=up.shape[0], expert_tokens_num_type=1, expert_tokens_num_flag=True
+        x, expert, expert_num=up.shape[0], expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1
     )
     options = {"group_list": tokens, "group_list_type": 1, "split_item": 3, "group_type": 0}
     (hidden,) = torch_npu.npu_grouped_matmul([rows], [up], **options)

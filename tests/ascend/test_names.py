@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import graphex
-from graphex.ascend.catalogue import NAMES, modules
+from graphex.ascend.catalogue import NAMES, SCHEMAS, modules
 from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
 from graphex.ascend.install import TRANSFER
 from graphex.ascend.mapped import with_device_mapped
+from graphex.ops import SPECS
 from tests.harness.processes import in_folder
 
 HERE = [name for name in NAMES if name.home and name.name != TRANSFER]
@@ -59,40 +60,45 @@ def test_every_module_can_be_imported_by_its_whole_name():
 
 def test_packages_that_are_installed_are_not_replaced(tmp_path):
     (tmp_path / "torchair.py").write_text("mine = True\n")
-    code = "import graphex.ascend, torchair, npugraph_ex; print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
+    code = (
+        "import graphex.ascend; graphex.ascend.serve(); import torchair, npugraph_ex\n"
+        "print(torchair.mine, bool(npugraph_ex.CompilerConfig))"
+    )
     assert in_folder(code, tmp_path) == "True True"
 
 
 def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
     (tmp_path / "torch_npu.py").write_text("mine = True\n")
     code = (
-        "import graphex.ascend, torch, importlib.util, torch_npu\n"
+        "import graphex.ascend; graphex.ascend.serve(); import torch, importlib.util, torch_npu\n"
         "print(torch_npu.mine, hasattr(torch, 'npu'), importlib.util.find_spec('torchair'))"
     )
     assert in_folder(code, tmp_path) == "True False None"
 
 
-def test_importing_graphex_alone_serves_nothing(tmp_path):
-    code = "import graphex, torch, importlib.util\nprint(hasattr(torch, 'npu'), importlib.util.find_spec('torch_npu'))"
-    assert in_folder(code, tmp_path) == "False None"
+def test_importing_serves_nothing_and_neither_do_logs_of_torch_that_import_every_package(tmp_path):
+    code = "import torch, graphex.ascend, importlib.util as u\nprint(hasattr(torch, 'npu'), u.find_spec('torch_npu'))"
+    assert in_folder(code, tmp_path, TORCH_LOGS="graphex") == "False None"
 
 
-def test_importing_it_twice_is_importing_it_once(tmp_path):
+def test_serving_twice_is_serving_once(tmp_path):
     code = (
-        "import sys, graphex.ascend\nfrom graphex.ascend.install import install\n"
-        "before = len(sys.meta_path)\ninstall()\nprint(len(sys.meta_path) - before)"
+        "import sys, graphex.ascend\ngraphex.ascend.serve()\n"
+        "before = len(sys.meta_path)\ngraphex.ascend.serve()\nprint(len(sys.meta_path) - before)"
     )
     assert in_folder(code, tmp_path) == "0"
 
 
 def test_a_device_that_does_not_exist_is_refused_in_one_sentence(tmp_path):
-    code = "try:\n    import graphex.ascend\nexcept TypeError as error:\n    print(error)"
+    code = "import graphex.ascend\ntry:\n    graphex.ascend.serve()\nexcept TypeError as error:\n    print(error)"
     wanted = "GRAPHEX_NPU is 'tpu'; it can be simulated, cuda, cpu."
     assert in_folder(code, tmp_path, GRAPHEX_NPU="tpu") == wanted
 
 
 MAPPED = """
-import graphex.ascend, torch, torch_npu, io
+import graphex.ascend
+graphex.ascend.serve()
+import torch, torch_npu, io
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.npu.set_device("npu:0")
@@ -146,11 +152,27 @@ except graphex.InputError as error:
 """
 
 
+def test_the_page_says_where_the_schema_of_every_op_comes_from():
+    assert sorted(SCHEMAS) == sorted(name.removeprefix("npu::") for name in SPECS if name.startswith("npu::"))
+
+
 def test_functions_of_the_other_device_take_the_npus_names():
     seen = with_device_mapped(lambda *args, **kwargs: (args, kwargs), torch.device("cuda"))
     args, kwargs = seen("npu:1", torch.device("npu"), 0, device="npu", name="npu_0")
     assert args == (torch.device("cuda", 1), torch.device("cuda"), 0)
     assert kwargs == {"device": torch.device("cuda"), "name": "npu_0"}
+
+
+def test_streams_of_the_other_device_take_the_npus_names():
+    class Other(torch.Stream):
+        def __new__(cls, *args, **kwargs):
+            made = super().__new__(cls, stream_id=0, device_index=0, device_type=1)
+            made.given = args, kwargs
+            return made
+
+    stream = with_device_mapped(Other, torch.device("cuda"))(device="npu:1", priority=-1)
+    assert isinstance(stream, Other)
+    assert stream.given == ((), {"device": torch.device("cuda", 1), "priority": -1})
 
 
 def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import types
 
 import pytest
@@ -176,3 +178,168 @@ def test_what_a_function_uses_is_part_of_it():
 def test_what_cannot_be_told_apart_has_none(value):
     with pytest.raises(NoFingerprintError):
         fingerprint([value])
+
+
+# -- what a pass may hold; $ is 5, or 7 --------------------------------------------------------------------------------
+
+
+def made_by(source: str, k: int) -> object:
+    """`p`, of a program that holds a number."""
+    scope = {"__name__": __name__, "K": k, "torch": torch}
+    exec(source.replace("$", str(k)), scope)
+    return scope["p"]
+
+
+HELD = {
+    "a bound method of a dict": "look = {'k': $}.get\ndef p(): return look('k')",
+    "a bound method of a list": "look = [$].__getitem__\ndef p(): return look(0)",
+    "a bound method of a number": "look = ($).__add__\ndef p(): return look(0)",
+    "a bound method of a pattern": "import re\nlook = re.compile('x' * 300 + '$').match\ndef p(): return look('5')",
+    "an attribute of a list": "class L(list): pass\nheld = L([1]); held.k = $\ndef p(): return held.k",
+    "a method of a dict": "class D(dict):\n  def k(self): return $\nheld = D()\ndef p(): return held.k()",
+    "a method of a number": "class I(int):\n  def k(self): return $\nheld = I(3)\ndef p(): return held.k()",
+    "a factory of defaults": (
+        "import collections\nheld = collections.defaultdict(lambda: $)\ndef p(): return held['x']"
+    ),
+    "a method of a named tuple": (
+        "import typing\nclass N(typing.NamedTuple):\n  a: int = 1\n  def k(self): return $\n"
+        "held = N()\ndef p(): return held.k()"
+    ),
+    "a member of an enumeration": (
+        "import enum\nclass E(enum.Enum):\n  A = $\n  def __repr__(self): return 'A'\ndef p(): return E.A.value"
+    ),
+    "a method of an enumeration": (
+        "import enum\nclass E(enum.Enum):\n  A = 1\n  def k(self): return $\nheld = E.A\ndef p(): return held.k()"
+    ),
+    "a queue of a class of its own": (
+        "import collections\nclass Q(collections.deque): pass\nheld = Q([$])\ndef p(): return held[0]"
+    ),
+    "a generator of a class of its own": (
+        "import random\nclass R(random.Random): pass\nheld = R($)\ndef p(): return held.random()"
+    ),
+    "slots": "class S:\n  __slots__ = ('k',)\nheld = S(); held.k = $\ndef p(): return held.k",
+    "slots of a base": (
+        "class S:\n  __slots__ = ('k',)\nclass T(S): pass\nheld = T(); held.k = $\ndef p(): return held.k"
+    ),
+    "an attribute of a metaclass": "class M(type):\n  K = $\nclass A(metaclass=M): pass\ndef p(): return A.K",
+    "metadata of a field": (
+        "import dataclasses\n@dataclasses.dataclass\nclass C:\n"
+        "  k: int = dataclasses.field(default=1, metadata={'k': $})\ndef p(): return dataclasses.fields(C)[0]"
+    ),
+    "an attribute of a function": "def helper(): pass\nhelper.k = $\ndef p(): return helper.k",
+    "a function under another's name": (
+        "import functools\n@functools.wraps(torch.nn.functional.relu)\ndef g(*a): return $\ndef p(): return g()"
+    ),
+    "a closure under another's name": (
+        "import functools\ndef mk(k):\n  @functools.wraps(torch.relu)\n  def g(*a): return k\n  return g\n"
+        "g = mk($)\ndef p(): return g()"
+    ),
+    "a function in a decorator of torch's": "@torch.no_grad()\ndef p(): return $",
+    "a function without a module": "scope = {}\nexec('def g(): return $', scope)\ng = scope['g']\ndef p(): return g()",
+    "a cached property": (
+        "import functools\nclass A:\n  @functools.cached_property\n  def k(self): return $\n"
+        "held = A()\ndef p(): return held.k"
+    ),
+    "a function for each type": (
+        "import functools\n@functools.singledispatch\ndef g(x): return 0\n@g.register\ndef _(x: int): return $\n"
+        "def p(): return g(1)"
+    ),
+    "a line in a try": (
+        "def g(): raise ValueError\nif $ == 5:\n  def p():\n    try:\n      g()\n      g()\n"
+        "    except ValueError: return 1\nelse:\n  def p():\n    try:\n      g()\n"
+        "    except ValueError: return 1\n    else: g()"
+    ),
+    "stars of an argument": "if $ == 5:\n  def p(a, *b): return b\nelse:\n  def p(a, **b): return b",
+    "the sign of nan": "held = float('nan') if $ == 5 else -float('nan')\ndef p(): return held",
+    "an attribute of a tensor": "held = torch.zeros(2); held.k = $\ndef p(): return held.k",
+    "strides of a tensor": "held = torch.empty_strided((2, 2), ($, 1)).fill_(0)\ndef p(): return held",
+    "a tensor without content": "held = torch.empty($, device='meta')\ndef p(): return held",
+    "a conjugated tensor": "held = torch.tensor([1 + $j]).conj()\ndef p(): return held",
+    "a version that a base has": (
+        "class B:\n  cache_version = '1'\nclass A(B):\n  def __call__(self): return $\np = A()"
+    ),
+    "an environment variable": "import os\ndef p(): return os.environ['GRAPHEX_TESTED']",
+    "its globals": "def p(): return globals()['K']",
+    "a file": "def p(): return open('$').read()",
+    "an object nested deeply": "held = []\nfor _ in range(5000): held = [held]\nheld.append($)\ndef p(): return held",
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_what_a_pass_holds_is_part_of_it_or_it_has_no_fingerprint(held):
+    try:
+        first, again, other = (fingerprint(made_by(HELD[held], k)) for k in (5, 5, 7))
+    except NoFingerprintError:
+        return
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        *("a bound method of a dict", "a bound method of a pattern", "a method of a dict", "a method of a named tuple"),
+        *("a member of an enumeration", "a factory of defaults", "a cached property", "an attribute of a function"),
+        *("a function under another's name", "a closure under another's name", "a function in a decorator of torch's"),
+    ],
+)
+def test_what_python_shows_has_a_fingerprint(held):
+    assert fingerprint(made_by(HELD[held], 5))
+
+
+USES = {
+    "its value": "import mine\ndef p(): return mine.K",
+    "what is in it": "import mine\ndef p(): return mine.HELD['k']",
+    "its value by name": "import mine\ndef p(): return getattr(mine, 'K')",
+    "its function": "import mine\ndef p(): return mine.value()",
+    "its value in an import": "def p():\n  import mine\n  return mine.K",
+    "its value in another module": "import torch\ntorch.mine = torch.mine_of(K)\ndef p(): return torch.mine",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_pass_uses_of_a_module_is_part_of_it(use, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("K = 0\nHELD = {}\ndef value(): return K\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "mine", None, raising=False)
+    monkeypatch.setattr(torch, "mine_of", float, raising=False)
+    found = []
+    for k in (5, 5, 7):
+        mine = importlib.import_module("mine")
+        mine.K, mine.HELD["k"] = k, k
+        found.append(fingerprint(made_by(USES[use], k)))
+    monkeypatch.delitem(sys.modules, "mine")
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_module_that_is_not_loaded_yet_has_none(tmp_path, monkeypatch):
+    (tmp_path / "not_loaded.py").write_text("K = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(NoFingerprintError, match="imports 'not_loaded'"):
+        fingerprint(made_by("def p():\n  import not_loaded\n  return not_loaded.K", 5))
+
+
+def test_a_module_named_like_one_of_pythons_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for k in (5, 7):
+        (tmp_path / "this.py").write_text(f"def value(): return {k}{' ' * k}\n")
+        importlib.invalidate_caches()
+        found.append(fingerprint(importlib.import_module("this").value))
+        del sys.modules["this"]
+    assert found[0] != found[1]
+
+
+def test_a_pass_that_cannot_be_looked_through_runs(run):
+    held: list[object] = []
+    for _ in range(5000):
+        held = [held]
+
+    def double(gm, inputs, config, held=held):
+        (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        node.target = torch.ops.aten.abs.default
+
+    journal = run(function, torch.ones(2), post_grad_custom_post_pass=double)
+    assert asked(journal) == ["uncacheable"]
+    assert [each.status for each in journal.passes if each.name == "double"] == ["changed"]

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import graphex
 from graphex.cli import COMMANDS, doctor, main
+from graphex.cli.catalogue import NAMES, names_text
 from graphex.evidence.report.page import read_data
 from graphex.runtime import native
 from graphex.torch_private import lookup
@@ -200,6 +201,9 @@ def test_run_says_that_an_option_of_its_own_goes_to_the_script(script: Path) -> 
         ("report", "diff", "--help"),
         ("xplain",),
         ("options", "verfy"),
+        ("rules", "lift_rms_nrm"),
+        ("ops", "rms_nrm"),
+        ("passes", "remove_noop"),
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
@@ -215,6 +219,16 @@ def test_a_mistyped_setting_is_told_before_torch_is_imported(script: Path) -> No
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "did you mean 'verify'?" in ended.stderr
     assert "torch" not in imported
+
+
+def test_a_rule_that_graphex_does_not_have_is_told_before_the_script_runs(script: Path) -> None:
+    page = str(script.with_name("report.html"))
+    said = call("explain", "-o", page, "--set", "disable_rules=lift_rms_nrm,mine", str(script)).stderr.splitlines()
+    assert said[0].startswith("note: there is no 'lift_rms_nrm' (did you mean 'lift_rms_norm'?), unless the script")
+    assert said[1].startswith("note: there is no 'mine' (")
+    right = call("explain", "-o", page, "--set", "disable_rules=lift_rms_norm", str(script))
+    assert "note:" not in right.stderr
+    assert right.exit_code == 0
 
 
 def test_in_a_terminal_help_and_a_mistyped_command_answer_as_through_a_pipe(tmp_path: Path) -> None:
@@ -266,6 +280,10 @@ def test_every_option_and_every_rule_that_can_be_disabled_is_listed() -> None:
     assert {entry["name"] for entry in read("options")} == set(graphex.CompilerConfig().as_dict())
     for entry in read("rules"):
         graphex.explain(abs, (1,), options={"disable_rules": [entry["name"]]}, calls=1)
+
+
+def test_names_that_are_known_without_torch_are_those_that_there_are() -> None:
+    assert NAMES.read_text() == names_text(), "run `make docs`"
 
 
 def test_help_names_every_command_that_is_there() -> None:

@@ -11,6 +11,8 @@ import torch
 
 import graphex
 from tests.harness.decoding import DECODERS
+from tests.harness.generating import FAMILIES
+from tests.harness.models import transformers
 
 pytestmark = pytest.mark.cuda
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
@@ -24,7 +26,7 @@ def no_warning(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
 
 
 def built(name: str, dtype: torch.dtype) -> Any:
-    model = DECODERS[name].build("cuda")
+    model: Any = (DECODERS.get(name) or FAMILIES[name]).build("cuda")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -51,6 +53,18 @@ def test_tokens_are_those_of_transformers(name: str) -> None:
     assert report.last.captured
     assert len(report.journal.captures) == 1
     assert report.device_seconds is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "mixtral", "qwen3_moe"])
+def test_tokens_are_those_of_transformers_loop_over_the_same_step(name: str, dtype: torch.dtype) -> None:
+    """Both compile the same model for a cache of the same size; 16-bit types round as the kernels do."""
+    model = built(name, dtype)
+    found = looped(model, prompt(), **GREEDY)
+    config = transformers.CompileConfig(backend="graphex", mode=None, fullgraph=False)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    wanted = model.generate(prompt(), past_key_values=cache, compile_config=config, **GREEDY)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -106,6 +120,37 @@ def test_a_batch_with_padding_that_stops_at_different_steps() -> None:
     free = model.generate(prompt(), attention_mask=mask, **GREEDY)
     stopping = GREEDY | {"eos_token_id": [int(free[0, 15]), int(free[1, 25])], "attention_mask": mask}
     assert torch.equal(looped(model, prompt(), **stopping), model.generate(prompt(), **stopping))
+
+
+def test_an_interrupted_generation_leaves_the_model_usable() -> None:
+    class Interrupting:
+        put_so_far = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.put_so_far += 1
+            if self.put_so_far == 10:
+                raise KeyboardInterrupt
+
+        def end(self) -> None:
+            raise AssertionError("it was interrupted")
+
+    model = built("mistral", torch.float32)
+    wanted = model.generate(prompt(), **GREEDY)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            looped(model, prompt(), streamer=Interrupting(), **GREEDY)
+        assert torch.equal(looped(model, prompt(), **GREEDY), wanted)
+
+
+def test_end_tokens_are_found_on_the_device_and_the_next_generation_only_replays() -> None:
+    model = built("llama", torch.float32)
+    free = model.generate(prompt(), **GREEDY)
+    stopping = GREEDY | {"eos_token_id": [int(free[0, 15]), int(free[1, 25])]}
+    wanted = model.generate(prompt(), **stopping)
+    assert torch.equal(looped(model, prompt(), **stopping), wanted)
+    counts = [dict(each) for each in graphex.generation(model).journal.counts.values()]
+    assert torch.equal(looped(model, prompt(), **stopping), wanted)
+    assert [dict(each) for each in graphex.generation(model).journal.counts.values()] == counts
 
 
 def test_two_threads_generate_with_one_model() -> None:

@@ -6,11 +6,13 @@ parameters and buffers at the end. With graphex, the journal of what it compiled
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import graphex
+from graphex.loops import step_program
+from tests.harness.tape import TapeDevice
 
 STEPS = 3
 
@@ -112,7 +116,7 @@ def run(losses: list[Tensor], model: nn.Module, compiled: object) -> Run:
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     try:
         journal = graphex.journal(compiled)
-    except graphex.InputError:  # compiled with aot_eager
+    except graphex.InputError:  # compiled with aot_eager, or not compiled
         journal = None
     return Run(losses, [tensor.detach().clone() for tensor in local], journal)
 
@@ -251,6 +255,37 @@ def sequence_parallel(backend: str) -> Run:
     return done
 
 
+# -- a whole step -------------------------------------------------------------------------------------------------
+
+
+def train_step_of_ddp(backend: str) -> Run:
+    return stepped(backend, DistributedDataParallel(seeded(Model)))
+
+
+def train_step_of_fsdp(backend: str) -> Run:
+    model = seeded(Stack)
+    for block in (model.first, model.second):
+        fully_shard(block)
+    return stepped(backend, fully_shard(model))
+
+
+def stepped(backend: str, model: nn.Module) -> Run:
+    """The same training by `train_step`, on a device with graphs: the step is none of them, and says why."""
+    if backend != "graphex":
+        return train(torch.compile(model, backend=backend), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with patch.object(step_program, "device_of", lambda devices: TapeDevice()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphex.GraphexWarning)
+        step = graphex.train_step(model, lambda y, _: y.pow(2).mean(), optimizer, options={"regions": False})
+        done = run([step(batch(number, 4, 8), None) for number in range(STEPS)], model, None)
+    (record,) = [each for each in step.journal.fallbacks if "training step" in each.what]
+    done.notes["says why"] = record.reason.endswith("synchronises gradients in hooks of the host")
+    done.journal = graphex.Journal()
+    for each in (*step.journal.graphs, *(each for each in step.journal.fallbacks if each is not record)):
+        done.journal.add(each)
+    return done
+
+
 SCENARIOS: dict[str, Callable[[str], Run]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -269,6 +304,8 @@ SCENARIOS: dict[str, Callable[[str], Run]] = {
         fsdp_of_compiled_blocks,
         tensor_parallel,
         sequence_parallel,
+        train_step_of_ddp,
+        train_step_of_fsdp,
     )
 }
 

@@ -11,9 +11,11 @@ import dataclasses
 import os
 import re
 import runpy
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -52,7 +54,9 @@ def test_every_python_block_runs_and_prints_what_the_page_shows(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / f"{page.stem.lower()}.py"  # on disk, so that source lines can be shown
-    namespace = {"__name__": page.stem}
+    module = ModuleType(f"page_{page.stem.lower()}")  # Dynamo looks functions up in the module that they name
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace = vars(module)
     program, printed = "", ""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

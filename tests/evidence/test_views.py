@@ -240,8 +240,8 @@ def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path
     phases = {path.name for model in models for path in model.iterdir() if path.is_dir()}
     assert phases == {"forward", "backward", "inference"}
     names = sorted(path.name for path in (models[1] / "inference").glob("*.txt"))
-    assert names[0] == "000_original.txt"
-    assert "001_after_remove_noops.txt" in names
+    assert names[0] == "000_aot_inference_graph.txt"
+    assert "001_aot_inference_graph_after_remove_noops.txt" in names
     for program in root.glob("model__*/*/output_code.py"):
         assert python(program).stdout.startswith("ran:")
 
@@ -254,7 +254,7 @@ def test_structured_traces_hold_our_graphs(tmp_path):
         for record, payload in traced(trace.read_text())
         if "artifact" in record
     }
-    encoding, graph = artifacts["graphex_inference_000_original"]
+    encoding, graph = artifacts["graphex_inference_000_aot_inference_graph"]
     assert encoding == "string"
     assert "torch.ops.aten.addmm.default" in graph
     encoding, journal = artifacts["graphex_journal"]

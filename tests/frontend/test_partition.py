@@ -97,3 +97,27 @@ def test_a_log_softmax_of_cast_logits_is_computed_again_where_regions_compile_it
     loss(logits).backward()
     torch.testing.assert_close(found, logits.grad)
     assert "aten._log_softmax.default" not in saved(compiled)
+
+
+def test_a_tanh_in_a_chain_is_computed_again_where_regions_compile_it_and_one_of_a_product_is_saved(monkeypatch):
+    """The first is GPT-2's activation, which saves what it is computed from in any case; the second saves one value."""
+    layer = nn.Linear(16, 16)
+
+    def gelu(x):
+        h = layer(x)
+        return (0.5 * h * (1.0 + torch.tanh(0.8 * (h + 0.04 * h.pow(3.0))))).sum()
+
+    def plain(x):
+        return layer(x).tanh().sum()
+
+    for regions, function, is_again in (("on", gelu, True), ("on", plain, False), ("off", gelu, False)):
+        torch._dynamo.reset()
+        monkeypatch.setenv("GRAPHEX_REGIONS", regions)
+        x = torch.randn(32, 16, requires_grad=True)
+        compiled = compile_it(function)
+        compiled(x).backward()
+        found, x.grad = x.grad, None
+        function(x).backward()
+        torch.testing.assert_close(found, x.grad)
+        again = {each.op: each.reason for each in graphex.journal(compiled).activations if "again" in each.status}
+        assert again.get("aten.tanh.default", "-") == ("a region computes it where it is read" if is_again else "-")

@@ -52,3 +52,11 @@ def missed(journal: graphex.Journal) -> str:
     (record,) = journal.cache
     assert record.status == "miss"
     return record.reason
+
+
+def why_traced(journal: graphex.Journal) -> str | None:
+    """Why AOTAutograd has traced the only graph, which was in the cache; empty if it has not, None without a hit."""
+    (record,) = journal.cache
+    if record.status != "hit":
+        return None
+    return record.reason.removeprefix("AOTAutograd has traced it: ")

@@ -67,6 +67,13 @@ def explain_gate(path: Path, **options: Any) -> Path:
         return graphex.explain(Gated(), (torch.ones(8, 8),), options=options, calls=1).save(path)
 
 
+def explain_training() -> graphex.Report:
+    """The report on forward and backward of a small model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 4))
+    return graphex.explain(model, (torch.randn(64, 16),), calls=1)
+
+
 def large_graph(layers: int = 250) -> tuple[GraphModule, list[Tensor]]:
     """A graph of 20 nodes a layer, as if traced from modules: made by hand, because tracing it takes half a minute."""
     graph = Graph()

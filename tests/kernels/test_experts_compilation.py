@@ -10,7 +10,7 @@ from tests.harness.kernels.samples import Maker, Sample
 
 
 def sample(tokens: int, *, transposed: bool) -> Sample:
-    make, count, hidden, inner = Maker(torch.bfloat16), 3, 256, 128
+    make, count, hidden, inner = Maker(torch.bfloat16), 2, 1024, 512
     gate_up = make(count, hidden, 2 * inner) if transposed else make(count, 2 * inner, hidden)
     down = make(count, inner, hidden) if transposed else make(count, hidden, inner)
     biases = (make(count, 2 * inner), make(count, hidden)) if transposed else (None, None)
@@ -22,8 +22,21 @@ def sample(tokens: int, *, transposed: bool) -> Sample:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_weights_are_read_in_wide_pieces(tokens, transposed, monkeypatch):
-    up, down, combine = all_compiled("graphex::experts", sample(tokens, transposed=transposed), monkeypatch)
-    for code in (up, down):
+    found = all_compiled("graphex::experts", sample(tokens, transposed=transposed), monkeypatch)
+    assert len(found) == (2 if tokens == 1 and not transposed else 3), "a weighted sum of its own only where it must be"
+    for code in found[:2]:
         assert "trap;" in code
-        assert "ld.global.v4.b32" in code or "cp.async" in code
-    assert "atom." not in up + down + combine
+        assert "L1::evict_first.v4.b32" in code or "L1::evict_first.L2::cache_hint.v4.b32" in code or "cp.async" in code
+        assert ("wgmma" in code) == (tokens > 1)
+    for code in found:
+        assert "atom." not in code
+        assert "griddepcontrol.wait" in code
+
+
+def test_experts_are_chosen_by_one_warp(monkeypatch):
+    logits = torch.zeros(4, 64, dtype=torch.bfloat16)
+    how = {"normalised": True, "groups": 4, "top_groups": 2}
+    given = Sample((logits, torch.zeros(64), 6, "sigmoid", torch.bfloat16), how)
+    (code,) = all_compiled("graphex::route", given, monkeypatch)
+    assert "bar.sync" not in code
+    assert "griddepcontrol.wait" in code

@@ -225,7 +225,7 @@ def test_a_processor_of_the_users_runs_on_the_host_and_the_model_is_still_captur
     found = looped(model, prompt(), logits_processor=transformers.LogitsProcessorList([mine]), **GREEDY)
     assert torch.equal(found, tokens)
     assert mine.calls == theirs.calls
-    assert reasons(model) == ["OneMore is not known to work on the device"]
+    assert reasons(model) == ["OneMore is not traced as one graph"]  # nothing is, here
     assert len(captures.replayed) == 14
 
 
@@ -241,7 +241,7 @@ def test_a_subclass_of_a_known_processor_is_not_taken_for_it(model):
             return -scores
 
     given = transformers.LogitsProcessorList([Mine(0.5)])
-    with pytest.warns(graphex.GraphexWarning, match="Mine is not known"):
+    with pytest.warns(graphex.GraphexWarning, match="Mine is not traced"):
         found = looped(model, prompt(), logits_processor=given, **GREEDY)
     assert torch.equal(found, model.generate(prompt(), logits_processor=given, **GREEDY))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 import graphex
 from tests.loops.step_contract import *  # noqa: F403
-from tests.loops.step_contract import adam, model_on, reasons, tokens, trained, written_out
+from tests.loops.step_contract import adam, mlp, model_on, points, reasons, tokens, trained, written_out
 
 
 def test_on_a_cpu_a_step_runs_as_it_is_and_equals_eager_bit_for_bit():
@@ -40,14 +42,39 @@ def test_what_is_no_step_is_refused_with_a_sentence():
             graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), ema=ema)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A distributed program of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
 def test_a_distributed_model_says_why_its_step_is_not_one_replay(where):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mine, theirs = model_on(where), model_on(where)
-        step = graphex.train_step(nn.parallel.DistributedDataParallel(mine), functional.cross_entropy, adam(mine))
-        assert trained(step, tokens(where)) == trained(written_out(theirs, adam(theirs)), tokens(where))
-        assert reasons(step)[0] == "DistributedDataParallel synchronises gradients in hooks of the host"
-    finally:
-        torch.distributed.destroy_process_group()
+    mine, theirs = model_on(where), model_on(where)
+    step = graphex.train_step(nn.parallel.DistributedDataParallel(mine), functional.cross_entropy, adam(mine))
+    assert trained(step, tokens(where)) == trained(written_out(theirs, adam(theirs)), tokens(where))
+    assert reasons(step)[0] == "DistributedDataParallel synchronises gradients in hooks of the host"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_of_the_module_inside_leaves_the_hooks_of_a_distributed_model_alone(where):
+    model, called = model_on(where, mlp), []
+
+    def reduced(state, bucket):
+        called.append(1)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    distributed = nn.parallel.DistributedDataParallel(model)
+    distributed.register_comm_hook(None, reduced)
+    step = graphex.train_step(model, functional.cross_entropy, adam(model))
+    batches = points(where)
+    for batch in batches:
+        step(*batch)
+    before = len(called)
+    distributed(batches[0][0]).sum().backward()
+    assert len(called) == before + 1

@@ -318,6 +318,47 @@ def test_npu_swiglu_and_rotary_mul(dtype):
     same(NPU.npu_rotary_mul(x, r1, r2, "interleave"), x * r1 + turned * r2)
 
 
+@pytest.mark.parametrize("mode", ["Norm", "PA"])
+@pytest.mark.parametrize("slots", [(1, 4, 0), (-1, 4, 0), (5, -1, -1), (-1, -1, -1), (-1, 0, -1)], ids=str)
+def test_npu_kv_rmsnorm_rope_cache_writes_rows_that_have_a_slot_and_nothing_else(slots, mode):
+    kv, gamma, cos, sin = torch.randn(2, 1, 3, 12), torch.randn(8), torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
+    shape = (2, 1, 6) if mode == "Norm" else (3, 4, 1)
+    caches = torch.randn(*shape, 4), torch.randn(*shape, 8)
+    wanted = [cache.clone() for cache in caches]
+    index = torch.tensor([[*slots], [2, -1, 3]] if mode == "Norm" else [*slots, 11, -1, 7])
+    made = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2(
+        kv, gamma, cos, sin, index, *caches, cache_mode=mode, is_output_kv=True
+    )
+    for row, slot in enumerate(index.flatten().tolist()):
+        for cache, part in zip(wanted, made, strict=True):
+            if slot >= 0 and mode == "Norm":
+                cache[row // 3, :, slot] = part[row // 3, :, row % 3]
+            elif slot >= 0:
+                cache.flatten(0, 1)[slot] = part[row // 3, :, row % 3]
+    for cache, other in zip(caches, wanted, strict=True):
+        assert torch.equal(cache, other)
+
+
+@pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND"])
+@pytest.mark.parametrize("options", [{}, {"sparse_mode": 3}, {"sparse_mode": 2}, {"mask": 4}, {"mask": 2}], ids=str)
+def test_npu_attention_of_sequences_of_one_length_is_that_of_each(layout, options):
+    query, key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+
+    def laid_out(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2).contiguous() if layout in ("BSH", "BSND") else x
+        return x.flatten(2) if layout == "BSH" else x
+
+    shape = {2: (3, 5), 4: (2, 1, 3, 5)}.get(options.get("mask"))
+    mask = None if shape is None else torch.randn(shape) > 0.5
+    given = {"input_layout": layout, "num_heads": 4, "num_key_value_heads": 2, "scale": 0.3, "atten_mask": mask}
+    given["sparse_mode"] = options.get("sparse_mode", 0)
+    args = [laid_out(x) for x in (query, key, value)]
+    whole, _ = torch.ops.npu.npu_fused_infer_attention_score(*args, **given)
+    each, _ = torch.ops.npu.npu_fused_infer_attention_score(*args, **given, actual_seq_lengths_kv=[5, 5])
+    assert whole.stride() == each.stride()
+    torch.testing.assert_close(whole, each)
+
+
 def test_npu_scatter_nd_update():
     x, updates = torch.zeros(4, 3), torch.randn(2, 3)
     indices = torch.tensor([[3], [1]])

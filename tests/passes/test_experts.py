@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers become one op, whatever chooses the experts."""
+"""Mixtures of experts of transformers become one op, the choice of experts another."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.harness.generating import FAMILIES
 from tests.harness.models import transformers
 
 op = torch.ops.graphex.experts.default
+router = torch.ops.graphex.route.default
 SPARSE = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1}
 
 
@@ -35,8 +36,11 @@ def test_every_mixture_of_a_decode_step_is_one_op(name, batch):
     journal = graphex.journal(compiled)
     assert seen.targets.count(op) == SPARSE[name]
     assert torch.ops.aten.bmm.default not in {target for target in seen.targets if name in ("mixtral", "qwen3_moe")}
-    (tried,) = (record for record in journal.rules if record.rule == "lift_experts")
-    assert (tried.matches, tried.candidates) == (SPARSE[name], SPARSE[name])
+    assert seen.targets.count(router) == SPARSE[name]
+    assert torch.ops.aten.topk.default not in seen.targets
+    for rule in ("lift_experts", "lift_route"):
+        (tried,) = (record for record in journal.rules if record.rule == rule)
+        assert (tried.matches, tried.candidates) == (SPARSE[name], SPARSE[name])
     assert {verdict.status for verdict in journal.verifications} == {"equal"}
 
 
@@ -48,14 +52,30 @@ class Mixture(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 8))
         self.also, self.gate = also, gate
 
-    def forward(self, x: Tensor, scores: Tensor) -> Any:
+    def choose(self, scores: Tensor) -> tuple[Tensor, ...]:
+        """Weights and numbers of experts; what comes after them is returned."""
         weights, chosen = scores.topk(2)
+        return weights, chosen
+
+    def forward(self, x: Tensor, scores: Tensor) -> Any:
+        weights, chosen, *others = self.choose(scores)
         rows, numbers = x.repeat_interleave(2, dim=0), chosen.reshape(-1)
         inner = torch.bmm(self.up[numbers], rows.unsqueeze(-1)).squeeze(-1)
         gate, up = inner.chunk(2, dim=-1)
         found = torch.bmm(self.down[numbers], (self.gate(gate) * up).unsqueeze(-1)).squeeze(-1)
         total = (found * weights.reshape(-1).unsqueeze(-1)).view(x.shape[0], 2, 8).sum(dim=1)
-        return (total, inner) if self.also == "inner" else total
+        if self.also == "residual":
+            return total.view(x.shape[0], 1, 8) + x.view(x.shape[0], 1, 8)
+        others += [inner] if self.also == "inner" else []
+        return (total, *others) if others else total
+
+
+class Softmax(Mixture):
+    def choose(self, scores: Tensor) -> tuple[Tensor, ...]:
+        best, chosen = scores.softmax(-1).topk(2)
+        weights = best / best[:, :1] if self.also == "largest" else best
+        weights = weights / weights.sum(-1, keepdim=True)
+        return (weights, chosen, best) if self.also == "best" else (weights, chosen)
 
 
 def explained(model: nn.Module) -> graphex.Report:
@@ -88,3 +108,42 @@ def test_training_is_left_alone():
     model(x, scores).sum().backward()
     torch.testing.assert_close(mine, model.up.grad)
     assert not [record for record in graphex.journal(compiled).rewrites if record.rule == "lift_experts"]
+
+
+def seen_in(model: nn.Module, x: Tensor) -> tuple[Observer, Any, Any]:
+    """What is in the graph, what it computes, and what the model does."""
+    observer, scores = Observer(), torch.rand(x.shape[0], 4)
+    compiled = torch.compile(
+        model, backend="graphex", options={"lift_idioms": "always", "post_grad_custom_post_pass": observer}
+    )
+    with torch.no_grad():
+        return observer, compiled(x, scores), model(x, scores)
+
+
+def test_a_residual_is_added_inside():
+    observer, found, wanted = seen_in(Mixture("residual"), torch.randn(3, 8))
+    torch.testing.assert_close(found, wanted)
+    assert op in observer.targets
+    assert torch.ops.aten.add.Tensor not in observer.targets
+
+
+def test_a_choice_without_transformers():
+    observer, found, wanted = seen_in(Softmax(), torch.randn(3, 8))
+    torch.testing.assert_close(found, wanted)
+    assert router in observer.targets
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Mixture(), "its experts are chosen in a form that is not known"),
+        (Softmax("largest"), "its experts are chosen in a form that is not known"),
+        (Softmax("best"), "is also used by 'output'"),
+    ],
+    ids=["scores", "another scale", "used elsewhere"],
+)
+def test_another_choice_is_left_alone(model, reason):
+    journal = explained(model).journal
+    (refused,) = (record for record in journal.refusals if record.rule == "lift_route")
+    assert reason in refused.reason
+    assert not [record for record in journal.rewrites if record.rule == "lift_route"]

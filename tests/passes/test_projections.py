@@ -302,6 +302,33 @@ def test_a_device_without_kernels_is_left_alone_and_that_is_said() -> None:
     assert (ran.status, ran.reason) == ("unchanged", "no kernels for few rows on this device")
 
 
+@pytest.mark.parametrize(("before", "shown"), [(30, ["mm"]), (4, ["linears"])])
+def test_a_small_classifier_behind_many_kernels_is_not_worth_measuring_for(before, shown, monkeypatch) -> None:
+    monkeypatch.setattr("graphex.passes.fuse.has_kernel", lambda name, device: name == "graphex::linears")
+
+    def classify(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(before):
+            x = torch.sin(x)
+        return linear(x, w)
+
+    folded = Folded(classify, half(2, WIDTH), *weights(KV), lift_idioms="auto")
+    assert folded.shown == shown
+    (ran,) = (ran for ran in folded.journal.passes if ran.name == "fold_projections")
+    assert ("too little to gain" in ran.reason) == (shown == ["mm"])
+
+
+def test_a_large_layer_of_few_rows_is_taken_behind_however_many_kernels(monkeypatch) -> None:
+    monkeypatch.setattr("graphex.passes.fuse.has_kernel", lambda name, device: name == "graphex::linears")
+    monkeypatch.setattr("graphex.passes.projections.LITTLE", KV * WIDTH)
+
+    def head(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(30):
+            x = torch.sin(x)
+        return linear(x, w)
+
+    assert Folded(head, half(1, WIDTH), *weights(KV), lift_idioms="auto").shown == ["linears"]
+
+
 def test_a_rule_of_the_users_comes_first() -> None:
     def search(x: Tensor, w: Tensor) -> Tensor:
         return torch.relu(linear(x, w))

@@ -93,6 +93,39 @@ def test_every_layer_of_a_decode_step_is_one_op(turn, masked):
     assert ran.running().count(ops.attention.default) == ran.running().count(ops.rotary_qkv_write_.default) == 0
 
 
+class HeadNorm(torch.nn.Module):
+    """A layer as Qwen 3 and Gemma 3 write it: query and key are normalised over a head, then transposed."""
+
+    def __init__(self, also: str = "") -> None:
+        super().__init__()
+        self.gains = torch.nn.ParameterList([torch.rand(WIDTH) + 0.5 for _ in range(2)])
+        self.also = also
+
+    def norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return gain * scaled.to(x.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, mask: Any, caches: list[Tensor]) -> Any:
+        keys, values = caches
+        query, key = self.norm(x * 3, self.gains[0]), self.norm(x * 2, self.gains[1])
+        q, k = half(query.transpose(1, 2), cos, sin), half(key.transpose(1, 2), cos, sin)
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, x.transpose(1, 2) - 1)
+        found = attend(q, keys, values, mask)
+        return (found, query) if self.also == "norm" else found
+
+
+@pytest.mark.parametrize(("also", "norms"), [("", 0), ("norm", 2)])
+def test_norms_of_query_and_key_go_along_if_nothing_else_reads_them(also, norms):
+    x, cos, sin, at, mask, caches = inputs(layers=1)
+    with torch.no_grad():
+        ran = compiled(HeadNorm(also), x.transpose(1, 2).contiguous(), cos, sin, at, mask, caches)
+    assert joined(ran) == 1
+    assert ran.made("norm_rotary_attention") == (0 if also else 1)
+    assert ran.running().count(ops.rms_norm.default) == norms
+
+
 def test_narrow_types():
     model, given = step(), inputs(dtype=torch.bfloat16)
     run = torch.compile(model, backend="graphex", options={"lift_idioms": "always"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from math import inf
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graphex
+from graphex.regions import compiler, stage
 from tests.harness import host_ops
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -54,6 +57,7 @@ def test_a_chain_of_ops_is_one_region():
     (region,) = regions(run)
     assert (region.status, region.generated) == ("compiled", 5)
     assert region.kernels
+    assert not region.autotuned
     assert region.lines[0].endswith("return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)")
     assert not graphex.journal(run).fallbacks
 
@@ -147,6 +151,27 @@ def test_eagers_error_is_raised_and_state_is_eagers():
     with pytest.raises(IndexError):
         run(table, torch.tensor([9]), state)
     assert state.tolist() == [2.0, 2.0]
+
+
+def test_interpolation_counts_rows_that_are_there(uncompiled):
+    def enlarged(x):
+        return nn.functional.interpolate(torch.sin(x) * 2, scale_factor=2.0, mode="nearest").cos() + 1
+
+    x = torch.randn(1, 2, 4, 4)
+    run = compiled(enlarged)
+    close(run(x), enlarged(x))
+    assert len(regions(run)) == 1
+    assert borders(run) == set()
+
+
+def test_an_unsafe_lookup_by_given_indices_raises_as_in_eager(uncompiled):
+    def looked_up(x, index):
+        return torch.ops.aten._unsafe_index(torch.sin(x) * 2, [index]).cos() + 1
+
+    run, x = compiled(looked_up), torch.randn(4, 4)
+    close(run(x, torch.tensor([1])), looked_up(x, torch.tensor([1])))
+    with pytest.raises(IndexError):
+        run(x, torch.tensor([9]))
 
 
 def test_custom_ops_stay_visible():
@@ -308,6 +333,49 @@ def test_bfloat16_is_rounded_where_eager_rounds():
     run = compiled(fn, region_numerics="eager")
     assert torch.equal(run(x, y), fn(x, y))
     assert regions(run)
+
+
+def test_max_autotune_is_inductors_for_regions():
+    def product(x, w):
+        return (torch.sin(x) * 2) @ w + 1
+
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    run = torch.compile(product, backend="graphex", mode="max-autotune")
+    close(run(x, w), product(x, w))
+    assert [record.autotuned for record in regions(run)] == [True]
+
+
+@pytest.mark.parametrize(("width", "split"), [(51, 1), (48, 0)])
+def test_a_large_product_of_odd_width_is_computed_in_two_parts(monkeypatch, width, split):
+    monkeypatch.setattr(compiler, "MINDS", ("cpu",))
+    monkeypatch.setattr(compiler, "LARGE_WEIGHT", 512)
+
+    def logits(x, w):
+        return nn.functional.linear(torch.tanh(x).sin(), w)
+
+    x, w = (torch.randn(rows, 16, dtype=torch.bfloat16) for rows in (128, width))
+    run = compiled(logits)
+    found, expected = run(x, w), logits(x, w)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert found.stride() == expected.stride()
+    assert [record.split_products for record in regions(run)] == [split]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_what_is_compiled_if_it_takes_long(uncompiled, monkeypatch, is_terminal):
+    shown, quick = threading.Event(), stage.compile_region
+
+    def slow(body, patches):
+        shown.wait(60 if is_terminal else 0)
+        return quick(body, patches)
+
+    monkeypatch.setattr(stage, "compile_region", slow)
+    monkeypatch.setattr(compiler, "PATIENCE", 0.0)
+    monkeypatch.setattr("rich.status.Status.start", lambda status: shown.set())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    run, x = compiled(chain), torch.randn(4, 8)
+    close(run(x), chain(x))
+    assert shown.is_set() == is_terminal
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import pytest
 import torch
@@ -243,3 +244,97 @@ def test_threads_take_turns(tape):
 
     in_threads(work, range(4))
     assert [replays(model) for model in models] == [4 * 40, 4 * 40]
+
+
+def steps(compiled, model: nn.Module, zeroed: str, times: int = 5) -> None:
+    """Training steps of a small model that zero their gradients before or after the forward; they equal eager's."""
+    for _ in range(times):
+        x = torch.randn(3, 4)
+        wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        if zeroed == "before the forward":
+            model.zero_grad()
+        loss = compiled(x).square().sum()
+        model.zero_grad()
+        loss.backward()
+        same([each.grad for each in model.parameters()], list(wanted))
+
+
+@pytest.mark.parametrize(("zeroed", "pools"), [("before the forward", 1), ("after the forward", 2)])
+def test_forward_and_backward_share_a_pool_unless_gradients_outlive_the_forward(tape, zeroed, pools):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, zeroed)
+    assert (len({each.pool for each in tape.tapes}), len(tape.tapes)) == (pools, 2)
+    assert (replays(compiled), reasons(compiled)) == (8, [])
+
+
+def test_a_loop_that_zeroes_later_from_some_step_on_gets_another_pool(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward")
+    steps(compiled, model, "after the forward", times=8)
+    assert len({each.pool for each in tape.alive}) == 2
+    assert reasons(compiled) == ["2 calls were made while results of another graph (such as gradients) were in use"]
+    before = replays(compiled)
+    steps(compiled, model, "after the forward")
+    assert replays(compiled) == before + 10
+
+
+class Broken(nn.Module):
+    """Two compiled functions, because of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x.sin())
+
+
+def test_two_functions_of_one_model_share_a_pool_and_hand_gradients_on(tape):
+    model = Broken()
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward")
+    assert (len({each.pool for each in tape.tapes}), reasons(compiled)) == (1, [])
+    captures = graphex.journal(compiled).captures
+    assert [record.graph.split()[-1] for record in captures] == ["forward", "forward", "backward", "backward"]
+    assert captures[-1].inputs_by_address == 1  # the gradient, where the other backward has left it
+    assert replays(compiled) == 16
+
+
+def test_models_do_not_share_the_pool_of_their_steps(tape):
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        steps(compile_it(model), model, "before the forward")
+        torch._dynamo.reset()
+    assert len({each.pool for each in tape.tapes}) == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
+    """Steps in flight, gradients that add up or are kept, losses that are dropped: equal to eager after each action."""
+    draw, models = random.Random(seed), (Broken(), Broken())
+    models[1].load_state_dict(models[0].state_dict())
+    runs, pending, kept = (compile_it(models[0]), models[1]), [], []
+    for _ in range(60):
+        action = draw.choice(["step", "step", "late step", "forward", "backward", "zero", "keep", "drop"])
+        if action in ("zero", "step"):
+            [model.zero_grad() for model in models]
+        if action in ("step", "late step", "forward"):
+            x = torch.randn(3, 4)
+            pending.append([run(x).square().sum() for run in runs])
+        if action == "late step":
+            [model.zero_grad() for model in models]
+        if action in ("step", "late step", "backward") and pending:
+            [loss.backward() for loss in pending.pop(-1 if "step" in action else draw.randrange(len(pending)))]
+        if action == "keep":
+            kept = [[each.grad for each in model.parameters()] for model in models]
+            [model.zero_grad() for model in models]
+        if action == "drop":
+            pending.clear()
+        same(*([each.grad for each in model.parameters()] for model in models))
+        same(*(kept or ([], [])))
+        [same(*losses) for losses in pending]
+    assert replays(runs[0]) > 20

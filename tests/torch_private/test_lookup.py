@@ -30,7 +30,7 @@ def looked_up(source: Path) -> dict[str, bool]:
     return {
         ast.literal_eval(call.args[0]): len(call.args) + len(call.keywords) > 1
         for call in calls
-        if isinstance(call.func, ast.Name) and call.func.id == "private"
+        if isinstance(call.func, ast.Name) and call.func.id in ("private", "later")
     }
 
 

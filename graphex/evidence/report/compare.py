@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.evidence.report.model import FORMAT
@@ -204,18 +204,14 @@ def _numbers(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, An
     return sorted(counted, key=lambda each: each["before"] == each["after"])
 
 
-def _device_ops(graphs: list[dict[str, Any]]) -> int:
-    """A fused op is one, with a kernel here or not: a comparison is about what rewrites make of a model."""
-    return device_ops(graphs, "elsewhere")
-
-
 def _moved(graphs: list[dict[str, Any]]) -> int:
     return sum(refusal["bytes_moved"] for graph in graphs for refusal in graph["refusals"])
 
 
 _COUNTED = (
     ("graphs", "", len),
-    ("device ops", "", _device_ops),
+    ("device ops", "", device_ops),
+    ("device ops where graphex has kernels", "", lambda graphs: device_ops(graphs, "elsewhere")),
     ("bytes moved in every call", "bytes", _moved),
     ("peak of intermediate memory", "bytes", lambda graphs: sum(m["peak_after"] for g in graphs for m in g["memory"])),
     ("ops outside of device graphs", "", lambda graphs: sum(cut["ops"] for graph in graphs for cut in graph["cuts"])),
@@ -235,9 +231,18 @@ def _summary(
     sentences = [_sentence("bad" if gone else "good", lost_text)]
     sentences += _causes(_changed(before, after), lost)
     sentences += [_sentence("bad", _lost_text(site)) for site in lost]
-    ops = [_device_ops(data["graphs"]) for data in (before, after)]
-    sentences.append(_sentence("bad" if ops[1] > ops[0] else "good", f"{ops[0]} device ops -> {ops[1]}."))
-    return sentences
+    return [*sentences, *_device_op_sentences(before["graphs"], after["graphs"])]
+
+
+def _device_op_sentences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """What runs here; and, where some rewrites are previews, what would run on a device with kernels for them."""
+    here, elsewhere = ([device_ops(graphs, count) for graphs in (before, after)] for count in ("computes", "elsewhere"))
+    yield _sentence("bad" if here[1] > here[0] else "good", f"{here[0]} device ops -> {here[1]}.")
+    if elsewhere != here:
+        text = (
+            f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
+        )
+        yield _sentence("bad" if elsewhere[1] > elsewhere[0] else "good", text)
 
 
 def _sentence(tone: str, text: str) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """The data of a report: the journal and the graph history of one or several compiled objects, joined graph by graph.
 
     {"format": 2, "kind": "report", "title": ..., "made_with": {...}, "options": {...}, "compile_time": [...],
-     "summary": [...], "files": [...],
+     "summary": [...], "files": [...], "training": [[part, ...], ...],
      "graphs": [{"name": "Net inference", "passes": [...], "nodes": [...], "pictures": [[...]], "code": [...], ...}]}
 
 `pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
 it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
-source: whole where it is small, around the marked lines where not.
+source: whole where it is small, around the marked lines where not. `training` has the parts of each step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
 from graphex.evidence.report.links import with_links
 from graphex.evidence.report.made import CompileTime, all_options, made_with
 from graphex.evidence.report.summary import rule_counts, summarise
+from graphex.evidence.training import has_training, step_parts
 from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
 
 WHOLE = 4000  # lines of a file that is shown whole
@@ -53,6 +54,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     graphs: list[Data] = []
     general: list[Data] = []
     breaks: list[Data] = []
+    training: list[list[Data]] = []
     spent = CompileTime()
     for journal in journals:
         history = journal.history or GraphHistory()
@@ -62,6 +64,8 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
                 spent.add(graph, history.made.get(graph.graph), journal)
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
         breaks += [asdict(record) for record in journal.breaks if record.graph == "-"]
+        if has_training(journal):
+            training.append([asdict(part) for part in step_parts(journal)])
     data: Data = {
         "format": FORMAT,
         "kind": "report",
@@ -73,6 +77,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "graphs": graphs,
         "fallbacks": general,
         "breaks": breaks,
+        "training": training,
         "files": source_files(files),
     }
     data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)

@@ -10,7 +10,7 @@ Each sentence has a tone: good, bad (there is something to do) or plain.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
@@ -348,9 +348,13 @@ def _gain(used: list[dict[str, Any]]) -> str:
         return "They were not measured: expect about the speed of Inductor."
     some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
     return (
-        f"Measured here: {single / compiled:.2g} times the speed of single ops, {_time(compiled)} instead of "
+        f"Measured here: {_factor(single / compiled)} times the speed of single ops, {_time(compiled)} instead of "
         f"{_time(single)} a call{some}. Expect at least eager's speed."
     )
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
 
 
 def _time(seconds: float) -> str:
@@ -361,16 +365,18 @@ def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for graph in graphs for each in graph["more"] if each["kind"] == kind]
 
 
-_ROUNDING = 1e-3  # the most that compiled regions may round differently from eager
-
-
 def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
     """The differences from eager that `explain` found, and the values it could not compare."""
     facts = data.get("facts") or {}
-    differences, worst = facts.get("differences", ()), facts.get("worst_difference", 0)
-    if _records(data["graphs"], _REGION) and 0 < worst < _ROUNDING:
-        yield _rounded(differences, worst)
-        differences = ()
+    rounding = facts.get("rounding", ()) if (causes := _other_rounding(data["graphs"])) else ()
+    differences = [each for each in facts.get("differences", ()) if each not in rounding]
+    if rounding:
+        more = f", and {len(rounding) - 1} more" if len(rounding) > 1 else ""
+        yield _sentence(
+            "plain",
+            f"Rounded differently from eager: {rounding[0]}{more}. {' and '.join(causes)} add and multiply in another "
+            f"order; {' with '.join(causes.values())} rounds as eager does.",
+        )
     unknown = [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())]
     for title, found, tone in (
         ("Different from eager", differences, "bad"),
@@ -382,11 +388,11 @@ def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
             yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")
 
 
-def _rounded(differences: Sequence[str], worst: float) -> Sentence:
-    """One sentence on all that compiled regions round differently; the report has the list."""
-    values = "1 value is" if len(differences) == 1 else f"{len(differences)} values are"
-    return _sentence(
-        "plain",
-        f"{values} rounded differently from eager, by up to {worst:.3g}: compiled regions add and multiply in another "
-        "order. regions=False rounds as eager does.",
-    )
+def _other_rounding(graphs: list[dict[str, Any]]) -> dict[str, str]:
+    """What runs that rounds differently from eager's ops, and the option that does without it."""
+    causes = {}
+    if any(each["region"] for each in _records(graphs, _REGION)):
+        causes["Compiled regions"] = "regions=False"
+    if any(not each["declined"] for each in _records(graphs, "kernels")):
+        causes["kernels of graphex" if causes else "Kernels of graphex"] = "pattern_fusion_pass=False"
+    return causes

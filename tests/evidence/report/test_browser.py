@@ -15,7 +15,7 @@ from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.harness.browser import Browser
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, explain_gate
+from tests.harness.reports import VERSIONS, explain_gate, explain_training
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source", "code")
 
@@ -52,6 +52,14 @@ def test_the_overview_says_how_long_compiling_took_and_with_what(chrome: Browser
     assert torch.__version__ in made
     chrome.click("#made-with .chip", "Generated code")
     assert "def forward(" in chrome.text(".generated")
+
+
+def test_a_training_step_is_drawn_from_forward_to_backward(chrome: Browser, tmp_path: Path) -> None:
+    chrome.open(explain_training().save(tmp_path / "report.html"))
+    assert [text.split()[0] for text in chrome.texts(".memory-curve text")] == ["forward", "backward"]
+    assert chrome.texts(".training-step tbody td:first-child") == ["forward", "backward"]
+    chrome.click(".training-step .chip", "Sequential backward")
+    assert chrome.texts("select[aria-label=Graph] option:checked") == ["Sequential backward"]
 
 
 def test_a_view_that_several_modules_share_is_drawn_around_them(chrome: Browser, tmp_path: Path) -> None:
@@ -92,6 +100,28 @@ def test_the_memory_table_shows_its_lines_at_1230_pixels(chrome: Browser, llama_
         return boxes.map((box) => box.scrollWidth - box.clientWidth)"""
     assert max(chrome.run(overflow)) <= 0
     assert all("tiny_llama.py" in row for row in chrome.texts("#panel-memory tbody td:last-child"))
+
+
+def test_regions_are_a_table_that_fits_with_times_that_can_be_read(
+    chrome: Browser, llama: graphex.Report, tmp_path: Path
+) -> None:
+    data = read_data(llama.save(tmp_path / "plain.html"))
+    names = tuple(f"cpp_fused_add_arange_mean_mul_pow_rsqrt_view_transpose_unsqueeze_{number}" for number in range(9))
+    line = "modeling_llama.py:377: position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)"
+    region = {"region": "", "status": "slower", "calls": 39, "kernels": names, "seconds": 6.963471660999858}
+    times = {"seconds_compiled": 0.0021234567, "seconds_single": 0.0010234567, "lines": [line]}
+    border = {"node": "embedding", "op": "aten.embedding.default", "reason": "it may raise", "line": line, "count": 5}
+    data["graphs"][0]["more"] += [{"kind": "region", **region, **times}, {"kind": "region border", **border}]
+    chrome.resize(1230, 900)
+    chrome.open(write_page(data, tmp_path / "report.html"), "tab=captures")
+    boxes = 'return [...document.querySelectorAll("#panel-captures .scroll")].map((b) => b.scrollWidth - b.clientWidth)'
+    assert max(chrome.run(boxes)) <= 0
+    shown = chrome.text("#panel-captures")
+    assert "6.96 s" in shown
+    assert "2.1 ms instead of 1.0 ms" in shown
+    assert names[0] not in shown  # behind the count
+    chrome.click("#panel-captures summary", "9")
+    assert names[0] in chrome.text("#panel-captures")
 
 
 def test_a_list_of_differences_starts_with_the_differences(chrome: Browser, large_page: Path) -> None:

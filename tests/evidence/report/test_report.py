@@ -19,7 +19,7 @@ from graphex.evidence.report.model import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.records import Record
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, Gated, explain_gate, explain_llama
+from tests.harness.reports import VERSIONS, Gated, explain_gate, explain_llama, explain_training
 
 VENDOR = ROOT / "graphex/evidence/report/assets/vendor"
 
@@ -230,6 +230,19 @@ def test_a_differing_option_is_named_as_the_likely_cause(tmp_path: Path) -> None
     assert not any("cause" in sentence["text"] for sentence in compare(before, before)["summary"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device without kernels is the subject")
+def test_a_comparison_counts_what_runs_here_and_calls_the_rest_a_preview(tmp_path: Path) -> None:
+    before, after = (
+        read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
+    )
+    told = [sentence["text"] for sentence in compare(before, after)["summary"]]
+    (fused,) = re.findall(r"-> (\d+), counted", before["summary"][0]["text"])
+    (single,) = re.findall(r"-> (\d+), counted", after["summary"][0]["text"])
+    assert f"{fused} device ops -> {single}." in told
+    (preview,) = [text for text in told if text.startswith("A preview: ")]
+    assert preview.endswith(f"-> {single} on a device with kernels for the ops of graphex.")
+
+
 def test_another_torch_is_the_likely_cause_where_no_option_is(tmp_path: Path) -> None:
     before, after = (
         read_data(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items()
@@ -345,3 +358,17 @@ def test_libraries_are_the_pinned_ones_with_their_licences() -> None:
     for name in found:
         licence = VENDOR / f"{name.partition('.')[0]}.LICENSE"
         assert "Permission is hereby granted" in licence.read_text()
+
+
+def test_a_training_step_is_one_timeline_with_memory_over_it(tmp_path: Path) -> None:
+    (parts,) = read_data(explain_training().save(tmp_path / "report.html"))["training"]
+    assert [part["phase"] for part in parts] == ["forward", "backward"]
+    forward, backward = parts
+    assert forward["before"] == backward["held"] == 0
+    assert forward["held"] == backward["before"] > 0
+    assert max(forward["curve"]) == forward["most"]
+    assert min(backward["curve"]) >= backward["before"]
+
+
+def test_inference_has_no_training_step(llama: graphex.Report, llama_page: Path) -> None:
+    assert read_data(llama_page)["training"] == []

@@ -33,7 +33,7 @@ MODULES = {
     "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
     "gated": ("gated", "silu_mul_kernel"),
     "embedding": ("embedding", "embedding_kernel"),
-    "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel"),
+    "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
     "rotary": ("rotary", "rotary_kernel"),
 }
 

@@ -165,6 +165,39 @@ def experts(make: Maker) -> Iterator[Sample]:
         yield Sample((make(tokens, hidden), chosen, weights, *stacked, *how))
 
 
+def route(make: Maker) -> Iterator[Sample]:
+    """Logits without equal ones, of which either could be chosen."""
+    for tokens, count, top, scores, groups in (
+        (1, 8, 2, "softmax", 1),
+        (3, 60, 4, "chosen", 1),
+        (2, 32, 6, "sigmoid", 4),
+    ):
+        order = torch.stack([torch.randperm(count, device=make.device) for _ in range(tokens)])
+        logits, dtype = (order * 0.125 - 1).to(make(1).dtype), make(1).dtype
+        bias = torch.arange(count, device=make.device) / 1024 if groups > 1 else None
+        how = {"normalised": scores != "chosen", "scale": 2.5, "groups": groups, "top_groups": max(1, groups // 2)}
+        yield Sample((logits, bias, top, scores, dtype), how)
+
+
+def argmax(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(2, 5000),))
+    yield Sample((make(1, 7).round(),))
+    nan = make(3, 40)
+    nan[1, 5:7] = torch.nan
+    yield Sample((nan,))
+
+
+def append_tokens_(make: Maker) -> Iterator[Sample]:
+    """With and without places to count, a padding token, and last tokens; before and after all are done."""
+    for done, extra in ((False, False), (False, True), (True, True)):
+        tokens, token = torch.zeros(3, 9, dtype=torch.long, device=make.device), make.index(0, 0, 0).view(3, 1)
+        state = (tokens, token, make.index(4)[0], torch.tensor([True, False, True], device=make.device))
+        ended = torch.tensor(done, device=make.device)
+        counted = (make.index(6)[0], make.index(7, 7, 8).view(3, 1)) if extra else (None, None)
+        others = (make.index(1)[0], make.index(5, 12)) if extra else (None, None)
+        yield Sample((make.index(12, 11, 5), *state, ended, *counted, *others))
+
+
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
     for sample, options in zip(silu_mul(make), _DYNAMIC * 2, strict=False):
         yield Sample(sample.args, options)
@@ -287,6 +320,10 @@ def rotary_attention_(make: Maker) -> Iterator[Sample]:
     yield Sample((*given(1), False, None, 0.25), {"softcap": 5.0})
     yield Sample((*given(1, angles=8), True, seen, 0.25))
     yield Sample((*given(2), False, seen, 0.25))
+    for tokens, how in ((1, (0.0, True)), (1, (1.0, False)), (2, (0.0, True))):
+        gains = make(16), make(16)
+        yield Sample((*given(tokens), False, seen, 0.25, 0.0, *gains, EPS, *how))
+    yield Sample((*given(1, angles=8), True, seen, 0.25, 0.0, make(16), make(16), EPS))
 
 
 def npu_rms_norm(make: Maker) -> Iterator[Sample]:
@@ -455,8 +492,14 @@ def npu_moe_init_routing(make: Maker) -> Iterator[Sample]:
 
 def npu_moe_init_routing_v2(make: Maker) -> Iterator[Sample]:
     experts = make.index(2, 0, 1, 2, 0, 3).view(3, 2).int()
-    yield Sample((make(3, 8), experts), {"expert_num": 4})
-    options = {"expert_num": 4, "active_expert_range": [1, 3], "expert_tokens_num_type": 1, "row_idx_type": 1}
+    yield Sample((make(3, 8), experts), {"expert_num": 4, "quant_mode": -1})
+    options = {
+        "expert_num": 4,
+        "quant_mode": -1,
+        "active_expert_range": [1, 3],
+        "expert_tokens_num_type": 1,
+        "row_idx_type": 1,
+    }
     yield Sample((make(3, 8), experts), options)
 
 
@@ -493,6 +536,9 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::silu_mul": silu_mul,
     "graphex::embedding": embedding,
     "graphex::experts": experts,
+    "graphex::route": route,
+    "graphex::argmax": argmax,
+    "graphex::append_tokens_": append_tokens_,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,
     "graphex::silu_mul_static_quant": silu_mul_static_quant,
     "graphex::linears": linears,

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphex.kernels import experts as kernels
 from graphex.kernels.experts import FEW, MOST_TOKENS
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.compare import launcher
 
 experts = launcher("graphex::experts")
 reference = SPECS["graphex::experts"].reference
+route = launcher("graphex::route")
 
 
 def arguments(
@@ -21,8 +23,8 @@ def arguments(
     times: int,
     *,
     count: int = 6,
-    hidden: int = 24,
-    inner: int = 20,
+    hidden: int = 12,
+    inner: int = 10,
     transposed: bool = False,
     bias: bool = False,
     activation: str = "silu",
@@ -72,7 +74,7 @@ def test_few_and_many_tokens(tokens, transposed, bias, activation):
     check(arguments(tokens, 2, transposed=transposed, bias=bias, activation=activation))
 
 
-@pytest.mark.parametrize("sizes", [(8, 4), (65, 33), (130, 70)])
+@pytest.mark.parametrize("sizes", [(8, 4), (33, 17), (70, 40)])
 @pytest.mark.parametrize("tokens", [2, 20])
 def test_sizes_that_fit_no_block(sizes, tokens):
     check(arguments(tokens, 2, hidden=sizes[0], inner=sizes[1], bias=True))
@@ -92,6 +94,18 @@ def test_weights_of_the_same_type_are_rounded_with(tokens, dtype):
     check(arguments(tokens, 2, wide=False, dtype=dtype))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_tile_that_may_be_chosen_computes_the_same(transposed, monkeypatch):
+    given = arguments(2, 2, count=3, transposed=transposed, bias=transposed)
+    wanted = reference(**given)
+    for gated in (True, False):
+        tiles = (*kernels.FEW_TILES[not transposed, gated], *kernels.MANY_TILES)
+        for tile in {(each.of, each.columns, each.stages > 1): each for each in tiles}.values():
+            monkeypatch.setattr(kernels, "_PREPARED", {})
+            monkeypatch.setitem(kernels.FEW_TILES, (not transposed, gated), (tile,))
+            torch.testing.assert_close(experts(**given), wanted, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("tokens", [2, 24])
 def test_numbers_of_experts_count_from_the_end_too(tokens):
     given = arguments(tokens, 2)
@@ -108,6 +122,23 @@ def test_an_expert_that_is_not_there_is_not_read(tokens, number):
         experts(**given)
 
 
+@pytest.mark.parametrize(("tokens", "times", "transposed"), [(2, 3, False), (1, 5, True), (24, 3, False)])
+def test_a_residual_is_added_for_any_number_of_experts_a_token(tokens, times, transposed):
+    given = arguments(tokens, times, transposed=transposed)
+    check(given | {"residual": torch.randn_like(given["x"])})
+
+
+@pytest.mark.parametrize(("transposed", "bias", "activation"), [(False, False, "silu"), (True, True, "clamped")])
+def test_many_tokens_are_grouped_by_their_experts(transposed, bias, activation):
+    how = {"transposed": transposed, "bias": bias, "activation": activation, "dtype": torch.bfloat16}
+    given = arguments(MOST_TOKENS + 6, 2, hidden=24, inner=16, **how)
+    given["experts"][::7] -= 6
+    check(given | {"residual": torch.randn_like(given["x"])})
+    given["experts"][1] = 6
+    with pytest.raises(IndexError):
+        experts(**given)
+
+
 @pytest.mark.parametrize("tokens", [3, 24])
 def test_the_same_call_gives_the_same_bits(tokens):
     given = arguments(tokens, 2)
@@ -121,12 +152,69 @@ def test_the_same_call_gives_the_same_bits(tokens):
         (lambda given: {"weights": given["weights"].double()}, "the weights are torch.float64"),
         (lambda given: {"gate_up": given["gate_up"][:, :, ::2]}, "not adjacent"),
         (lambda given: {"down": given["down"][:, :-1]}, "do not fit"),
-        (lambda given: arguments(MOST_TOKENS + 1, 2), "more than"),
+        (lambda given: {"residual": given["x"][:1]}, "do not fit"),
+        (lambda given: arguments(MOST_TOKENS + 1, 2), "bfloat16 only"),
+        (lambda given: arguments(MOST_TOKENS + 1, 2, dtype=torch.bfloat16), "16 bytes"),
     ],
-    ids=["type", "weights", "layout", "sizes", "tokens"],
+    ids=["type", "weights", "layout", "sizes", "residual", "tokens", "rows"],
 )
 def test_what_is_declined_is_declined_with_a_reason(change, reason):
     given = arguments(2, 2)
     found = experts(**{**given, **change(given)})
+    assert isinstance(found, Declined)
+    assert reason in found.reason
+
+
+def routed(*given: Any, **how: Any) -> None:
+    """Logits differ, so that there is one right choice."""
+    weights, chosen = route(*given, **how)
+    wanted_weights, wanted = SPECS["graphex::route"].reference(*given, **how)
+    assert (weights.dtype, chosen.dtype, weights.shape) == (wanted_weights.dtype, wanted.dtype, wanted.shape)
+    assert torch.equal(chosen, wanted)
+    torch.testing.assert_close(
+        weights, wanted_weights, rtol=1e-2 if weights.dtype != torch.float32 else 1e-5, atol=1e-6
+    )
+
+
+def logits(tokens: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    order = torch.stack(
+        [torch.randperm(count, generator=torch.Generator().manual_seed(each)) for each in range(tokens)]
+    )
+    return (order * 0.125 - 2).to(dtype)
+
+
+@pytest.mark.parametrize(("count", "top"), [(8, 2), (60, 4), (128, 8), (5, 5)])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "chosen"])
+def test_experts_are_chosen_as_by_the_reference(count, top, scores):
+    routed(logits(3, count), None, top, scores, torch.float32)
+    routed(logits(3, count, torch.bfloat16), None, top, scores, torch.bfloat16, True, 1e-20, 2.5)
+
+
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (8, 3)])
+def test_experts_of_the_best_groups_with_a_correction(groups, top_groups):
+    bias = torch.linspace(0.5, -0.5, 32)[torch.randperm(32, generator=torch.Generator().manual_seed(9))]
+    routed(logits(4, 32), bias, 4, "sigmoid", torch.float32, True, 1e-20, 2.5, groups, top_groups)
+
+
+def test_the_first_of_equal_experts_is_chosen_and_none_that_is_not_there():
+    weights, chosen = route(torch.zeros(2, 6), None, 3, "softmax", torch.float32)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 6))
+    _, chosen = route(torch.full((1, 6), torch.nan), None, 6, "softmax", torch.float32)
+    assert sorted(chosen[0].tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ((torch.zeros(2, 8, dtype=torch.float64), None, 2, "softmax", torch.float32), "float64"),
+        ((torch.zeros(8, 2).T, None, 2, "softmax", torch.float32), "adjacent"),
+        ((torch.zeros(2, 8), torch.zeros(8).half(), 2, "sigmoid", torch.float32), "correction"),
+        ((torch.zeros(2, 12), None, 2, "sigmoid", torch.float32, False, 0.0, 1.0, 3, 1), "powers of two"),
+        ((torch.zeros(2, 2000), None, 2, "softmax", torch.float32), "2 of 2000"),
+    ],
+)
+def test_a_choice_that_is_declined(given, reason):
+    found = route(*given)
     assert isinstance(found, Declined)
     assert reason in found.reason

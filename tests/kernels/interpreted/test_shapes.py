@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphex.kernels import layout, norm, rotary
+from graphex.kernels.copies import copy_rows
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.compare import assert_close_to_reference, launcher, tensors
 
@@ -216,3 +217,23 @@ def test_what_a_kernel_declines_it_declines_with_a_reason(name, args, reason):
     result = launcher(name)(*args)
     assert isinstance(result, Declined)
     assert reason in result.reason
+
+
+@FEW
+@given(leading, columns, dtypes, layouts, layouts)
+def test_rows_are_copied_from_one_layout_into_another(before, width, dtype, read, written):
+    source, target = (laid_out([*before, width], dtype, each) for each in (read, written))
+    untouched = target.clone()
+    assert torch.equal(target, source if copy_rows(target, source) else untouched)
+
+
+@pytest.mark.parametrize("columns", [13, 1023, 1025, 2500])
+def test_padded_rows_are_copied_into_adjacent_ones(columns):
+    source, target = torch.randn(2, 3, columns + 3)[..., :columns], torch.zeros(2, 3, columns)
+    assert copy_rows(target, source)
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("source", [torch.ones(3, 4).t(), torch.ones(4, 3).long(), torch.ones(())])
+def test_what_is_no_rows_is_not_copied(source):
+    assert not copy_rows(torch.zeros_like(source), source)

@@ -13,14 +13,53 @@ function captures(app) {
       : null,
     graph.fallbacks.length ? section("Plainer than asked for", null, fallbackTable(graph)) : null,
     graph.verifications.length ? section("Verification", null, verdictTable(graph)) : null,
-    ...furtherRecords(graph, (kind) => !ABOUT_STREAMS.test(kind)),
+    ...regionSections(app, graph),
+    ...furtherRecords(graph, (kind) => !ABOUT_STREAMS.test(kind) && !ABOUT_REGIONS.includes(kind)),
   );
+}
+
+const ABOUT_REGIONS = ["region", "region border"];
+
+function regionSections(app, graph) {
+  const [regions, borders] = ABOUT_REGIONS.map((kind) => graph.more.filter((record) => record.kind === kind));
+  const kept = regions.length ? section("Compiled regions", "What Inductor compiled.", regionTable(app, regions)) : null;
+  if (!borders.length) return [kept];
+  return [kept, section("Outside of compiled regions", null, borderTable(app, borders))];
+}
+
+function regionTable(app, regions) {
+  const call = (each) =>
+    each.seconds_single ? `${timeText(each.seconds_compiled)} instead of ${timeText(each.seconds_single)}` : "not measured";
+  const rows = regions.map((each) => [
+    each.region ? chip(each.region, () => app.showFinal(each.region), "node-chip") : "not used",
+    each.status,
+    String(each.calls),
+    el("details", {}, el("summary", {}, String(each.kernels.length)), each.kernels.map((name) => el("p", { class: "mono" }, name))),
+    timeText(each.seconds),
+    call(each),
+    el("span", { class: "mono" }, each.lines[0] || ""),
+  ]);
+  return table(["region", "status", "ops", "kernels", "compiling", "a call", "first line"], rows, { right: [2, 4] });
+}
+
+function borderTable(app, borders) {
+  const rows = borders.map((each) => [
+    chip(each.op, () => app.showFinal(each.node), "node-chip"),
+    String(each.count),
+    each.reason,
+    el("span", { class: "mono" }, each.line),
+  ]);
+  return table(["first op", "ops", "because", "line"], rows, { right: [1] });
 }
 
 // Records of kinds that have no view of their own, as they are: nothing in the journal is hidden.
 function furtherRecords(graph, wanted) {
   const kinds = [...new Set(graph.more.map((record) => record.kind))].filter(wanted);
-  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const shown = (value) => {
+    if (typeof value === "number") return String(Number(value.toPrecision(6)));
+    if (Array.isArray(value)) return value.map(shown).join(", ");
+    return typeof value === "string" ? value : JSON.stringify(value);
+  };
   return kinds.map((kind) => {
     const records = graph.more.filter((record) => record.kind === kind);
     const fields = Object.keys(records[0]).filter((field) => field !== "kind" && field !== "graph");

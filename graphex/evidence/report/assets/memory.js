@@ -1,4 +1,4 @@
-// What is written in place and why that is right; what is still copied and why.
+// What is written in place and why that is right; what is still copied and why; the memory over a training step.
 
 function memory(app) {
   const { model } = app.current();
@@ -64,4 +64,65 @@ function certificateTable(app, certified) {
     el("span", { class: "mono" }, record.line),
   ]);
   return table(["node", "rule", "memory of", "last read by", "saved", "line"], rows, { right: [4] });
+}
+
+// Forward, backward and optimizer one after the other: a curve of the memory over all of them, and a table.
+function trainingStep(app, parts) {
+  const rows = parts.map((part) => [
+    part.phase,
+    partName(app, part),
+    part.nodes ? String(part.nodes) : "",
+    sizeText(part.most),
+    part.phase === "whole step" ? "" : sizeText(part.held),
+    part.remark,
+  ]);
+  const head = ["part", "graph", "nodes", "memory at most", "held after", "remark"];
+  return el(
+    "div",
+    { class: "training-step" },
+    section(
+      "Training step",
+      "Memory besides parameters, as the shapes predict it. A forward holds what it saves until its backward has run.",
+      memoryCurve(parts.filter((part) => part.phase !== "whole step")),
+      table(head, rows, { right: [2, 3, 4] }),
+    ),
+  );
+}
+
+function partName(app, part) {
+  const number = data.graphs.findIndex((graph) => graph.name === part.graph);
+  return number < 0 ? part.graph : chip(part.graph, () => app.chooseGraph(number), "");
+}
+
+const [CURVE_WIDTH, CURVE_HEIGHT, CURVE_LEAST] = [1000, 150, 60]; // the least is the width of a part without ops
+
+function memoryCurve(parts) {
+  const most = Math.max(...parts.map((part) => Math.max(part.most, part.held, ...part.curve)), 1);
+  const nodes = parts.reduce((sum, part) => sum + part.nodes, 0) || 1;
+  const scale = (CURVE_WIDTH - CURVE_LEAST * parts.length) / nodes;
+  const top = (bytes) => CURVE_HEIGHT - (CURVE_HEIGHT - 24) * (bytes / most);
+  const root = svg("svg", { viewBox: `0 0 ${CURVE_WIDTH} ${CURVE_HEIGHT}`, role: "img", class: "memory-curve" });
+  const label = svg("title", {});
+  label.textContent = `memory over the step, at most ${sizeText(most)}`;
+  root.append(label);
+  let left = 0;
+  for (const part of parts) {
+    const width = CURVE_LEAST + part.nodes * scale;
+    const points = part.curve.length ? part.curve : [part.before, Math.max(part.most, part.held)];
+    const pitch = width / points.length;
+    const steps = points.map((bytes, place) => `H${left + place * pitch} V${top(bytes)}`);
+    const outline = `M${left},${CURVE_HEIGHT} ${steps.join(" ")} H${left + width} V${CURVE_HEIGHT} z`;
+    const held = svg("rect", {
+      x: left,
+      y: top(Math.min(part.before, part.held)),
+      width,
+      height: CURVE_HEIGHT - top(Math.min(part.before, part.held)),
+      class: "held",
+    });
+    const name = svg("text", { x: left + 6, y: 14 });
+    name.textContent = `${part.phase} ${sizeText(part.most || part.held)}`;
+    root.append(svg("path", { d: outline, class: part.phase }), held, name);
+    left += width;
+  }
+  return root;
 }

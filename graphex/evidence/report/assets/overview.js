@@ -7,6 +7,7 @@ function overview(app) {
     {},
     summary(data.summary, app),
     graphTable(app),
+    (data.training || []).map((parts) => trainingStep(app, parts)),
     advice(app),
     timeline(app),
     compileTime(),

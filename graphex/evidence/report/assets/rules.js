@@ -58,7 +58,7 @@ function ruleBlock(app, rule) {
     {},
     el("span", { class: "mono name" }, rule.name),
     el("span", { class: "track wide" }, el("span", { class: "bar nodes", style: { width: `${share * 100}%` } })),
-    el("span", { class: "number" }, `${made} of ${total}`),
+    el("span", { class: "number" }, total || !rule.asGood.length ? `${made} of ${total}` : "nothing to gain"),
     missing ? el("span", { class: "badge missed" }, plural(missing, "miss").replace("misss", "misses")) : null,
   );
   const body = [

@@ -1,0 +1,400 @@
+"""The kernels of a mixture of experts. A pair is a token and one of the k experts that were chosen for it.
+
+    few_kernel        a block of columns of one pair, or of all experts of a token with their weighted sum
+    many_kernel       a block of columns of an expert, for all its pairs, 16 at a time, through the tensor cores
+    combine_kernel    the weighted sum over the experts of a token, where they were computed apart
+    route_kernel      which experts a token goes to, and with which weights
+
+A block of weights is read once by a program. There are no atomic operations: the same call gives the same bits.
+Intermediate results are rounded where PyTorch's own ops round.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graphex.kernels.arithmetic import ordered, pdl_launch, pdl_wait
+from graphex.kernels.attention_kernel import bound
+from graphex.kernels.embedding import inside
+from graphex.kernels.linears_kernel import read_weight
+
+
+@triton.jit
+def rounded(x, like):
+    """x as a tensor of this type would hold it, to compute on with."""
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def activated(gate, up, like, alpha, limit, GATE: tl.constexpr):
+    if GATE == "silu":
+        return rounded(gate / (1.0 + tl.exp(-gate)), like) * up
+    else:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        scaled = rounded(gate * alpha, like)
+        swish = rounded(gate * rounded(1.0 / (1.0 + tl.exp(-scaled)), like), like)
+        return rounded(up + 1.0, like) * swish
+
+
+@triton.jit
+def expert_of(experts, pair, there, count):
+    """The numbers of experts, counted from the end where they are negative."""
+    found = tl.load(experts + pair, mask=there, other=0).to(tl.int64)
+    return tl.where(found < 0, found + count, found)
+
+
+@triton.jit
+def inside_all(expert, count):
+    """Stop if one of the numbers is none of an expert."""
+    outside = tl.max(((expert < 0) | (expert >= count)).to(tl.int64), axis=0)
+    inside(outside * count, count)
+
+
+@triton.jit
+def with_bias(total, bias, place, mask, like):
+    """A product as its type holds it, and with the bias."""
+    found = rounded(total, like)
+    if bias is not None:
+        found = rounded(found + tl.load(bias + place, mask=mask, other=0.0).to(tl.float32), like)
+    return found
+
+
+@triton.jit
+def last_again(column, width, EVEN: tl.constexpr):
+    """Columns past the end are the last one again: what is read needs no mask then, and is not stored."""
+    if EVEN:
+        return column
+    else:
+        return tl.minimum(column, width - 1)
+
+
+@triton.jit
+def _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K: tl.constexpr, TWICE: tl.constexpr):
+    """`total` and `more`, and the products of one tile."""
+    BLOCK: tl.constexpr = total.shape[2]
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    ok = k < size
+    at = place + (k * k_stride)[None, None, :]
+    w = read_weight(at, ok[None, None, :], EVEN_K)
+    if TWICE:
+        other = read_weight(at + second, ok[None, None, :], EVEN_K)
+    if EVEN_K:
+        a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
+    else:
+        a = tl.load(x + row[:, None] + k[None, :], mask=ok[None, :], other=0.0, eviction_policy="evict_last")
+    a = a.to(tl.float32)[:, None, :]
+    total += a * w.to(tl.float32)
+    if TWICE:
+        more += a * other.to(tl.float32)
+    return total, more
+
+
+@triton.jit
+def summed(
+    x, row, weight, matrix, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """Rows of x, each times some columns of its own matrix, [rows, columns]; and `second` columns further, if TWICE."""
+    total = tl.zeros((row.shape[0], column.shape[0], BLOCK), tl.float32)
+    more = total
+    place = weight + matrix[:, None, None] + (column * n_stride)[None, :, None]
+    if STAGES == 1 and TILES <= 4:  # everything is asked for before anything is used
+        for tile in tl.static_range(TILES):
+            total, more = _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K, TWICE)
+    else:
+        for tile in tl.range(0, TILES, num_stages=STAGES):
+            total, more = _added(total, more, x, row, place, second, tile, k_stride, size, EVEN_K, TWICE)
+    return tl.sum(total, axis=2), tl.sum(more, axis=2)
+
+
+@triton.jit(do_not_specialize=["count"])
+def few_kernel(
+    x,
+    experts,
+    weights,
+    residual,
+    weight,
+    bias,
+    out,
+    times,
+    count,
+    size,
+    width,
+    x_stride,
+    e_stride,
+    n_stride,
+    k_stride,
+    alpha,
+    limit,
+    GATE: tl.constexpr,  # "silu", "clamped", or "" for the second projection
+    WEIGHTED: tl.constexpr,  # the results of a token's experts are added up here
+    ROUNDED: tl.constexpr,  # weighted results are held in the type of the results, and not in float32
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EXPERTS: tl.constexpr,  # of one program
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    each = tl.arange(0, EXPERTS)
+    pair, there = token + each, each < 1
+    if WEIGHTED:
+        # Experts past the end are the last one again: what is read needs no mask then, and is not added.
+        pair, there = token * times + tl.minimum(each, times - 1), each < times
+    expert = expert_of(experts, pair, pair >= 0, count)
+    inside_all(expert, count)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
+    matrix, biases = expert * e_stride, expert[:, None] * width
+    if GATE != "":
+        row = (pair // times) * x_stride
+        biases *= 2
+        if GATE == "silu":
+            gate, up = summed(
+                x, row, weight, matrix, read, width * n_stride, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES,
+                True,
+            )  # fmt: skip
+            gate = with_bias(gate, bias, biases + column[None, :], ok, out)
+            up = with_bias(up, bias, biases + width + column[None, :], ok, out)
+        else:
+            both = last_again(tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS), 2 * width, EVEN_N)
+            total, _ = summed(
+                x, row, weight, matrix, both, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
+            )
+            total = with_bias(total, bias, biases + both[None, :], both[None, :] >= 0, out)
+            gate, up = tl.split(tl.reshape(total, (EXPERTS, COLUMNS, 2)))
+        found = activated(gate, up, out, alpha, limit, GATE)
+    else:
+        row = pair * x_stride
+        found, _ = summed(
+            x, row, weight, matrix, read, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
+        )
+        found = with_bias(found, bias, biases + column[None, :], ok, out)
+    pdl_launch(PDL)
+    if WEIGHTED:
+        found *= tl.load(weights + pair).to(tl.float32)[:, None]
+        if ROUNDED:
+            found = rounded(found, out)
+        total = tl.sum(tl.where(there[:, None], found, 0.0), axis=0)
+        store_sum(total, residual, out, token * width + column, column < width)
+    else:
+        tl.store(out + pair[:, None] * width + column[None, :], found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def store_sum(total, residual, out, place, ok):
+    """The sum over experts, as its type holds it, and with the residual."""
+    if residual is not None:
+        total = rounded(total, out) + tl.load(residual + place, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def chosen(match, place, first, TILE: tl.constexpr):
+    """The places of the matching pairs from the `first` on, as many as a tile has rows."""
+    rank = tl.cumsum(match.to(tl.int32), axis=0) - 1
+    wanted = first + tl.arange(0, TILE)
+    hit = match[None, :] & (rank[None, :] == wanted[:, None])
+    return tl.sum(tl.where(hit, place[None, :], 0), axis=1)
+
+
+@triton.jit
+def dotted(
+    x, row, weight, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times some columns of a matrix, [rows, columns]; and `second` columns further, if TWICE.
+
+    The tensor cores take 64 rows at a time from one side, which is that of the weights.
+    """
+    total = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
+    more = total
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        k = tile * BLOCK + tl.arange(0, BLOCK)
+        ok = (k < size)[None, :]
+        at = weight + (column * n_stride)[:, None] + (k * k_stride)[None, :]
+        if EVEN_K:
+            a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
+        else:
+            a = tl.load(x + row[:, None] + k[None, :], mask=ok, other=0.0, eviction_policy="evict_last")
+        total = tl.dot(read_weight(at, ok, EVEN_K), tl.trans(a), total)
+        if TWICE:
+            more = tl.dot(read_weight(at + second, ok, EVEN_K), tl.trans(a), more)
+    return tl.trans(total), tl.trans(more)
+
+
+@triton.jit(do_not_specialize=["count", "pairs"])
+def many_kernel(
+    x,
+    experts,
+    weight,
+    bias,
+    out,
+    times,
+    count,
+    pairs,
+    size,
+    width,
+    x_stride,
+    e_stride,
+    n_stride,
+    k_stride,
+    alpha,
+    limit,
+    GATE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    expert = tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, PAIRS)
+    there = place < pairs
+    given = expert_of(experts, place, there, count)
+    if tl.program_id(0) == 0 and expert == 0:
+        inside_all(given, count)
+    match = there & (given == expert)
+    total = tl.sum(match.to(tl.int32), axis=0)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
+    matrix = weight + expert * e_stride
+    for first in range(0, bound(total), TILE):
+        pair = chosen(match, place, first, TILE).to(tl.int64)
+        mask = (first + tl.arange(0, TILE) < total)[:, None] & ok
+        if GATE != "":
+            row, biases = (pair // times) * x_stride, expert * 2 * width
+            if GATE == "silu":
+                gate, up = dotted(
+                    x, row, matrix, read, width * n_stride, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, True
+                )
+                gate = with_bias(gate, bias, biases + column[None, :], ok, out)
+                up = with_bias(up, bias, biases + width + column[None, :], ok, out)
+            else:
+                both = last_again(tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS), 2 * width, EVEN_N)
+                found, _ = dotted(
+                    x, row, matrix, both, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
+                )
+                found = with_bias(found, bias, biases + both[None, :], both[None, :] >= 0, out)
+                gate, up = tl.split(tl.reshape(found, (TILE, COLUMNS, 2)))
+            found = activated(gate, up, out, alpha, limit, GATE)
+        else:
+            found, _ = dotted(
+                x, pair * x_stride, matrix, read, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
+            )
+            found = with_bias(found, bias, expert * width + column[None, :], ok, out)
+        tl.store(out + pair[:, None] * width + column[None, :], found.to(out.dtype.element_ty), mask=mask)
+    pdl_launch(PDL)
+
+
+@triton.jit
+def combine_kernel(
+    projected, weights, residual, out, times, width, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+):
+    pdl_wait(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok = column < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for each in range(0, bound(times)):
+        pair = token * times + each
+        found = tl.load(projected + pair * width + column, mask=ok, other=0.0).to(tl.float32)
+        found *= tl.load(weights + pair).to(tl.float32)
+        total += rounded(found, out) if ROUNDED else found
+    pdl_launch(PDL)
+    store_sum(total, residual, out, token * width + column, ok)
+
+
+@triton.jit
+def best_of(value, place, SIZE: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """The places of the COUNT largest values, the largest first, in SLOTS of which the others are -1."""
+    slot = tl.arange(0, SLOTS)
+    found = tl.full((SLOTS,), -1, tl.int64)
+    keys = ordered(value, place, SIZE - 1)
+    for each in tl.static_range(COUNT):
+        best = tl.max(keys, axis=0)
+        found = tl.where(slot == each, SIZE - 1 - (best & 0xFFFFFFFF), found)
+        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+    return found
+
+
+@triton.jit
+def in_best_groups(
+    choice, there, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SLOTS: tl.constexpr
+):
+    """-inf for experts of other groups than those whose two best add up to most."""
+    MEMBERS: tl.constexpr = EXPERTS // GROUPS
+    members = tl.reshape(tl.where(there, choice, float("-inf")), (GROUPS, MEMBERS))
+    member = tl.arange(0, MEMBERS)[None, :]
+    keys = ordered(members, member, MEMBERS - 1)
+    first = tl.max(keys, axis=1)[:, None]
+    second = tl.max(tl.where(keys == first, -0x7FFFFFFFFFFFFFFF, keys), axis=1)[:, None]
+    two = (keys == first) | (keys == second)
+    total = tl.sum(tl.where(two, members, 0.0), axis=1)
+    group = tl.arange(0, GROUPS)
+    best = best_of(total, group, GROUPS, TOP_GROUPS, GROUP_SLOTS)
+    kept = tl.max((best[:, None] == group[None, :]).to(tl.int32), axis=0) > 0
+    return tl.reshape(tl.where(kept[:, None], members, float("-inf")), (EXPERTS,))
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    weights,
+    experts,
+    count,
+    stride,
+    epsilon,
+    scale,
+    SCORES: tl.constexpr,  # "softmax", "sigmoid", or "chosen": softmax of those that were chosen
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, EXPERTS)
+    there = each < count
+    scores = tl.load(logits + token * stride + each, mask=there, other=float("-inf")).to(tl.float32)
+    pdl_launch(PDL)
+    if SCORES == "softmax":
+        scores = tl.exp(scores - tl.max(scores, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    choice = scores
+    if bias is not None:
+        choice += tl.load(bias + each, mask=there, other=0.0).to(tl.float32)
+    if GROUPS > 1:
+        choice = in_best_groups(choice, there, EXPERTS, GROUPS, TOP_GROUPS, GROUP_SLOTS)
+    choice = tl.where(there, choice, float("-inf"))
+    found = best_of(choice, each, EXPERTS, COUNT, SLOTS)
+    slot = tl.arange(0, SLOTS)
+    ok = slot < COUNT
+    values = tl.sum(tl.where(found[:, None] == each[None, :], scores[None, :], 0.0), axis=1)
+    if SCORES == "chosen":
+        values = tl.where(ok, values, float("-inf"))
+        values = tl.exp(values - tl.max(values, axis=0))
+        values = values / tl.sum(values, axis=0)
+    if NORMALISED:
+        values = values / (tl.sum(tl.where(ok, values, 0.0), axis=0) + epsilon)
+    place = token * COUNT + slot
+    tl.store(weights + place, (values * scale).to(weights.dtype.element_ty), mask=ok)
+    tl.store(experts + place, found, mask=ok)

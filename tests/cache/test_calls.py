@@ -1,0 +1,192 @@
+"""A call that the cache knows is not traced by AOTAutograd again, and does what AOTAutograd did around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import graphex
+from tests.harness.cached import asked
+from tests.harness.cached import why_traced as why
+
+aten = torch.ops.aten
+
+
+def function(x: Tensor) -> Tensor:
+    return (x * 2).relu()
+
+
+def writes(x: Tensor, state: Tensor) -> Tensor:
+    state.mul_(2)
+    state[1:].add_(x[1:])
+    return state + x
+
+
+def test_the_second_call_is_not_traced(run):
+    assert why(run(function, torch.ones(2))) is None
+    journal = run(function, torch.ones(2))
+    assert asked(journal) == ["hit"]
+    assert why(journal) == ""
+    assert [(graph.inputs, graph.outputs, graph.devices) for graph in journal.graphs] == [(1, 1, ("cpu",))]
+
+
+def test_writes_to_inputs_are_made_and_counted(run):
+    counts = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(writes, backend="graphex")
+        state = nn.Parameter(torch.ones(4))
+        with torch.no_grad():
+            compiled(torch.ones(4), state)
+        assert state.tolist() == [2.0, 3.0, 3.0, 3.0]
+        counts.append(state._version)
+    assert why(graphex.journal(compiled)) == ""
+    assert counts[0] == counts[1] > 0
+
+
+def test_inputs_in_one_memory_are_another_call(run):
+    def doubled(x, state):
+        return x + 1, state.mul_(2) + x
+
+    run(doubled, torch.ones(4), torch.ones(4))
+    assert why(run(doubled, torch.ones(4), torch.ones(4))) == ""
+    memory, eager = torch.arange(6.0), torch.arange(6.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(doubled, backend="graphex")
+    found = compiled(memory[:4], memory[2:])
+    torch.testing.assert_close((found, memory), (doubled(eager[:4], eager[2:]), eager))
+    assert why(graphex.journal(compiled)) != ""
+
+
+def test_constants_of_the_trace_are_stored(run):
+    def function(x):
+        return x * torch.tensor([1.0, 2.0]) + torch.tensor(3.0)
+
+    run(function, torch.ones(2))
+    assert why(run(function, torch.ones(2))) == ""
+
+
+def test_results_are_marked_as_dynamic_as_before(run):
+    """Dynamo makes a graph with symbolic sizes of what takes them."""
+    marks = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="graphex", dynamic=True)
+        marks.append(vars(compiled(torch.ones(5))))
+    assert marks[0] == marks[1] != {}
+    assert why(graphex.journal(compiled)) == ""
+
+
+def halved(x: Tensor) -> Tensor:
+    """A decomposition that is another one for odd sizes."""
+    return torch.clamp_min(x, 0) if x.shape[0] % 2 == 0 else torch.maximum(x, torch.zeros_like(x))
+
+
+def test_guards_of_the_trace_are_added_again(folder):
+    """AOTAutograd alone asks whether a size is even: a loaded graph must not be called with an odd one."""
+
+    def compiled():
+        torch._dynamo.reset()
+        backend = graphex.get_backend({}, custom_decompositions={aten.relu.default: halved})
+        return torch.compile(function, backend=backend, dynamic=True)
+
+    compiled()(torch.ones(4))
+    loaded = compiled()
+    for size in (6, 8, 7):
+        torch.testing.assert_close(loaded(torch.ones(size)), function(torch.ones(size)))
+    first, *others = graphex.journal(loaded).cache
+    assert (first.status, first.reason) == ("hit", "")
+    assert len(others) == 1
+    for sizes in ((5, 9), (4, 2)):  # there are two graphs now, and each is found
+        found = compiled()
+        for size in sizes:
+            torch.testing.assert_close(found(torch.ones(size)), function(torch.ones(size)))
+        assert why(graphex.journal(found)) == ""
+
+
+# -- calls that are traced ---------------------------------------------------------------------------------------------
+
+
+@torch._dynamo.allow_in_graph
+def of_the_user(x):
+    return x * 2
+
+
+def test_a_function_of_the_users_in_the_graph_is_traced(run):
+    def function(x):
+        return of_the_user(x) + 1
+
+    run(function, torch.ones(2))
+    assert "of_the_user" in why(run(function, torch.ones(2)))
+
+
+def test_a_result_that_is_a_view_of_an_input_is_made_by_autograd(run):
+    def function(x):
+        return x[1:], x + 1
+
+    run(function, torch.ones(4))
+    assert why(run(function, torch.ones(4))).startswith("nothing is stored")
+
+
+def test_a_training_step_is_traced(run):
+    net = nn.Linear(4, 1)
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(net, backend="graphex")
+        compiled(torch.ones(2, 4)).sum().backward()
+    assert asked(graphex.journal(compiled)) == ["hit", "hit"]
+    assert all(record.reason for record in graphex.journal(compiled).cache)
+
+
+def test_autocast_is_traced(run):
+    with torch.autocast("cpu"):
+        run(function, torch.ones(2))
+        assert why(run(function, torch.ones(2))) == "autocast is on"
+
+
+def test_a_setting_of_autograd_that_changed_is_named(run):
+    run(function, torch.ones(2))
+    with torch._functorch.config.patch(cse=False):
+        assert why(run(function, torch.ones(2))) == "AOTAutograd's setting 'cse' was True and is False"
+
+
+def test_gradients_that_are_wanted_now_are_there(run):
+    """The same graph, with and without gradients."""
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        run(function, x)
+    torch._dynamo.reset()
+    torch.compile(function, backend="graphex")(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_an_op_of_torchs_that_somebody_implements_is_traced(run):
+    run(function, torch.ones(2))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("relu", lambda x: torch.clamp_min(x, 1.0), "CompositeImplicitAutograd")
+        assert "aten/relu" in why(run(function, torch.ones(2)))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def call_of(folder: Path) -> Path:
+    (path,) = folder.glob("*.call")
+    return path
+
+
+def test_a_damaged_call_is_traced_and_written_again(run, folder):
+    run(function, torch.ones(2))
+    call_of(folder).write_bytes(call_of(folder).read_bytes()[:-1])
+    assert why(run(function, torch.ones(2))).startswith("what is stored cannot be used: ")
+    assert why(run(function, torch.ones(2))) == ""
+
+
+def test_a_call_whose_graph_is_gone_is_compiled(run, folder):
+    run(function, torch.ones(2))
+    for path in folder.glob("*.graph"):
+        path.unlink()
+    assert asked(run(function, torch.ones(2))) == ["miss"]
+    assert why(run(function, torch.ones(2))) == ""

@@ -1,0 +1,221 @@
+"""Compiled regions on a GPU: captured and replayed, in eager's strides, with Triton kernels inside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphex
+from tests.harness.capture import count, reasons, replays
+
+pytestmark = pytest.mark.cuda
+
+CALLS = 4
+
+
+@pytest.fixture(autouse=True)
+def regions_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 128), nn.Linear(128, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend="graphex", options=options)
+
+
+def chain(x: Tensor) -> Tensor:
+    return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)
+
+
+def close(results, expected, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(results, expected, rtol=tolerance, atol=tolerance)
+
+
+def statuses(run) -> list[str]:
+    return [record.status for record in graphex.journal(run).regions]
+
+
+@torch.no_grad()
+def test_regions_are_captured_and_replayed():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(8))).cuda()
+    run = compiled(model)
+    for _ in range(CALLS):
+        x = torch.randn(3, 64, device="cuda")
+        close(run(x), model(x))
+    assert {"compiled", "reused"} <= set(statuses(run))
+    assert any(record.kernels for record in graphex.journal(run).regions)
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
+def test_a_constant_on_the_host_does_not_stop_a_capture():
+    scale = torch.tensor(2.5)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("step", torch.tensor(0.5, device="cuda"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.sin(x) * scale + torch.tensor(3.0)).cos() * self.step
+
+    model, x = Scaled(), torch.randn(4, 8, device="cuda")
+    run = compiled(model)
+    for _ in range(CALLS):
+        close(run(x), model(x))
+    assert statuses(run) == ["compiled"]
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
+def logits(x: Tensor, w: Tensor) -> Tensor:
+    return nn.functional.linear(nn.functional.layer_norm(torch.tanh(x).sin(), (512,)), w)
+
+
+def head(width: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
+    return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+@pytest.mark.parametrize("clone_output", ["auto", True, False])
+@pytest.mark.parametrize(("width", "split"), [(32769, 1), (32768, 0), (8191, 0)])
+@torch.no_grad()
+def test_logits_have_eagers_strides_whatever_rows_they_are_computed_in(width, split, clone_output):
+    x, w = head(width)
+    run = compiled(logits, clone_output=clone_output)
+    for _ in range(CALLS):
+        found, expected = run(x, w), logits(x, w)
+        assert found.stride() == expected.stride()
+        close(found.float(), expected.float(), 2e-1)
+        del found
+    assert [(record.status, record.split_products) for record in graphex.journal(run).regions] == [("compiled", split)]
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
+@torch.no_grad()
+def test_kept_logits_stay_right():
+    run, w = compiled(logits), head(32769)[1]
+    inputs = [torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
+    kept = [run(x, w) for x in inputs]
+    for x, result in zip(inputs, kept, strict=True):
+        close(result.float(), logits(x, w).float(), 2e-1)
+
+
+@torch.no_grad()
+def test_convolutions_keep_eagers_strides():
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU()).cuda().eval()
+    )
+    run, x = compiled(model), torch.randn(2, 3, 32, 32, device="cuda")
+    for _ in range(CALLS):
+        found, expected = run(x), model(x)
+        assert found.stride() == expected.stride()
+        close(found, expected, 1e-2)
+    assert reasons(run) == []
+
+
+def test_sizes_may_vary_without_compiling_again():
+    run = torch.compile(chain, backend="graphex", dynamic=True)
+    for rows in (3, 5, 9, 3, 5, 9, 3, 5, 9):
+        x = torch.randn(rows, 8, device="cuda")
+        close(run(x), chain(x))
+    assert len(graphex.journal(run).graphs) == 1
+    assert statuses(run) == ["compiled"]
+    assert count(run, "captured") == 3
+
+
+def test_a_step_of_training_draws_the_same_masks_with_and_without_regions():
+    torch.manual_seed(0)
+    mine = nn.Sequential(Block(), nn.Dropout(0.5), Block()).cuda()
+    other = copy.deepcopy(mine)
+    run, single = compiled(mine), compiled(other, regions=False)
+    x = torch.randn(16, 64, device="cuda")
+    for step in range(6):
+        for model, forward in ((mine, run), (other, single)):
+            model.zero_grad()
+            torch.manual_seed(step)
+            forward(x).square().mean().backward()
+        for left, right in zip(mine.parameters(), other.parameters(), strict=True):
+            close(left.grad, right.grad)
+    assert {record.graph.rpartition(" ")[2] for record in graphex.journal(run).regions} == {"forward", "backward"}
+    assert replays(run) > 0
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_region_that_raises_runs_its_nodes_and_is_captured(monkeypatch):
+    from graphex.regions import stage
+    from graphex.regions.compiler import RegionCode
+
+    def broken(args):
+        raise RuntimeError("too many resources requested for launch")
+
+    monkeypatch.setattr(stage, "compile_region", lambda body, patches: RegionCode(broken, "", ("kernel",), 0.0))
+    run, x = compiled(chain), torch.randn(4, 8, device="cuda")
+    for _ in range(CALLS):
+        close(run(x), chain(x))
+    (record,) = graphex.journal(run).fallbacks
+    assert "too many resources" in record.reason
+    assert replays(run) == CALLS - 1
+
+
+@pytest.mark.full
+def test_regions_that_are_compiled_in_the_background():
+    import threading
+
+    run, x = compiled(chain, regions="background"), torch.randn(4, 8, device="cuda")
+    for _ in range(CALLS):
+        close(run(x), chain(x))
+    for thread in threading.enumerate():
+        if thread.name == "graphex regions":
+            thread.join()
+    for _ in range(CALLS):
+        close(run(x), chain(x))
+    journal = graphex.journal(run)
+    assert [record.status for record in journal.regions_awaited] == ["begun", "in use"]
+    assert statuses(run) == ["compiled"]
+    assert len(journal.captures) == 2
+    assert reasons(run) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("layers", "is_timed"), [(0, False), (6, True)])
+def test_a_region_is_timed_unless_it_launches_far_fewer_kernels(monkeypatch, layers, is_timed):
+    monkeypatch.setenv("GRAPHEX_TUNING", "again")
+    w = torch.randn(256, 256, device="cuda") * 0.05
+
+    def program(x):
+        x = chain(x)
+        for _ in range(layers):
+            x = torch.relu(x @ w)
+        return x.cos() * 2
+
+    x = torch.randn(512, 256, device="cuda")
+    run = compiled(program)
+    close(run(x), program(x), 1e-2)
+    (region,) = graphex.journal(run).regions
+    assert (region.seconds_compiled > 0, region.seconds_single > 0) == (is_timed, is_timed)
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_max_autotune_tries_kernels_for_products():
+    torch.manual_seed(0)
+    model, x = Block(256).cuda().half(), torch.randn(512, 256, device="cuda", dtype=torch.float16)
+    run = torch.compile(model, backend="graphex", mode="max-autotune")
+    before = torch._dynamo.utils.counters["inductor"]["select_algorithm_autotune"]
+    for _ in range(CALLS):
+        close(run(x), model(x), 2e-2)
+    assert all(record.autotuned for record in graphex.journal(run).regions)
+    assert torch._dynamo.utils.counters["inductor"]["select_algorithm_autotune"] > before
+    assert replays(run) == CALLS - 1
