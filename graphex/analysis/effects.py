@@ -35,6 +35,8 @@ UNINITIALISED = frozenset(
 )
 
 _PURE_MODULES = frozenset({operator.__name__, math.__name__, "_operator"})
+# Higher-order ops that call an operator, and the place of it among their arguments; those behind it are its own.
+_CALLING = {"with_effects": 1, "run_and_save_rng_state": 0, "run_with_rng_state": 1}
 _FUNCTIONAL_WRAPPERS = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
 
@@ -161,10 +163,10 @@ def _written_by_bodies(node: Node) -> list[Node]:
     name = str(getattr(node.target, "__name__", node.target)) if is_higher_order else ""
     if name in _FUNCTIONAL_WRAPPERS:
         return []
-    if name == "with_effects":  # (token, operator, *arguments)
-        inner = node.args[1] if len(node.args) > 1 else None
+    if (place := _CALLING.get(name)) is not None:
+        inner = node.args[place] if len(node.args) > place else None
         if isinstance(inner, torch._ops.OpOverload):
-            return list(_written_by_schema(inner, node.args[2:], node.kwargs))
+            return list(_written_by_schema(inner, node.args[place + 1 :], node.kwargs))
         return list(node.all_input_nodes)
     bodies = bodies_of(node)
     if bodies and not any(map(_writes_anything, bodies)):

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from types import NoneType
 from typing import Any
 
 import torch
@@ -180,6 +181,23 @@ class _Loop:
         return self._loop.steps
 
 
+def _results(found: Any) -> tuple[Tensor, Tensor | None]:
+    """The tokens of a step, and the one boolean that ends the loop; raises InputError if it returns something else."""
+    tokens, finished = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(tokens, Tensor) or not isinstance(finished, (Tensor, NoneType)):
+        names = [type(each).__name__ for each in (found if isinstance(found, tuple) else (found,))]
+        raise InputError(
+            "a step of a decode_loop returns a tensor of tokens, or that and a tensor which says whether the loop is "
+            f"finished; got {' and '.join(names) or 'nothing'}."
+        )
+    if finished is not None and finished.numel() != 1:
+        raise InputError(
+            f"a step of a decode_loop says by one element whether the loop is finished; got {tuple(finished.shape)}. "
+            "Return `finished.all()`."
+        )
+    return tokens, None if finished is None else finished.reshape(())
+
+
 def decode_loop(
     step: Callable[[Any], Tensor | tuple[Tensor, Tensor]], state: Any, *, max_steps: int, ahead: int = AHEAD
 ) -> Iterator[Tensor]:
@@ -204,8 +222,7 @@ def decode_loop(
     device, journal = device_of({tensor.device for tensor in tensors}), Journal()
 
     def body() -> tuple[Tensor, Tensor | None]:
-        found = step(state)
-        return found if isinstance(found, tuple) else (found, None)
+        return _results(step(state))
 
     call = FixedCall(torch.no_grad()(body), device, journal, "decode_loop")
     return _Loop(DecodeLoop(call, device, max_steps=max_steps, ahead=ahead), journal)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -114,8 +115,18 @@ def _check(parts: Parts) -> None:
         raise InputError(f"train_step takes an optimizer of torch.optim as `optimizer`, got {kind}.")
     if not isinstance(parts.accumulate, int) or parts.accumulate < 1:
         raise InputError(f"accumulate is how many microbatches a step has, at least 1; got {parts.accumulate!r}.")
-    if isinstance(parts.ema, float) and not 0.0 <= parts.ema < 1.0:
-        raise InputError(f"ema is the decay of an average, from 0 to below 1; got {parts.ema!r}.")
+    closure = signature(parts.optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise InputError(
+            f"{type(parts.optimizer).__name__} computes the loss as often as it likes. Write the step as a function "
+            "that calls `optimizer.step(closure)`, and pass that to train_step."
+        )
+    if parts.autocast is not None and not isinstance(parts.autocast, torch.dtype):
+        raise InputError(f"autocast is a type, such as torch.bfloat16; got {parts.autocast!r}.")
+    if parts.ema is None or isinstance(parts.ema, AveragedModel):
+        return
+    if not isinstance(parts.ema, (int, float)) or not 0.0 <= parts.ema < 1.0:
+        raise InputError(f"ema is the decay of an average, from 0 to below 1, or an AveragedModel; got {parts.ema!r}.")
 
 
 def _average_of(parts: Parts) -> nn.Module | None:

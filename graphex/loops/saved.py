@@ -27,6 +27,12 @@ from graphex.records import Journal
 from graphex.torch_private.aot import aot_compiled, aot_loaded
 
 _MARK = b"graphex saved function 1\n"
+_MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
+_NAMES = {"grad_mode": "whether gradients are computed (torch.no_grad)"} | {
+    f"autocast({device})_{what}": f"{text} on '{device}'"
+    for device in ("cpu", "cuda")
+    for what, text in (("enabled", "torch.autocast"), ("dtype", "the type of torch.autocast"))
+}
 
 
 def save(
@@ -79,7 +85,7 @@ class Loaded:
         except RuntimeError as error:
             if self._function.guard_check(*given, **kwargs):
                 raise
-            raise InputError(f"this was saved for other arguments. {_guard(error)}") from error
+            raise InputError(_why_not(error)) from error
 
     def without_guards(self) -> Loaded:
         """The same, and it is yours to call it only as it was saved for: nothing is checked."""
@@ -108,10 +114,16 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
     return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
 
 
-def _guard(error: RuntimeError) -> str:
-    """The guard that failed, in torch's words: it stands in a list of texts."""
-    found = re.search(r"verbose_code_parts=\[\"(.*?)\"\]", str(error))
-    return f"{found[1]}." if found else one_line(error)
+def _why_not(error: RuntimeError) -> str:
+    """What differs between a call and the one that was saved for, by the guard that failed: texts in a list."""
+    found = re.search(r"verbose_code_parts=\[(['\"])(.*?)\1\]", str(error))
+    if found is None:
+        return f"this was saved for other arguments. {one_line(error)}"
+    guard = found[2].strip()
+    if not guard.startswith(_MODES):
+        return f"this was saved for other arguments. {guard}."
+    modes = " and ".join(_NAMES.get(name, name) for name in guard.removeprefix(_MODES).split())
+    return f"this was saved in another mode of torch: {modes} differs. Call it in the mode that `save` was called in."
 
 
 def _read(path: Path, trusted: bool) -> tuple[dict[str, Any], bytes]:

@@ -1,7 +1,8 @@
 """Members of regions: the nodes that Inductor compiles without changing what a caller can see.
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
-host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's.
+host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
+does an op that Inductor computes otherwise than eager by more than rounding.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ _DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
+# Ops that Inductor's C++ gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
+_INEXACT_ON_CPU = frozenset(
+    {
+        *(aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.floor_divide, aten.remainder),
+        *(aten.special_ndtr,),
+    }
+)
+_BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
@@ -64,7 +73,7 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozens
         return "it is kept to a part of the device"
     if str(op.overloadpacket) in kept or str(op) in kept:
         return "the option 'regions_keep_out' names it"
-    return _why_not_compiled(op) or _why_not_pure(node) or _why_not_here(node, device)
+    return _why_not_compiled(op) or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
 
 
 @cache
@@ -102,6 +111,24 @@ def _why_not_here(node: Node, device: torch.device) -> str:
         if free_unbacked_symbols(value):
             return "a size depends on data"
     return "" if _is_on(node, device) else "its result is on the host"
+
+
+def _why_not_exact(node: Node, device: torch.device) -> str:
+    op, value = operator_of(node), node.meta.get("val")
+    if op is None or not isinstance(value, Tensor):
+        return ""
+    if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
+        return f"its result is {value.dtype}, and Inductor's is torch.bool"
+    if not value.dtype.is_floating_point:
+        return ""
+    if op.overloadpacket is aten.mul and any(type(arg) is int and arg == 0 for arg in node.args):
+        return "Inductor takes the product with 0 for 0, and a nan would be lost"
+    if device.type != "cpu":
+        return ""
+    floors = op.overloadpacket is aten.div and node.kwargs.get("rounding_mode") == "floor"
+    if floors or op.overloadpacket in _INEXACT_ON_CPU:
+        return "Inductor's code for a CPU is wrong near zero, or for large numbers"
+    return ""
 
 
 def _is_on(node: Node, device: torch.device) -> bool:

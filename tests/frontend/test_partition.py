@@ -51,6 +51,20 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
     torch.testing.assert_close(*gradients)
 
 
+def test_a_checkpoint_with_dropout_draws_the_same_numbers_again():
+    def model(x, w):
+        return checkpoint(lambda x: ((x @ w).sin() * functional.dropout(x, 0.5)).tanh(), x, use_reentrant=False).sum()
+
+    compiled, gradients = compile_it(model), []
+    for run in (model, compiled):
+        torch.manual_seed(1)
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        gradients.append(torch.autograd.grad(run(x, w), (x, w)))
+    torch.testing.assert_close(*gradients)
+    assert not graphex.journal(compiled).fallbacks
+    assert saved(compiled).keys() <= {"run_and_save_rng_state"}
+
+
 def test_what_a_checkpoint_drops_is_computed_again():
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 

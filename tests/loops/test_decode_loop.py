@@ -97,3 +97,22 @@ def test_an_error_in_a_step_is_the_callers(captures):
 def test_bad_arguments_get_one_sentence(step, given, asked, sentence):
     with pytest.raises(graphex.InputError, match=sentence):
         graphex.decode_loop(step, given, **asked)
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        (None, "returns a tensor of tokens, .* got NoneType"),
+        ((torch.ones(1), True), "got Tensor and bool"),
+        ((torch.ones(1), torch.ones(2) > 0), r"by one element .* got \(2,\)"),
+    ],
+    ids=["nothing", "bool", "two"],
+)
+def test_a_step_that_returns_something_else_gets_one_sentence(returned, sentence):
+    with pytest.raises(graphex.InputError, match=sentence):
+        list(graphex.decode_loop(lambda given: returned, state(), max_steps=2))
+
+
+def test_the_end_may_be_a_tensor_of_one_dimension():
+    loop = graphex.decode_loop(lambda given: (torch.ones(1), torch.ones(1) > 0), state(), max_steps=3)
+    assert len(list(loop)) == 1

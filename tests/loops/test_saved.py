@@ -57,6 +57,21 @@ def test_a_call_that_it_was_not_saved_for_is_an_error_that_names_the_input(saved
         loaded(torch.randn(5, 8), torch.zeros(5, 8))
 
 
+@pytest.mark.parametrize(
+    ("gradients", "autocast", "sentence"),
+    [
+        (True, False, r"whether gradients are computed \(torch.no_grad\) differs"),
+        (False, True, "torch.autocast on 'cpu'"),
+    ],
+    ids=["gradients", "autocast"],
+)
+def test_a_call_in_another_mode_is_an_error_that_names_the_mode(saved, gradients, autocast, sentence):
+    loaded = graphex.load(saved, Step())
+    with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=autocast):
+        with pytest.raises(graphex.InputError, match=f"in another mode of torch: {sentence}"):
+            loaded(torch.randn(4, 8), torch.zeros(4, 8))
+
+
 @torch.no_grad()
 def test_an_error_of_the_model_stays_that_error(saved):
     model = Step()

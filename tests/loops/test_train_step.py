@@ -33,6 +33,13 @@ def test_what_is_no_step_is_refused_with_a_sentence():
         graphex.train_step(lambda x: x, clip_norm=1.0)
     with pytest.raises(graphex.InputError, match="at least 1"):
         graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), accumulate=0)
+    with pytest.raises(graphex.InputError, match=r"LBFGS .* calls `optimizer\.step\(closure\)`"):
+        graphex.train_step(model, functional.mse_loss, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(graphex.InputError, match="autocast is a type"):
+        graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), autocast="bf16")
+    for ema in ("a", 1.0):
+        with pytest.raises(graphex.InputError, match="ema is the decay of an average"):
+            graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), ema=ema)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from math import inf
 
 import pytest
 import torch
@@ -215,9 +216,9 @@ def test_a_number_that_varies_keeps_its_region():
 
 
 def test_what_asks_dynamo_to_trace_again_reaches_it(uncompiled, monkeypatch):
-    calls = []
+    calls, compile_region = [], import_module("graphex.regions.stage").compile_region
 
-    def restart(body, patches, compile_region=import_module("graphex.regions.stage").compile_region):
+    def restart(body, patches):
         calls.append(body)
         if len(calls) == 1:
             raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
@@ -447,6 +448,71 @@ def test_a_slower_region_is_not_used(monkeypatch):
     assert region.seconds_compiled > 0
     assert region.seconds_single > 0
     assert (region.status == "slower") == (region.seconds_compiled > region.seconds_single * 1.02)
+
+
+# -- numbers at the ends of what there is ------------------------------------------------------------------------------
+
+EXTREME = (0.0, 1e-45, 1e-38, 1e-20, 1e-8, 1e-4, 0.3, 0.7, 0.999, 1.001, 5.0, 88.0, 104.0, 65504.0, 1e10, 3e38, inf)
+UNARY = (
+    *("abs", "acos", "asin", "asinh", "atan", "ceil", "cos", "cosh", "digamma", "erfc", "exp", "exp2", "floor", "frac"),
+    *("lgamma", "log", "log10", "log1p", "log2", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh"),
+    *("sqrt", "square", "tan", "tanh", "trunc"),
+)
+ACTIVATIONS = ("hardshrink", "hardsigmoid", "hardswish", "leaky_relu", "logsigmoid", "mish", "relu", "silu", "softplus")
+INSIDE = (
+    {name: getattr(torch, name) for name in UNARY}
+    | {name: getattr(nn.functional, name) for name in ACTIVATIONS}
+    | {
+        "divide": lambda x: x / 0.7,
+        "fmod": lambda x: torch.fmod(x, 1.7),
+        "power": lambda x: x.abs() ** 0.3,
+        "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
+    }
+)
+OUTSIDE = {
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
+    "celu": nn.functional.celu,
+    "elu": nn.functional.elu,
+    "erf": torch.erf,
+    "expm1": torch.expm1,
+    "floored": lambda x: torch.div(x, 0.7, rounding_mode="floor"),
+    "floor divide": lambda x: x // 3.0,
+    "ndtr": torch.special.ndtr,
+    "remainder": lambda x: x % 1.7,
+    "selu": nn.functional.selu,
+    "softshrink": nn.functional.softshrink,
+    "zero": lambda x: x * 0 + 1,
+}
+
+
+def far_off(found: Tensor, wanted: Tensor) -> bool:
+    """Whether a result differs by more than rounding: a nan is lost or made, or its first digits are others."""
+    return not torch.allclose(found, wanted, rtol=1e-5, atol=1e-37, equal_nan=True)
+
+
+def test_extreme_numbers_give_what_eager_gives():
+    x, ops = torch.tensor([*EXTREME, *(-value for value in EXTREME), torch.nan]), INSIDE | OUTSIDE
+
+    def program(x):
+        return {name: op(x) for name, op in ops.items()}
+
+    run, wanted = compiled(program), program(x)
+    found = run(x)
+    assert [name for name in ops if far_off(found[name], wanted[name])] == []
+    assert sum(region.generated for region in regions(run)) >= len(INSIDE)
+    kept = [record for record in graphex.journal(run).region_borders if record.reason.startswith("Inductor")]
+    assert sum(record.count for record in kept) == len(OUTSIDE) - 1  # softshrink multiplies by 0 too
+
+
+def test_whether_bytes_are_nonzero_is_a_byte():
+    def program(x):
+        return x.any() * 200 + 100, x.all() * 200, x.any(0) + 255, (x * 2 + 1).sum()
+
+    run, x = compiled(program), torch.arange(12, dtype=torch.uint8).view(3, 4)
+    torch.testing.assert_close(run(x), program(x))
+    assert not graphex.journal(run).fallbacks
+    assert regions(run)
 
 
 # -- programs nobody thought of ----------------------------------------------------------------------------------------
