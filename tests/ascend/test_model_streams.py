@@ -81,6 +81,7 @@ def by_with(x, s):
 def by_record_stream(x, s):
     y = x * 2
     y.record_stream(s)
+    s.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(s):
         z = y.sin()
     torch.npu.current_stream().wait_stream(s)
