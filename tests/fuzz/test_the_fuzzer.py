@@ -142,7 +142,7 @@ def test_every_rule_is_in_the_sample_or_cannot_be_reached():
     Fusions, regions and streams have tests of their own.
     """
     ours = [graph_pass for stage, graph_pass in (*OURS, *LAST) if stage not in ELSEWHERE]
-    rotary = {"rotary_write", "rotary_qkv_write", "rotary_attention"}
+    rotary = {"rotary_write", "rotary_qkv_write", "rotary_attention", "norm_rotary_attention"}
     known = {rule for graph_pass in ours for rule in graph_pass.rules()} - rotary
     assert known - set(RULES) == {"same_type", "same_device"}
 

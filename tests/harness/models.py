@@ -6,6 +6,7 @@ model(**ARCHITECTURES["llama"].given("cpu"))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,3 +126,13 @@ ARCHITECTURES = {
 def tokens(device: str, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (BATCH, PROMPT), generator=generator).to(device)
+
+
+def training_step(call: Callable[..., Any], model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """One step of SGD: the loss, every gradient and every parameter after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = call(**given, labels=given["input_ids"], use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach(), "gradients": gradients, "parameters": dict(model.named_parameters())}

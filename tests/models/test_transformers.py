@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import graphex
 from tests.harness.models import (
     ARCHITECTURES,
     tokens,
+    training_step,
     transformers,
 )
 
@@ -87,15 +87,5 @@ def test_training_step_equals_eager(name: str, device: str) -> None:
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="graphex", fullgraph=True)
     given = architecture.given(device)
-    assert_equal(step(compiled, twin, given), step(model, model, given), device)
+    assert_equal(training_step(compiled, twin, given), training_step(model, model, given), device)
     assert_compiled(graphex.journal(compiled), "forward", "backward")
-
-
-def step(call: Callable[..., Any], model: torch.nn.Module, given: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """One step of SGD: the loss, every gradient and every parameter after it."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = call(**given, labels=given["input_ids"], use_cache=False).loss
-    loss.backward()
-    optimizer.step()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {"loss": loss.detach(), "gradients": gradients, "parameters": dict(model.named_parameters())}

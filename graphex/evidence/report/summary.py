@@ -305,7 +305,8 @@ def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 def _blamed(verdict: dict[str, Any]) -> str:
     rules, ran = verdict["rules"], verdict["pass_name"]
     if rules:
-        return f" by rule {', '.join(map(repr, rules))} of '{ran}', which was left out"
+        named = f"rule {rules[0]!r}" if len(rules) == 1 else f"rules {', '.join(map(repr, rules))}"
+        return f" by {named} of '{ran}', which {'was' if len(rules) == 1 else 'were'} left out"
     return f" by pass '{ran}'{', which was left out' if verdict['runs'] else ''}" if ran else ""
 
 
@@ -323,7 +324,7 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
-        yield _sentence("good", f"{calls} ops run in {where}. {_gain(used)}")
+        yield _sentence("good", f"{calls} ops run in {where}. {_gain(used, has_previews=_has_previews(graphs))}")
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence("plain", f"{what} slower than single ops, which run instead.")
@@ -340,16 +341,21 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         yield _sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
 
 
-def _gain(used: list[dict[str, Any]]) -> str:
-    """The speed to expect of compiled regions, from their trials."""
+def _has_previews(graphs: list[dict[str, Any]]) -> bool:
+    return any(each["preview"] for graph in graphs for each in graph["rewrites"])
+
+
+def _gain(used: list[dict[str, Any]], *, has_previews: bool) -> str:
+    """The speed to expect of compiled regions, from their trials. What is lifted as a preview is slower than eager."""
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
     compiled, single = (sum(each[name] for each in measured) for name in ("seconds_compiled", "seconds_single"))
     if not measured:
         return "They were not measured: expect about the speed of Inductor."
     some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
+    expected = "" if has_previews else " Expect at least eager's speed."
     return (
         f"Measured here: {_factor(single / compiled)} times the speed of single ops, {_time(compiled)} instead of "
-        f"{_time(single)} a call{some}. Expect at least eager's speed."
+        f"{_time(single)} for all of them{some}.{expected}"
     )
 
 
