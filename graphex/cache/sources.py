@@ -320,7 +320,7 @@ def _exact(value: Any) -> object:
 
 
 def _is_of_class(item: object) -> bool:
-    """Whether something in the namespace of an enumeration is not one of its members or what torch keeps of them."""
+    """Whether something in the namespace of an enumeration is a function of it, no member and nothing about members."""
     return isinstance(item, (FunctionType, *_PARTS))
 
 
