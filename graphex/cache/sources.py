@@ -172,7 +172,8 @@ class _Hasher:
         self.feed(vars(value))
         self._cells(value)
         home = str(value.__globals__.get("__name__"))
-        if (known := _known_module(home)) is not None and vars(sys.modules.get(home) or abc) is value.__globals__:
+        is_its_own = getattr(sys.modules.get(home), "__dict__", None) is value.__globals__
+        if is_its_own and (known := _known_module(home)) is not None:
             code = value.__code__  # one of an installed package around one of the user's, which is in its cells
             self._say("known", *known, code.co_qualname, code.co_firstlineno)
         else:
