@@ -70,7 +70,8 @@ class FixedCall:
             with compiling:
                 self._capture()
         if self._replay is None:
-            return self._body()
+            with compiling:
+                return self._body()
         self._replay.replay()
         return self._result
 

@@ -58,6 +58,7 @@ REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
 MOVES_IN_A_ROW = 8  # captures for moved inputs without a replay in between, after which moved calls run eagerly
 CALLS_IN_USE = 2  # calls that found kept results in use, after which they are copied out
+MOMENTS = 20  # of 0.1 ms that a call waits for kept results that are about to be dropped
 MOST_KEPT = 2  # sizes whose graphs may keep results: each has memory of its own for them
 
 _NOTHING: frozenset[int] = frozenset()
@@ -253,7 +254,7 @@ class CapturedProgram(program.GraphProgram):
 
     def _is_in_use(self, graph: CapturedGraph) -> bool:
         """Whether results of an earlier replay, which were not copied, are in use: the graph must not be replayed."""
-        keeper = graph.pool.keeper_in_the_way(graph.number)
+        keeper = _keeper_in_the_way(graph)
         if keeper is None:
             return False
         self._in_use += 1
@@ -398,6 +399,21 @@ class CapturedProgram(program.GraphProgram):
             return _without_modes(run, args)
         with torch.profiler.record_function(self._label):
             return _without_modes(run, args)
+
+
+def _keeper_in_the_way(graph: CapturedGraph) -> int | None:
+    """The graph whose results in use a replay could write to, after a moment in which they may be dropped.
+
+    On a GPU backwards run in autograd's own thread. It drops what they read and return after the caller has its results,
+    and needs the interpreter's lock for that, which a caller that goes on at once does not let go.
+    """
+    keeper = graph.pool.keeper_in_the_way(graph.number)
+    for _ in range(MOMENTS):
+        if keeper is None:
+            return None
+        time.sleep(1e-4)
+        keeper = graph.pool.keeper_in_the_way(graph.number)
+    return keeper
 
 
 def _counting(places: list[int]) -> Picker | None:
