@@ -404,8 +404,8 @@ class CapturedProgram(program.GraphProgram):
 def _keeper_in_the_way(graph: CapturedGraph) -> int | None:
     """The graph whose results in use a replay could write to, after a moment in which they may be dropped.
 
-    On a GPU backwards run in autograd's own thread. It drops what they read and return after the caller has its results,
-    and needs the interpreter's lock for that, which a caller that goes on at once does not let go.
+    On a GPU backwards run in autograd's own thread. It drops what they read and return after the caller has its
+    results, and needs the interpreter's lock for that, which a caller that goes on at once does not let go.
     """
     keeper = graph.pool.keeper_in_the_way(graph.number)
     for _ in range(MOMENTS):
