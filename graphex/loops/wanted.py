@@ -86,11 +86,7 @@ class Wanted:
         host += [f"{type(each).__name__} {_HOST}" for each, found in zip(looking, stops, strict=True) if found is None]
         has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         past = int(cache.get_seq_length())
-        mask, position = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        # Not every release of transformers leaves out a mask of ones. Without positions the model counts them by it.
-        if mask is not None and position is not None and mask.dim() == 2 and mask.all():
-            mask = None
-        embeds = model_kwargs.get("inputs_embeds")
+        mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
         prompt = max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
         return cls(
             input_ids=input_ids,
@@ -112,10 +108,11 @@ class Wanted:
             past=past,
             room=bucket(past + prompt + steps),
             mask=mask,
-            position=position,
+            position=model_kwargs.get("position_ids"),
             extra={name: model_kwargs[name] for name in ("logits_to_keep",) if name in model_kwargs},
             returns_cache=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
-            plain_prompt=mask is None
+            # Not every release of transformers leaves out a mask of ones, and some models count positions by it.
+            plain_prompt=(mask is None or (mask.dim() == 2 and bool(mask.all())))
             and embeds is None
             and not past
             and config.prefill_chunk_size is None
