@@ -23,32 +23,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.lookup import find, later, present, private
 
-__all__ = [
-    "adds_guards",
-    "aot_compiled",
-    "aot_loaded",
-    "aot_module_simplified",
-    "autograd_state",
-    "counted",
-    "counted_inputs",
-    "default_partition",
-    "dynamic_results",
-    "implemented_in_python",
-    "is_autocast_on",
-    "is_compiled_ahead",
-    "joint_trace",
-    "mark_dynamic",
-    "memory_budget",
-    "min_cut_rematerialization_partition",
-    "only_hands_over",
-    "regenerated_outputs",
-    "register_as_serializable",
-    "static_input_indices",
-    "symbolic_trace",
-    "without_autograd_cache",
-]
-
-
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
 aot_module_simplified = later("torch._functorch.aot_autograd.aot_module_simplified")

@@ -25,59 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from graphex.errors import GraphexError
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "RESUME_PREFIX",
-    "TensorifyScalarRestartAnalysis",
-    "TorchDispatchMode",
-    "allow_registering_again",
-    "backend_of",
-    "batches_gradients",
-    "cached_backends_equal_to",
-    "called_by",
-    "code_of",
-    "compile_id",
-    "compile_lock",
-    "compile_stage",
-    "compiled_ahead",
-    "compiled_version",
-    "compiling_backend",
-    "compiling_code",
-    "compiling_frame",
-    "debug_directory",
-    "disable",
-    "dispatch_modes",
-    "dual_level",
-    "external_object",
-    "flatten_graph_inputs",
-    "has_tangent",
-    "input_sources",
-    "is_current_stream",
-    "is_object_lookup",
-    "is_seen_by_a_mode",
-    "is_traced",
-    "is_transformed",
-    "is_whole",
-    "mark_dynamic",
-    "mark_growing",
-    "mark_static_address",
-    "modes_enabled",
-    "profiler_enabled",
-    "register_backend",
-    "room_to_recompile",
-    "size_guards",
-    "surfaced",
-    "trace_artifact",
-    "transform",
-    "without_modes",
-]
-
-
 # -- logs, traces, profiles and modes ----------------------------------------------------------------------------------
 # Structured-trace artifacts, and whether a mode or a profiler sees the calls of torch.
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 

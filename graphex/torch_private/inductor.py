@@ -19,18 +19,6 @@ from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
-__all__ = [
-    "OutputCode",
-    "inductor_compile",
-    "inductor_settings",
-    "known_instruction_set",
-    "known_settings",
-    "packed_code",
-    "start_compilers",
-    "unpacked_code",
-    "without_inductor",
-]
-
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor

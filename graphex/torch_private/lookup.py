@@ -23,9 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["TRIED", "Tried", "is_newer_than_tried", "is_too_old"]
-
-
 _NOTHING: Any = object()
 _WITHOUT_PASSES = "the model runs without graphex's passes"
 

@@ -15,8 +15,6 @@ import torch
 from graphex.torch_private.dynamo import disable
 from graphex.torch_private.lookup import present
 
-__all__ = ["build_with", "know_classes", "tell_of_broken_scopes"]
-
 # Dynamo's own parts: what it cannot do without is not looked up as a name that may be gone.
 _classes: Any = present("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
 _utils: Any = present("torch._dynamo.utils")

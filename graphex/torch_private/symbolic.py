@@ -17,36 +17,17 @@ import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "FAKED_BY",
-    "NEEDS_A_VALUE",
+__all__ = [  # those of torch, as they are
     "FakeTensor",
     "FakeTensorMode",
-    "NewGuardError",
     "ShapeEnv",
-    "add_guards",
-    "broken_condition",
-    "conditions",
     "detect_fake_mode",
-    "evaluated",
-    "expression_of",
-    "fake_like",
     "free_symbols",
     "free_unbacked_symbols",
     "guard_or_false",
-    "hint_of",
     "is_traceable_wrapper_subclass",
-    "kind_of",
-    "multiple_of",
-    "no_new_guards",
     "pytree",
-    "stated_since",
     "statically_known_true",
-    "substituted",
-    "symbol_of",
-    "symbolic",
-    "unset_fake_temporarily",
-    "without_guards",
 ]
 
 
