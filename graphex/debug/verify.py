@@ -101,7 +101,7 @@ class Verifying(Program):
     def _use(self, gm: GraphModule, functional: Graph) -> Program:
         if self._graph.functional is not None:
             self._graph.functional.use(gm, functional)
-        return build_executable(replace(self._graph, gm=gm, lanes=None))
+        return build_executable(replace(self._graph, gm=gm, streams=None))
 
 
 Use = Callable[[GraphModule, Graph], Program]

@@ -118,7 +118,7 @@ class Cores(NamedTuple):
 class Device:
     name = "cpu"
     captures = False
-    has_streams = False  # whether `lanes` gives any
+    has_streams = False  # whether `stream_set` gives one
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -135,7 +135,7 @@ class Device:
         """Whether a (fake) tensor is in the device's memory, and not in the host's."""
         return True
 
-    def lanes(self, plan: StreamPlan) -> StreamSet | None:
+    def stream_set(self, plan: StreamPlan) -> StreamSet | None:
         """Streams for a graph; None where there is but one, on which the order of the graph is right too."""
         return None
 

@@ -123,7 +123,7 @@ class GpuDevice(Device):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type
 
-    def lanes(self, plan: StreamPlan) -> StreamSet:
+    def stream_set(self, plan: StreamPlan) -> StreamSet:
         return GpuStreams(self.runtime, self._device, plan)
 
     def current_stream(self) -> Any:

@@ -3,7 +3,8 @@
     loose match -> arguments -> exact match -> nothing escapes, one stream -> the rule's own check
     -> replacement traced on the same arguments -> same results -> a place to put it
 
-The answer is a `Plan`, a `Mismatch` (the pattern ends somewhere) or a `Refusal` (it matched and must not be applied).
+The answer is a `FusionPlan`, a `Mismatch` (the pattern ends somewhere) or a `Refusal` (it matched and must not be
+applied).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardE
 
 
 @dataclass
-class Plan:
+class FusionPlan:
     """A rewrite that may be made: replace `outputs` by the results of `replacement`, called with `inputs`."""
 
     rule: Rule
@@ -69,7 +70,7 @@ class Site:
         return found
 
 
-def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Mismatch | Refusal:
+def try_rule(rule: Rule, anchor: Node, site: Site) -> FusionPlan | Mismatch | Refusal:
     """What comes of `rule` with its anchor at this node."""
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Mismatch):
@@ -266,7 +267,9 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
     return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
 
 
-def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site) -> Plan | Refusal:
+def _planned(
+    rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site
+) -> FusionPlan | Refusal:
     names = [*rule.parameters, *_tangents(found.bound)]
     inputs = [site.calls.source(found.bound.get(name)) for name in names]
     count = len(rule.parameters)
@@ -284,7 +287,7 @@ def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: F
     place = _place(nodes, [node for node in outputs if node is not None], inputs)
     if isinstance(place, Refusal):
         return place
-    return Plan(rule, nodes, outputs, inputs, replacement, *place)
+    return FusionPlan(rule, nodes, outputs, inputs, replacement, *place)
 
 
 def _tangents(bound: dict[str, Any]) -> list[str]:
@@ -370,6 +373,6 @@ def claimed_by(work: Work, rules: Iterable[Rule]) -> dict[Node, str]:
     for rule in rules:
         for target in targets_of(rule.pattern.anchor_op):
             for anchor in find(op="call_function", target=target, sort=False):
-                if isinstance(plan := try_rule(rule, anchor, site), Plan):
+                if isinstance(plan := try_rule(rule, anchor, site), FusionPlan):
                     found.update(dict.fromkeys(plan.nodes, rule.name))
     return found

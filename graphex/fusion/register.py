@@ -57,12 +57,12 @@ def register_replacement(
         name=name,
         self_test=self_test,
     )
-    twin = next((other for other in process_rules if isinstance(other, Rule) and _same(rule, other)), None)
-    if twin is not None:
+    known = next((other for other in process_rules if isinstance(other, Rule) and _same(rule, other)), None)
+    if known is not None:
         if skip_duplicates:
-            return Handle(process_rules, twin, skipped=True)
+            return Handle(process_rules, known, skipped=True)
         raise RuleError(
-            f"Duplicate pattern: rule '{twin.name}' already looks for what '{rule.name}' looks for. "
+            f"Duplicate pattern: rule '{known.name}' already looks for what '{rule.name}' looks for. "
             "Remove that one first, or pass skip_duplicates=True."
         )
     return process_rules.add(rule)
