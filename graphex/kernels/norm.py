@@ -197,19 +197,9 @@ def norm_kernel(
             v = scaled(smoothed(y, more, COMPUTE), s, MODE, SCALE, RESULT)
             tl.store(q_out + at, quantised(v, quant_min, quant_max, FULL_RANGE, Q), mask=ok)
         if QUANT == "static":
+            v = rounded(y, COMPUTE)
             q = static_quantised(
-                rounded(y, COMPUTE),
-                known,
-                more,
-                quant_min,
-                quant_max,
-                MODE,
-                SCALE,
-                RESULT,
-                SUM,
-                ZERO_POINT_FIRST,
-                FULL_RANGE,
-                Q,
+                v, known, more, quant_min, quant_max, MODE, SCALE, RESULT, SUM, ZERO_POINT_FIRST, FULL_RANGE, Q
             )
             tl.store(q_out + at, q, mask=ok)
 
