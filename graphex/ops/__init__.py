@@ -1,7 +1,12 @@
 """The op library: importing it defines `torch.ops.npu.*` (where torch_npu is not installed) and `torch.ops.graphex.*`.
 
 Read `definition.py` first: an op is declared once, from its schema and its reference in plain ATen. Then the families:
-those of `torch.ops.npu` in `npu*.py`, and those of `torch.ops.graphex` in the other modules.
+those of `torch.ops.npu` in `npu*.py`, and those of `torch.ops.graphex` in the other modules. `decompositions` is the
+table that graphs are traced with.
+
+How a graph meets an op: tracing asks its fake for shapes, a rule puts it in (`graphex.fusion.rules`), other rooms ask
+its declaration (title, rows, whether Inductor may join it), and a call runs its kernel or, where that declines, its
+reference.
 """
 
 from __future__ import annotations
