@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
+from graphex.analysis import is_effectful, known_equal, known_true, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_kernel
@@ -28,6 +28,7 @@ from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.fusion.rule import Rule, pattern_of
 from graphex.fusion.tracing import Replacement, fresh, key_of, without_guards
 from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.motion import used_by
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
 
@@ -220,9 +221,8 @@ def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> s
         if is_kernel(node) and not node.meta.get(MERGED):
             while stranger in staying:  # say who is behind it
                 node, stranger = stranger, next(u for u in stranger.users if u in staying or not _within(u, inside))
-            where = f" ({line})" if (line := node_line(stranger)) else ""
-            what = "returned" if stranger.op == "output" else f"used by '{stranger.name}'{where}"
-            return Refusal(f"'{node.name}' would disappear, and it is also {what}", node, _KEPT.get(rule.origin, ""))
+            said = f"'{node.name}' would disappear, and it is also {used_by(stranger)}"
+            return Refusal(said, node, _KEPT.get(rule.origin, ""))
         staying.add(node)
     return staying
 
