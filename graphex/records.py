@@ -121,7 +121,7 @@ class Rewrote(Record):
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why it is safe to write to memory: who owns it, who read it last, and what is saved by it.
+    """Why it is safe to write to memory: the nodes that own it, the node that read it last, and the bytes it saves.
 
     `bytes_saved` are bytes that are no longer copied or no longer allocated in every call.
     """

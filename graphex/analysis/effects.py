@@ -1,4 +1,4 @@
-"""What a node does besides computing its value, in four parts.
+"""Effects of nodes besides the values they compute, in four parts.
 
 effects         writes, randomness, communication, anything unknown
 node kinds      which nodes launch a kernel, and which touch data at all
@@ -312,7 +312,7 @@ class Sync:
 
 
 def synchronisation(node: Node) -> Sync | None:
-    """What a node does to the order of streams; None for every other node and for what is not understood."""
+    """The event by which a node orders streams; None for every other node, and for one that is not understood."""
     op = operator_of(node)
     if op is not None and op.namespace == "graphex":
         return _ours(node, op)

@@ -225,7 +225,7 @@ class _Verification:
         return Eager(interpreted(before)) if found.blamed == CODE_GENERATION else use(before, before.graph)
 
     def _blame(self, found: Finding) -> blame.Version | None:
-        """Record who is to blame; the graph without it, None where it cannot be left out."""
+        """Record the rule or pass to blame; the graph without it, None where it cannot be left out."""
         version = None
         if found.blamed != CODE_GENERATION:
             try:

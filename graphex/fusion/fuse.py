@@ -35,12 +35,12 @@ _MOST_VISITED = 64
 
 
 Looks = dict[Node, tuple[object, Mismatch | None]]
-"""What a first look at an anchor has shown, and the operands it looked at."""
+"""The result of a first look at an anchor, and the operands it looked at."""
 
 
 @dataclass
 class Outcome:
-    """What became of one rule: how often it applied, and how each try of the last sweep ended."""
+    """The outcome of one rule: how often it applied, and how each try of the last sweep ended."""
 
     matches: int = 0
     ends: dict[Node, Mismatch | Refusal] = field(default_factory=dict)

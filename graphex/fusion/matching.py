@@ -72,7 +72,7 @@ class Site:
 
 
 def try_rule(rule: Rule, anchor: Node, site: Site) -> FusionPlan | Mismatch | Refusal:
-    """What comes of `rule` with its anchor at this node."""
+    """The outcome of `rule` with its anchor at this node."""
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Mismatch):
         return found
@@ -139,7 +139,7 @@ def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
 
 
 def _bound(rule: Rule, match: Match) -> dict[str, Any] | Mismatch:
-    """What stands for each argument of the rule's functions."""
+    """The values that stand for the arguments of the rule's functions."""
     bound: dict[str, Any] = {}
     for name in rule.parameters:
         if name not in match.kwargs:
@@ -309,7 +309,7 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
 
 
 def _writes_arguments(replacement: Replacement) -> Refusal | None:
-    """What the rule finds writes nothing: others may read the argument as it was."""
+    """Refuse a replacement that writes to an argument: the pattern wrote nothing, and others may read the argument."""
     if (write := replacement.write_to_argument) is None:
         return None
     edit = "let the replacement return its result; graphex makes it in-place again where that is safe"

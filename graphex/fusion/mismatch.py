@@ -41,7 +41,7 @@ _PUT_IN: dict[Any, tuple[str, str]] = {
 
 
 def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
-    """What would put an op with these arguments where something else was found; empty where nothing is known.
+    """The edit that would put an op with these arguments where something else was found; empty where nothing is known.
 
     An edit that changes what the model computes says so.
     """

@@ -1,4 +1,4 @@
-"""What a rule looks for: all the outputs of its search function, and where in a graph they may stand.
+"""Patterns that rules look for: all the outputs of its search function, and where in a graph they may stand.
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 
@@ -274,7 +274,7 @@ def _ops_in(part: Any) -> int:
 
 
 def _users_through(node: Node) -> Iterator[Node]:
-    """Who uses a value, directly, through what does nothing, or as a part of a split, which is a slice."""
+    """The users of a value: direct ones, those behind nodes that do nothing, and those of its split parts."""
     for user in node.users:
         yield user
         if user.target in SPLITS:
@@ -298,12 +298,12 @@ _MOVES = frozenset(
 )
 
 Check = Callable[[Match], Any]
-"""What a rule asks about a match: True, False, or a `Refusal` with a reason."""
+"""A question of a rule about a match, answered by True, False, or a `Refusal` with a reason."""
 
 
 @dataclass
 class Pattern:
-    """What a rule looks for: one pattern for each output of its function. `outputs[anchor]` is where a try begins."""
+    """The pattern of a rule: one for each output of its function. `outputs[anchor]` is where a try begins."""
 
     outputs: list[PatternExpr]
     anchor: int = field(init=False)
@@ -315,7 +315,7 @@ class Pattern:
         self.anchor = max(firm, key=lambda index: _weight(self._innermost(index)), default=0)
 
     def _innermost(self, index: int) -> Any:
-        """What tells most about an output: the op itself, or the op whose result it picks."""
+        """The op that tells most about an output: the op itself, or the op whose result it picks."""
         output = self.outputs[index]
         assert isinstance(output, OpPattern)
         parts = [part for part in output.arguments.values() if isinstance(part, OpPattern)]
@@ -343,7 +343,7 @@ class Pattern:
 
     @cached_property
     def look(self) -> Any:
-        """What a first look at an anchor asks: patterns that ask the same get the same answer."""
+        """The questions of a first look at an anchor: patterns that ask the same get the same answer."""
         begin = self.outputs[self.anchor]
         return (begin.op_name, begin.firm) if isinstance(begin, OpPattern) else None
 

@@ -151,7 +151,7 @@ class NodeInfo:
 
 
 def node_info(node: Node) -> NodeInfo:
-    """What a check may want to know about a node: its stream (None: the current one), the module it is in, its line."""
+    """Facts about a node that a check may want: its stream (None: the current one), the module it is in, its line."""
     if not isinstance(node, Node):
         raise InputError(f"node_info takes a node of a graph, got {type(node).__name__}.")
     stack = node.meta.get("nn_module_stack") or {}

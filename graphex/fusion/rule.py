@@ -57,7 +57,7 @@ _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 @dataclass(frozen=True)
 class WhyNot:
-    """What is said of a place that a rule finds and does not replace: the reason, and the edit that would help."""
+    """The report on a place that a rule finds and does not replace: the reason, and the edit that would help."""
 
     reason: str
     edit: str
@@ -150,7 +150,7 @@ class Rule(AnyRule):
 
     @cached_property
     def pattern(self) -> Pattern:
-        """What to look for, constants left out."""
+        """The pattern to look for, constants left out."""
         if self.given is not None:
             return converted(self.given)
         return pattern_of(self.search_graph, self.parameters, self.scalars, exact=False)

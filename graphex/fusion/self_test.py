@@ -175,7 +175,7 @@ def _same_values(rule: Rule, roundoff: float) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the two functions of a rule gave: where they differ and by how much, and the results of the search."""
+    """The results of the two functions of a rule: where they differ and by how much, and the results of the search."""
 
     results: list[Any]
     index: int = 0

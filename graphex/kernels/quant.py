@@ -52,7 +52,7 @@ from graphex.ops.npu import QUANTISED, dynamic_range
 
 @triton.jit
 def source(x, up, at, at_up, ok):
-    """What is quantised: x, or silu(x) * up with both steps rounded to the type of x."""
+    """The values to quantise: x, or silu(x) * up with both steps rounded to the type of x."""
     X: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     if up is not None:

@@ -52,7 +52,7 @@ def _wait_on_the_host() -> None:
 
 
 def _moment(*, device: torch.device | None = None) -> Tensor:
-    """What `record` returns: a value to hand to `wait`."""
+    """The result of `record`: a value to hand to `wait`."""
     return torch.zeros((), device=device)
 
 

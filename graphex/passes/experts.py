@@ -233,7 +233,7 @@ def _only_index(node: Any) -> Node | None:
 
 
 def _through(node: Any, inner: set[Node]) -> Any:
-    """What `squeeze(unsqueeze(x, d), d)` was made of."""
+    """The `x` of `squeeze(unsqueeze(x, d), d)`."""
     while (outer := called(node, aten.squeeze.dim)) is not None:
         back = called(outer.args[0], aten.unsqueeze.default)
         if back is None or back.args[1] % 3 != outer.args[1] % 3:

@@ -281,7 +281,7 @@ class RowWrite:
 
 
 def row_write(node: Node) -> RowWrite | None:
-    """What a node writes, if it is a write of rows in place."""
+    """The write of rows in place that a node is; None if it is none."""
     read = _SPELLINGS.get(node.target) if node.op == "call_function" and not node.kwargs else None
     found = read(node, *node.args) if read is not None else None
     if found is None or _tensor(found.cache) is None or _tensor(found.given) is None:
@@ -372,7 +372,7 @@ class _Proof:
             yield self._unfit_query_and_value()
 
     def _reads(self) -> list[Read]:
-        """What the op will read, each with the node that reads it now."""
+        """The values that the op will read, each with the node that reads it now."""
         rotary, writes = self.rotary, self.writes
         found = [Read(each, rotary.node) for each in (rotary.key, rotary.cos, rotary.sin)]
         if self.joins_query and rotary.query is not None:

@@ -216,7 +216,7 @@ def _stays(cast: Any) -> bool:
 
 
 def _grouped(node: Any, inner: set[Node]) -> tuple[Any, tuple[int, int]]:
-    """What `masked_fill(choice, not one of the best groups, -inf)` is applied to, with the groups and how many stay."""
+    """The argument of `masked_fill(choice, not one of the best groups, -inf)`, with the groups and how many stay."""
     filled = called(node, aten.masked_fill.Scalar)
     if filled is None or filled.args[2] != -math.inf:
         return node, (1, 1)

@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, is_collective
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.asynchronous import is_declared_asynchronous, launch_of, who_may_keep
+from graphex.analysis.asynchronous import is_declared_asynchronous, keeper_of, launch_of
 from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import (
     does_nothing,
@@ -196,7 +196,7 @@ class Boundaries:
 
 
 def _may_keep(reader: Node) -> bool:
-    return bool(who_may_keep(reader)) or launch_of(reader) is not None
+    return bool(keeper_of(reader)) or launch_of(reader) is not None
 
 
 def _shared(writer: Node, written: Node, other: Node) -> Obstacle:

@@ -103,7 +103,7 @@ def aot_compiled(
 
 
 def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
-    """What `aot_compiled` has made, to be called; `names` are the globals of the function."""
+    """The function that `aot_compiled` has made, to be called; `names` are the globals of the function."""
     load = find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize
     return load(data, names, *_held(load, 2, module))
 
@@ -160,7 +160,7 @@ def autograd_state() -> dict[str, Any] | None:
 
 
 def implemented_in_python() -> str:
-    """An op of torch's own that somebody traces into a function of theirs; empty if there is none."""
+    """An op of torch's that a Python function was registered for (`torch.library`); empty if there is none."""
     return next((name for name in sorted(_implementations) if _OVERRIDES.match(name)), "")
 
 

@@ -88,7 +88,7 @@ def is_seen_by_a_mode() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether somebody collects structured-trace artifacts (TORCH_TRACE)."""
+    """Whether structured-trace artifacts are collected (TORCH_TRACE)."""
     return _trace_structured is not None and bool(getattr(_trace_log, "handlers", ()))
 
 
@@ -153,7 +153,7 @@ mark_growing: Callable[[Tensor, int], None] | None = private(
 
 
 def size_guards() -> list[str] | None:
-    """What the graph being compiled takes for granted about sizes that are no constants; None if that is not known."""
+    """The guards of the graph being compiled on sizes that are no constants; None if they are not known."""
     context = private("torch._guards.TracingContext.try_get", lambda: None)()
     env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     return None if env is None else [str(guard.expr) for guard in env.guards]
@@ -319,7 +319,7 @@ def backend_of(compiled: object) -> object | None:
 
 
 def compiled_ahead(compiled: object) -> object:
-    """What a backend made for a result of `aot_compile`; anything else as it is."""
+    """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
     return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
 
 

@@ -94,7 +94,7 @@ def tell_of_broken_scopes(tell: Callable[[Mapping[str, Any], Any], None]) -> Non
 
 
 def _said_by(scope: Any) -> Mapping[str, Any]:
-    """What a scope annotates nodes with; `annotation` since torch 2.14."""
+    """The annotation that a scope gives to nodes; `annotation` since torch 2.14."""
     values = getattr(scope, "annotation", None) or getattr(scope, "target_values", None)
     said = values[0] if isinstance(values, (list, tuple)) and values else values
     return said if isinstance(said, Mapping) else {}
