@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from graphex.analysis.graphs import parameters_of
 from graphex.analysis.source import raised_in
 from graphex.config import AnyRule
-from graphex.errors import RuleError, one_line
+from graphex.errors import Refusal, RuleError, one_line
 from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, value_of
 from graphex.fusion.patterns import Check, OpPattern, Pattern
 from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
@@ -55,14 +55,6 @@ from graphex.torch_private.symbolic import (
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 
-@dataclass(frozen=True)
-class WhyNot:
-    """The report on a place that a rule finds and does not replace: the reason, and the edit that would help."""
-
-    reason: str
-    edit: str
-
-
 @dataclass(eq=False)
 class Rule(AnyRule):
     """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
@@ -82,7 +74,7 @@ class Rule(AnyRule):
     scalar_workaround: Mapping[str, float] = field(default_factory=dict)
     origin: str = "user"
     requires: frozenset[str] = frozenset()
-    why_not: WhyNot | None = None
+    why_not: Refusal | None = None
     ranks: Sequence[AnyRule] = ()
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
