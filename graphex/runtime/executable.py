@@ -221,8 +221,8 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         run = generated(part)
         boundary = piece.boundary
         if not piece.captured:
-            if (obstacle := boundary.obstacle) is not None:
-                part.fall_back("this piece of the graph runs without capture", obstacle.reason, obstacle.node)
+            if (refusal := boundary.refusal) is not None:
+                part.fall_back("this piece of the graph runs without capture", refusal.reason, refusal.node)
             runs.append(run)
             continue
         static = [index for index, node in enumerate(piece.inputs) if node in stable]
