@@ -276,7 +276,7 @@ class StreamsScheduled(Record):
 
 @dataclass(frozen=True)
 class AutoStreams(Record):
-    """What `auto_streams` decided for one combination of sizes: kept, dropped or not tried; medians."""
+    """The decision of `auto_streams` for one combination of sizes: kept, dropped or not tried; medians."""
 
     kind: ClassVar[str] = "auto streams"
     key: str
@@ -289,7 +289,7 @@ class AutoStreams(Record):
 
 @dataclass(frozen=True)
 class KernelsPlanned(Record):
-    """What the calls of an op that are alike launch on a GPU, or why the op's reference runs instead (`declined`).
+    """The kernels that equal calls of an op launch on a GPU, or why the op's reference runs instead (`declined`).
 
     Where several ways compete, `family` and `shape` are what the choice is remembered by; it is made when the graph
     first runs, and `Report.kernels` has it.

@@ -110,7 +110,7 @@ Use = Callable[[GraphModule, Graph], Program]
 
 @dataclass(frozen=True)
 class Finding:
-    """What the comparison of all segments has shown; `place` is the first wrong version in `segment`, None if none is.
+    """The result of comparing all segments; `place` is the first wrong version in `segment`, None if none is.
 
     A place one past the end of the segment means that the generated code is wrong.
     """

@@ -1,4 +1,4 @@
-"""Patterns that rules look for: all the outputs of its search function, and where in a graph they may stand.
+"""Patterns of rules: all the outputs of a search function, and where in a graph they may stand.
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 

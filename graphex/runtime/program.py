@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugTools:
-    """What `debug`, a room above this one, does for a graph that is made to run: see `frontend.compiler`."""
+    """Functions of `debug`, a room above this one, for a graph that is made to run: see `frontend.compiler`."""
 
     write_code: Callable[[Code, GraphModule], str]
     in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
