@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
@@ -201,7 +201,7 @@ def keeper_of(node: Node) -> str:
         return "" if keeps_nothing(op) else str(op)
     bodies = bodies_of(node)
     if bodies:
-        return next(filter(None, (_keeper_in(body) for body in bodies)), "")
+        return next(filter(None, (keeper_of(each) for body in bodies for each in body.graph.nodes)), "")
     name = str(getattr(node.target, "__name__", node.target))
     module = str(getattr(node.target, "__module__", "") or "")
     is_function = not isinstance(node.target, (str, torch._ops.HigherOrderOperator))
@@ -216,10 +216,6 @@ def keeps_nothing(op: Op) -> bool:
 
 def is_declared_to_keep_nothing(op: Op) -> bool:
     return op in _declared_keeping or is_declared(op)
-
-
-def _keeper_in(body: GraphModule) -> str:
-    return next(filter(None, map(keeper_of, body.graph.nodes)), "")
 
 
 def register_keeps_nothing(*ops: object) -> Handle:

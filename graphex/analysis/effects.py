@@ -169,13 +169,9 @@ def _written_by_bodies(node: Node) -> list[Node]:
             return list(_written_by_schema(inner, node.args[place + 1 :], node.kwargs))
         return list(node.all_input_nodes)
     bodies = bodies_of(node)
-    if bodies and not any(map(_writes_anything, bodies)):
+    if bodies and not any(written_arguments(each) for body in bodies for each in body.graph.nodes):
         return []
     return list(node.all_input_nodes)
-
-
-def _writes_anything(module: GraphModule) -> bool:
-    return any(written_arguments(node) for node in module.graph.nodes)
 
 
 def _submodule(node: Node, target: str) -> object | None:

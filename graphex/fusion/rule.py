@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.analysis.effects import is_number
 from graphex.analysis.graphs import parameters_of
 from graphex.analysis.source import raised_in
 from graphex.config import AnyRule
@@ -230,7 +231,7 @@ def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], 
             made[node] = KeywordArg(next(arguments, node.name))
         elif node.op == "output":
             outputs = [made[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, Node)]
-        elif not isinstance(value_of(node), torch.Tensor) and op_of(node) is not operator.getitem and _is_size(node):
+        elif is_number(node) and op_of(node) is not operator.getitem:
             made[node] = value_of(node)
         elif exact and node.op == "call_function" and is_nothing(node):
             made[node] = made[node.all_input_nodes[0]]
@@ -289,7 +290,3 @@ def _normalised(part: CallFunction) -> tuple[Any, dict[str, Any]]:
         return op, {"self": next(iter(arguments.values()))}
     keywords = {a.name for a in target._schema.arguments if a.kwarg_only}
     return op, {**{n: d for n, d in parameters if n not in keywords and n not in arguments}, **arguments}
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
