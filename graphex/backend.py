@@ -242,7 +242,7 @@ def _begin(
 
 @dataclass
 class Watch:
-    """What was compiled, and the options that were laid over the program's own."""
+    """A watch over compilations: their journals, and the options that it lays over a program's own."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     on_compile: Callable[[Journal], None] = lambda _: None

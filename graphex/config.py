@@ -57,7 +57,7 @@ class Option(Generic[T]):
 
 
 class Kind(ABC, Generic[T]):
-    """What values an option may hold: a check and the words for it."""
+    """The values that an option may hold: a check, and a text that lists them."""
 
     allowed: str
 

@@ -158,7 +158,7 @@ def path_of_rank(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it sees what it was or what it is now, never a part."""
+    """Write a file so that a reader sees its old content or the new, never a part."""
     with written_whole(path) as file:
         file.write(text.encode(errors="backslashreplace"))  # a lone surrogate is no UTF-8
 
@@ -262,7 +262,7 @@ class Folder:
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
-        """Remove a file, whoever wrote it; another process may have been faster."""
+        """Remove a file, of any owner; another process may have been faster."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 
@@ -312,7 +312,7 @@ class Folder:
 def open_folder(root: Path, *names: str) -> Iterator[Folder]:
     """The folder `root/names`, made if it is not there, for this user alone. Raises OSError, saying why not.
 
-    `root` may be reached through links, which are a matter of whoever named it; what is below is not.
+    `root` may be reached through links, since the user named it; the folders below it may not.
     """
     if not hasattr(os, "geteuid"):
         raise UntrustedError("this system does not say who a file belongs to")

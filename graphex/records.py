@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from graphex.env import rank_and_size
 from graphex.errors import warn_user
@@ -121,7 +121,7 @@ class Rewrote(Record):
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why it is safe to write to memory: who owns it, who read it last, and what is saved by it.
+    """Why it is safe to write to memory: the nodes that own it, the node that read it last, and the bytes it saves.
 
     `bytes_saved` are bytes that are no longer copied or no longer allocated in every call.
     """
@@ -276,7 +276,7 @@ class StreamsScheduled(Record):
 
 @dataclass(frozen=True)
 class AutoStreams(Record):
-    """What `auto_streams` decided for one combination of sizes: kept, dropped or not tried; medians."""
+    """The decision of `auto_streams` for one combination of sizes: kept, dropped or not tried; medians."""
 
     kind: ClassVar[str] = "auto streams"
     key: str
@@ -289,7 +289,7 @@ class AutoStreams(Record):
 
 @dataclass(frozen=True)
 class KernelsPlanned(Record):
-    """What the calls of an op that are alike launch on a GPU, or why the op's reference runs instead (`declined`).
+    """The kernels that equal calls of an op launch on a GPU, or why the op's reference runs instead (`declined`).
 
     Where several ways compete, `family` and `shape` are what the choice is remembered by; it is made when the graph
     first runs, and `Report.kernels` has it.
@@ -437,8 +437,42 @@ class Verified(Record):
 R = TypeVar("R", bound=Record)
 
 
+class Of(Generic[R]):
+    """An attribute of journals: their records of one kind."""
+
+    def __init__(self, kind: type[R]) -> None:
+        self.kind = kind
+
+    def __get__(self, journal: Journal, owner: type) -> list[R]:
+        return journal.of(self.kind)
+
+
 class Journal:
     """All records of one compiled object, in the order they were made."""
+
+    graphs = Of(GraphCompiled)
+    breaks = Of(GraphBroke)
+    recompilations = Of(Recompiled)
+    passes = Of(PassRan)
+    rewrites = Of(Rewrote)
+    refusals = Of(Refused)
+    rules = Of(RuleTried)
+    near_misses = Of(NearMiss)
+    fallbacks = Of(FellBack)
+    captures = Of(Captured)
+    activations = Of(Activation)
+    optimizers = Of(OptimizerPrepared)
+    cuts = Of(Cut)
+    memory = Of(MemoryPredicted)
+    streams = Of(StreamsScheduled)
+    auto_streams = Of(AutoStreams)
+    kernels = Of(KernelsPlanned)
+    regions = Of(RegionCompiled)
+    region_borders = Of(RegionBorder)
+    regions_awaited = Of(RegionsAwaited)
+    cache = Of(CacheAsked)
+    deadlock_checks = Of(DeadlockChecked)
+    verifications = Of(Verified)
 
     write_report: ClassVar[
         Callable[[Journal, str, Path], None]
@@ -507,98 +541,6 @@ class Journal:
         order = [ran.name for ran in self.passes if ran.graph == record.graph]
         blamed = order.index(undone[0].pass_name) if undone[0].pass_name in order else len(order)
         return record.pass_name in order[:blamed]
-
-    @property
-    def graphs(self) -> list[GraphCompiled]:
-        return self.of(GraphCompiled)
-
-    @property
-    def breaks(self) -> list[GraphBroke]:
-        return self.of(GraphBroke)
-
-    @property
-    def recompilations(self) -> list[Recompiled]:
-        return self.of(Recompiled)
-
-    @property
-    def passes(self) -> list[PassRan]:
-        return self.of(PassRan)
-
-    @property
-    def rewrites(self) -> list[Rewrote]:
-        return self.of(Rewrote)
-
-    @property
-    def refusals(self) -> list[Refused]:
-        return self.of(Refused)
-
-    @property
-    def rules(self) -> list[RuleTried]:
-        return self.of(RuleTried)
-
-    @property
-    def near_misses(self) -> list[NearMiss]:
-        return self.of(NearMiss)
-
-    @property
-    def fallbacks(self) -> list[FellBack]:
-        return self.of(FellBack)
-
-    @property
-    def captures(self) -> list[Captured]:
-        return self.of(Captured)
-
-    @property
-    def activations(self) -> list[Activation]:
-        return self.of(Activation)
-
-    @property
-    def optimizers(self) -> list[OptimizerPrepared]:
-        return self.of(OptimizerPrepared)
-
-    @property
-    def cuts(self) -> list[Cut]:
-        return self.of(Cut)
-
-    @property
-    def memory(self) -> list[MemoryPredicted]:
-        return self.of(MemoryPredicted)
-
-    @property
-    def streams(self) -> list[StreamsScheduled]:
-        return self.of(StreamsScheduled)
-
-    @property
-    def auto_streams(self) -> list[AutoStreams]:
-        return self.of(AutoStreams)
-
-    @property
-    def kernels(self) -> list[KernelsPlanned]:
-        return self.of(KernelsPlanned)
-
-    @property
-    def regions(self) -> list[RegionCompiled]:
-        return self.of(RegionCompiled)
-
-    @property
-    def region_borders(self) -> list[RegionBorder]:
-        return self.of(RegionBorder)
-
-    @property
-    def regions_awaited(self) -> list[RegionsAwaited]:
-        return self.of(RegionsAwaited)
-
-    @property
-    def cache(self) -> list[CacheAsked]:
-        return self.of(CacheAsked)
-
-    @property
-    def deadlock_checks(self) -> list[DeadlockChecked]:
-        return self.of(DeadlockChecked)
-
-    @property
-    def verifications(self) -> list[Verified]:
-        return self.of(Verified)
 
     def to_dict(self) -> dict[str, Any]:
         return {

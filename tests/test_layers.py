@@ -88,3 +88,11 @@ def test_no_import_goes_up(room):
 def test_few_modules_stand_beside_the_rooms():
     loose = [path.stem for path in PACKAGE.glob("*.py") if path.stem not in ENTRANCES]
     assert len(loose) <= MOST_LOOSE_MODULES, loose
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()} - {PACKAGE}), ids=lambda f: f.name)
+def test_a_folder_says_what_lives_in_it(folder):
+    text = (folder / "__init__.py").read_text()
+    inside = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__init__.py")]
+    named = [name for name in inside if name not in ENTRANCES and not name.endswith("_kernel")]
+    assert [name for name in named if not re.search(rf"\b{name}\b", text)] == []

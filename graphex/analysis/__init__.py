@@ -9,7 +9,7 @@ a rewrite. In the order to read:
     effects           what a node does besides computing its value; which nodes launch kernels and order streams
     inplace_variants  functional ops and their in-place variants, known or declared
     asynchronous      ops that work on after they have returned, ops that may keep their arguments, memory so in use
-    aliasing          which values share memory, who writes to it, and when
+    aliasing          which values share memory, which nodes write to it, and when
     memory            sizes, last uses, and whether memory may be written over
     program           when the user's program wrote to its inputs, and which nodes can raise
     dependencies      what has to run before what, stream epochs included

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
@@ -59,7 +59,7 @@ _declared: dict[Op, str] = {}  # and the name of the op that waits for it
 
 @dataclass(frozen=True)
 class Launch:
-    """What an op goes on using after it has returned.
+    """The memory that an op goes on using after it has returned.
 
     `waits` are the names of the ops that wait for it, called on its results; empty if a graph cannot wait for it.
     """
@@ -71,7 +71,7 @@ class Launch:
 
 
 def launch_of(node: Node) -> Launch | None:
-    """What a node goes on using; None for an op that is done when it returns."""
+    """The memory that a node goes on using; None for an op that is done when it returns."""
     if node.op in ("placeholder", "get_attr", "output"):
         return None
     op = operator_called(node)
@@ -190,7 +190,7 @@ _MODULES = ("_operator", "math", "operator", "torch")
 _declared_keeping: set[Op] = set()
 
 
-def who_may_keep(node: Node) -> str:
+def keeper_of(node: Node) -> str:
     """The op that may hold on to what the node is given; empty if none does."""
     if node.op not in ("call_function", "call_module") or node.target is operator.getitem:
         return ""
@@ -201,7 +201,7 @@ def who_may_keep(node: Node) -> str:
         return "" if keeps_nothing(op) else str(op)
     bodies = bodies_of(node)
     if bodies:
-        return next(filter(None, (_keeper_in(body) for body in bodies)), "")
+        return next(filter(None, (keeper_of(each) for body in bodies for each in body.graph.nodes)), "")
     name = str(getattr(node.target, "__name__", node.target))
     module = str(getattr(node.target, "__module__", "") or "")
     is_function = not isinstance(node.target, (str, torch._ops.HigherOrderOperator))
@@ -216,10 +216,6 @@ def keeps_nothing(op: Op) -> bool:
 
 def is_declared_to_keep_nothing(op: Op) -> bool:
     return op in _declared_keeping or is_declared(op)
-
-
-def _keeper_in(body: GraphModule) -> str:
-    return next(filter(None, map(who_may_keep, body.graph.nodes)), "")
 
 
 def register_keeps_nothing(*ops: object) -> Handle:
@@ -237,7 +233,7 @@ def register_keeps_nothing(*ops: object) -> Handle:
 
 
 def declarations() -> list[str]:
-    """What users have declared of ops, as text."""
+    """The declarations of users about ops, as text."""
     waits = [f"{op} works on until {wait}" for op, wait in _declared.items()]
     return sorted([*waits, *(f"{op} keeps nothing" for op in _declared_keeping)])
 
@@ -267,7 +263,7 @@ class Use(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What a node reads and writes besides what its arguments say."""
+    """The memory that a node reads and writes besides that of its arguments."""
 
     reads: Memory = _NOTHING
     writes: Memory = _NOTHING
@@ -359,7 +355,7 @@ class InUse:
         return self._kept.get(storage, math.inf) < self._position[before]
 
     def arguments_in_flight(self) -> dict[Node, Node | None]:
-        """What ops in flight were given, and the node that waits for the last of them; None if none does."""
+        """The values that ops in flight were given, and the node that waits for the last of them; None if none does."""
         found: dict[Node, Node | None] = {}
         for flight in self._flights:
             end = flight.last if flight.landed else None
@@ -385,12 +381,12 @@ class InUse:
         if (launch := launch_of(node)) is not None:
             written = memory_of([*launch.writes, node] if launch.writes_results else launch.writes)
             self._begin(Flight(node, launch, Access(memory_of(launch.reads), written)))
-        elif keeper := who_may_keep(node):
+        elif keeper := keeper_of(node):
             self._keep(node, keeper, memory_of(node.all_input_nodes))
         return access
 
     def end(self) -> Access:
-        """What is still in flight when the graph ends."""
+        """The ops that are still in flight when the graph ends."""
         return _access_of([flight for flight in self._flights if not flight.landed])
 
     def merge(self, storage: Storage, into: Storage) -> None:
@@ -440,7 +436,7 @@ class InUse:
 
 
 def _access_of(flights: Collection[Flight]) -> Access:
-    """What a wait for some ops in flight reads and writes."""
+    """The memory that a wait for some ops in flight reads and writes."""
     return Access(
         _NOTHING.union(*(flight.memory for flight in flights)),
         _NOTHING.union(*(flight.access.writes for flight in flights)),

@@ -1,4 +1,4 @@
-"""What a node does besides computing its value, in four parts.
+"""Effects of nodes besides the values they compute, in four parts.
 
 effects         writes, randomness, communication, anything unknown
 node kinds      which nodes launch a kernel, and which touch data at all
@@ -169,13 +169,9 @@ def _written_by_bodies(node: Node) -> list[Node]:
             return list(_written_by_schema(inner, node.args[place + 1 :], node.kwargs))
         return list(node.all_input_nodes)
     bodies = bodies_of(node)
-    if bodies and not any(map(_writes_anything, bodies)):
+    if bodies and not any(written_arguments(each) for body in bodies for each in body.graph.nodes):
         return []
     return list(node.all_input_nodes)
-
-
-def _writes_anything(module: GraphModule) -> bool:
-    return any(written_arguments(node) for node in module.graph.nodes)
 
 
 def _submodule(node: Node, target: str) -> object | None:
@@ -312,7 +308,7 @@ class Sync:
 
 
 def synchronisation(node: Node) -> Sync | None:
-    """What a node does to the order of streams; None for every other node and for what is not understood."""
+    """The event by which a node orders streams; None for every other node, and for one that is not understood."""
     op = operator_of(node)
     if op is not None and op.namespace == "graphex":
         return _ours(node, op)

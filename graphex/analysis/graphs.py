@@ -13,6 +13,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -56,11 +57,8 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
 
 
 def attribute_of(gm: GraphModule, target: str) -> Any:
-    """What a `get_attr` node with this target stands for."""
-    value: Any = gm
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+    """The object that a `get_attr` node with this target stands for."""
+    return attrgetter(target)(gm)
 
 
 def values_from_outside(nodes: Collection[Node]) -> list[Node]:

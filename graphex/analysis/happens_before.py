@@ -1,4 +1,4 @@
-"""What happens before what: nodes on several streams, and reads and writes of one memory.
+"""The happens-before order: nodes on several streams, and reads and writes of one memory.
 
 `Clocks` are vector clocks. A clock maps streams to positions. The work of a stream runs in order, so a stream that
 knows one node of another to have finished knows it of all before that node. A record keeps the clock of its stream; a
@@ -54,7 +54,7 @@ class Clocks:
         self._events: dict[Hashable, Clock] = {}
 
     def of(self, stream: Stream) -> Clock:
-        """What has finished when the next work of `stream` starts."""
+        """The clock of all work that has finished when the next work of `stream` starts."""
         return self.streams.get(stream, {})
 
     def knows(self, stream: Stream, other: Stream, position: int) -> bool:
@@ -203,7 +203,7 @@ def _name(storage: Storage) -> str:
 
 
 class Memory(Protocol):
-    """The storages of values and who reads and writes them: `Aliases`, or facts that the graph alone does not show."""
+    """The storages of values, and those that nodes read and write: `Aliases`, or facts that the graph does not show."""
 
     def storages(self, node: Node) -> frozenset[Storage]: ...
 

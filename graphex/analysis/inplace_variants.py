@@ -103,7 +103,7 @@ Op = torch._ops.OpOverload
 
 @dataclass(frozen=True)
 class DeclaredVariant:
-    """What is known of a pair: the variant, which arguments it writes, and how the results of the two correspond.
+    """A pair of ops: the variant, which arguments it writes, and how the results of the two correspond.
 
     The functional op returns `outs` results of its own, then one new version for each of `written`.
     """
@@ -118,7 +118,7 @@ class DeclaredVariant:
         return len(self.functional._schema.returns) > 1
 
     def written_values(self, node: Node) -> list[Any]:
-        """What `node`, a call of either op, is given for the arguments that are written."""
+        """The values that `node`, a call of either op, is given for the arguments that are written."""
         arguments = self.functional._schema.arguments
         return [
             node.args[place] if place < len(node.args) else node.kwargs.get(arguments[place].name)
@@ -144,7 +144,7 @@ def is_declared(op: Op) -> bool:
 
 
 def declarations() -> list[str]:
-    """What users have declared of pairs of ops, as text."""
+    """The pairs of ops that users have declared, as text."""
     return sorted(f"{op} is written in place by {each.inplace}, {each.written}" for op, each in _declared.items())
 
 

@@ -134,7 +134,7 @@ class Raising:
 
 
 def lost_without(node: Node, value: Node) -> Node | None:
-    """What can raise and would not be run any more if `node` did not use `value`."""
+    """A node that can raise and would not be run any more if `node` did not use `value`."""
     pending, gone = [value], {node}
     while pending:
         each = pending.pop()
@@ -271,7 +271,7 @@ def writes_to(target: Node) -> Writes | None:
 
 
 def raising_in(graph: Graph, aliases: Aliases) -> Raising:
-    """What can raise in a graph, as `aliases` know it, and when it would have in the program."""
+    """The nodes of a graph that can raise, as `aliases` know it, and when they would have in the program."""
     inputs = (writes_to(node) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
     noted = next((writes for writes in inputs if writes is not None), None)
     return Raising(graph, aliases, (lambda node: (UNKNOWN, NEVER)) if noted is None else noted.program.when)

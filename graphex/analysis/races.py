@@ -58,7 +58,7 @@ class Done:
 
 @dataclass
 class _Memory:
-    """Who wrote to a memory last, and who has read it since."""
+    """The last node that wrote to a memory, and the nodes that have read it since."""
 
     writer: Done
     readers: list[Done] = field(default_factory=list)

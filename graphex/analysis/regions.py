@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
-from graphex.analysis.asynchronous import is_wait, launch_of, who_may_keep
+from graphex.analysis.asynchronous import is_wait, keeper_of, launch_of
 from graphex.analysis.contract import RegionContract
 from graphex.analysis.dependencies import has_hidden_effect
 from graphex.analysis.effects import is_work, synchronisation
@@ -68,4 +68,4 @@ def _why_none(node: Node, aliases: Aliases) -> str:
         return f"'{node.name}' orders streams"
     if launch_of(node) is not None or is_wait(node):
         return f"'{node.name}' works on after it has returned, or waits for an op that does"
-    return f"'{keeper}' may keep what it is given" if (keeper := who_may_keep(node)) else ""
+    return f"'{keeper}' may keep what it is given" if (keeper := keeper_of(node)) else ""

@@ -103,7 +103,7 @@ class Rows:
         return rule(self, node)
 
     def _checked(self, node: Node, place: Place | None) -> Place | None:
-        """What a rule says must be what the sizes say."""
+        """The rule of an op must agree with its sizes."""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self.of(value, node) != place:
             self.refuse(node, "its rows are not where they should be")

@@ -1,9 +1,14 @@
 """Debugging aids that options switch on for one compilation, and the snapshots of graphs that reports show.
 
-`history` keeps a graph as data before and after each pass. `verify` compares an optimised graph with the original on
-its first call, and `blame` finds what to leave out after a mismatch; `tensors` compares values. `scripts`
-writes graphs as scripts that run by themselves, among them the one that shows a mismatch. `dumps` writes graphs and
-tensors to files. `orders` runs a graph with streams in random orders that its events allow.
+    history     a graph as data before and after each pass, with the ops that a device runs for each node
+                (`device_ops`)
+    verify      the optimised graph against the original, on its first call; `blame` finds what to leave out after a
+                mismatch, and `tensors` compares values
+    scripts     graphs as scripts that run by themselves, among them the one that shows a mismatch
+    dumps       graphs and tensors as files
+    orders      a graph with streams, run in random orders that its events allow
 
-Read `history` and `verify` first. This room adds records to the journal; `evidence` shows them.
+A graph comes here from two sides: the runner gives its snapshots to `history`, and the runtime asks `verify`, `dumps`
+and `orders` for what they put around a program (`runtime.program.DebugTools`). This room adds records to the journal;
+`evidence` shows them. Read `history` and `verify` first.
 """

@@ -1,4 +1,4 @@
-"""What to leave out when verification finds a mismatch: the rules that are wrong, or else the pass.
+"""The blame for a mismatch that verification finds: the rules to leave out, or else the pass.
 
 The passes run once more, on the graph as AOTAutograd gave it, without one rule or pass at a time. Everything else
 stays. The graph that comes out is another version of the graph, with records of its own.

@@ -101,7 +101,7 @@ class Verifying(Program):
     def _use(self, gm: GraphModule, functional: Graph) -> Program:
         if self._graph.functional is not None:
             self._graph.functional.use(gm, functional)
-        return build_executable(replace(self._graph, gm=gm, lanes=None))
+        return build_executable(replace(self._graph, gm=gm, streams=None))
 
 
 Use = Callable[[GraphModule, Graph], Program]
@@ -110,7 +110,7 @@ Use = Callable[[GraphModule, Graph], Program]
 
 @dataclass(frozen=True)
 class Finding:
-    """What the comparison of all segments has shown; `place` is the first wrong version in `segment`, None if none is.
+    """The result of comparing all segments; `place` is the first wrong version in `segment`, None if none is.
 
     A place one past the end of the segment means that the generated code is wrong.
     """
@@ -225,7 +225,7 @@ class _Verification:
         return Eager(interpreted(before)) if found.blamed == CODE_GENERATION else use(before, before.graph)
 
     def _blame(self, found: Finding) -> blame.Version | None:
-        """Record who is to blame; the graph without it, None where it cannot be left out."""
+        """Record the rule or pass to blame; the graph without it, None where it cannot be left out."""
         version = None
         if found.blamed != CODE_GENERATION:
             try:

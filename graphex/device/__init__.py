@@ -1,5 +1,8 @@
 """Devices: what each can do for a graph. `cpu` runs it, `cuda` and `npu` can also replay it as one device graph.
 
+A finished graph meets its device three times: `device_of` chooses it by the tensors, the runtime asks it for streams
+and for captures while it makes a program, and a call replays what was captured.
+
 Read `base.py` first: the interface, and the table `KINDS` of device types. `gpu.py` has what GPU-like devices share,
 `cuda.py` and `npu.py` what is their own. A new device is a file with its class and a line in `KINDS`.
 """

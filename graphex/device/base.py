@@ -63,7 +63,7 @@ class StreamSet(ABC):
 
     @abstractmethod
     def enter(self, stream: str | None, cores: int | None = None) -> None:
-        """What follows is given to this stream, and to so many cores of the device at most.
+        """Give the work that follows to this stream, and to so many cores of the device at most.
 
         A limit holds until the next call of any method, and is a number that `Device.part` has returned.
         """
@@ -118,7 +118,7 @@ class Cores(NamedTuple):
 class Device:
     name = "cpu"
     captures = False
-    has_streams = False  # whether `lanes` gives any
+    has_streams = False  # whether `stream_set` gives one
 
     def pool(self) -> Any:
         """A memory pool that captured graphs may share."""
@@ -135,7 +135,7 @@ class Device:
         """Whether a (fake) tensor is in the device's memory, and not in the host's."""
         return True
 
-    def lanes(self, plan: StreamPlan) -> StreamSet | None:
+    def stream_set(self, plan: StreamPlan) -> StreamSet | None:
         """Streams for a graph; None where there is but one, on which the order of the graph is right too."""
         return None
 
@@ -148,7 +148,7 @@ class Device:
         return None
 
     def settings(self) -> Hashable:
-        """What was set on the current stream that a captured graph keeps: another value asks for another graph."""
+        """Settings of the current stream that a captured graph keeps: another value asks for another graph."""
         return None
 
     def current_stream(self) -> Any:
@@ -156,7 +156,7 @@ class Device:
         return None
 
     def stream(self) -> Any:
-        """What tells the current stream from others."""
+        """A handle that tells the current stream from others."""
         return None
 
     def stream_lasts(self) -> bool:

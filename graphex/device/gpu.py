@@ -123,7 +123,7 @@ class GpuDevice(Device):
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type
 
-    def lanes(self, plan: StreamPlan) -> StreamSet:
+    def stream_set(self, plan: StreamPlan) -> StreamSet:
         return GpuStreams(self.runtime, self._device, plan)
 
     def current_stream(self) -> Any:
@@ -221,7 +221,7 @@ class GpuStreams(StreamSet):
         return context.Stream()
 
     def _end_limit(self) -> None:
-        """What follows waits for the limited work, as if that had been given to the stream itself."""
+        """Let later work wait for the limited work, as if that had been given to the stream itself."""
         if self._limited is not None:
             part, stream = self._limited
             self._limited = None

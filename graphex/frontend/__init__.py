@@ -1,11 +1,17 @@
-"""From Dynamo's graph to compiled programs.
+"""The front end: from Dynamo's graph to compiled programs. How a graph moves through this room:
 
-    streams       stream and event calls that Dynamo leaves as method calls become ops that survive tracing
-    attention     calls of scaled_dot_product_attention stay one op where that is faster
-    aot           AOTAutograd: one ATen graph for inference, or a forward and a backward; input mutations stay in it
-    compiler      each of these graphs: passes, program, kernels
-    origin        why there is a graph: the function it is of, the graph break before it, the guard that failed
-    exported      ATen graphs that did not come through Dynamo (`compile_fx`), and checks of a call's inputs
+    Dynamo's graph
+      | streams       stream and event calls that Dynamo leaves as method calls become ops that survive tracing
+      | attention     calls of scaled_dot_product_attention stay one op where that is faster
+      | aot           AOTAutograd: one ATen graph for inference, or a joint graph; input mutations stay in it
+      | partition     a joint graph is cut into a forward and a backward
+      v
+    ATen graphs
+      | origin        why there is a graph: the function it is of, the graph break before it, the guard that failed
+      | compiler      each graph: look it up in the cache, or passes, program, kernels
+      v
+    programs, which `aot` hands to AOTAutograd; `portable` keeps one for a process that has neither
 
-Read `aot`, then `compiler`.
+`exported` is the entrance for ATen graphs that did not come through Dynamo (`compile_fx`); it checks the inputs of
+their calls. Read `aot`, then `compiler`.
 """

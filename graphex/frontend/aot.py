@@ -163,7 +163,7 @@ class _Phases:
         return self._bypasses[-1]
 
     def around(self, compiled: Compiled) -> Compiled:
-        """What AOTAutograd made of it, for Dynamo; the cache learns of it."""
+        """AOTAutograd's result as Dynamo calls it; the cache keeps a note of it."""
         if len(self._bypasses) == 1:
             compiled = self._bypasses[0].around(compiled)
         elif self._trains:

@@ -42,7 +42,7 @@ ACTIVATIONS = "graphex_activations"  # on the output of a forward: the records o
 
 
 class Executables(NamedTuple):
-    """What a graph is compiled to; `functional` runs the calls that autograd or functorch has to see.
+    """The compiled forms of a graph; `functional` runs the calls that autograd or functorch has to see.
 
     `artefact` is the graph as data; where it cannot be stored it is the reason. `entry` is where it is stored.
     """

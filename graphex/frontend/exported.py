@@ -271,7 +271,7 @@ class CompiledGraph:
 
 
 def _kind(value: torch.Tensor) -> str:
-    """What distinguishes a tensor besides its layout: subclass, symbolic zeros, conjugate and negative views."""
+    """The traits of a tensor besides its layout: subclass, symbolic zeros, conjugate and negative views."""
     if not is_plain(value):
         return "one of symbolic zeros" if type(value) is torch.Tensor else f"a {type(value).__name__}"
     return _KINDS[marks_of(value)]

@@ -94,7 +94,7 @@ def _line(found: Break) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What a failed guard is about: a property (`what`) of a value, what it was and, where torch says so, is now."""
+    """The subject of a failed guard: a property (`what`) of a value, what it was and, where torch says so, is now."""
 
     value: str = ""
     what: str = ""

@@ -128,7 +128,7 @@ def _is_in_a_chain(node: Node) -> bool:
 
 
 def activations(forward: GraphModule, backward: GraphModule, returned: int, again: set[str]) -> tuple[Activation, ...]:
-    """What a backward needs of its forward, one record for each op and line."""
+    """The values that a backward needs of its forward, one record for each op and line."""
     leaves: Any = forward.graph.output_node().args[0]
     saved = {leaf.name: leaf for leaf in leaves[returned:] if isinstance(leaf, Node)}
     made = {node.name: node for node in forward.graph.nodes if node.op == "call_function"}

@@ -63,7 +63,7 @@ class Portable:
         return found
 
     def callable(self, journal: Journal) -> Compiled:
-        """What Dynamo would call. Raises InputError, saying what differs, where it was saved for another machine."""
+        """The callable for Dynamo. Raises InputError, saying what differs, where it was saved for another machine."""
         devices = tuple(self.machine["devices"])
         here = machine_of(devices)
         for part in here:
@@ -123,7 +123,7 @@ def portable(
 
 
 def given_by_autograd(graph: GraphModule) -> HandedOver | str:
-    """What is known of an inference graph before its passes; why that is not kept."""
+    """The facts about an inference graph before its passes, or why they are not kept."""
     given, inputs = Given.of(graph), len(graph.graph.find_nodes(op="placeholder"))
     size = 0
     for name, value in given.constants.items():
@@ -143,14 +143,14 @@ def handed_over(
     example_inputs: Sequence[Any],
     written: Sequence[int],
 ) -> HandedOver | str:
-    """What was given, if AOTAutograd only hands over the calls of a graph that writes to these inputs; why not."""
+    """`given`, if AOTAutograd only hands over the calls of a graph that writes to these inputs; or why not."""
     return _why_not_plain(graph, dynamo_graph, example_inputs, written) or given
 
 
 def _why_not_plain(
     graph: GraphModule, dynamo_graph: GraphModule, example_inputs: Sequence[Any], written: Sequence[int]
 ) -> str:
-    """What AOTAutograd does around the calls of a graph, besides turning gradients off and counting writes."""
+    """The work of AOTAutograd around the calls of a graph, besides turning gradients off and counting writes."""
     inputs, results = (len(list(each)) for each in (graph.graph.find_nodes(op="placeholder"), _results(graph)))
     if any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in example_inputs):
         return "an input is of a subclass of Tensor"

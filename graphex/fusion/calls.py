@@ -50,7 +50,7 @@ _END = 2**63 - 1
 
 @dataclass(frozen=True)
 class Call:
-    """What a node calls: the op under its one name, and its arguments by schema name."""
+    """The call of a node: the op under its one name, and its arguments by schema name."""
 
     op: Any
     args: Args

@@ -20,7 +20,7 @@ from graphex.analysis import node_line
 from graphex.analysis.effects import operator_of
 from graphex.env import collector_paused
 from graphex.fusion.calls import PERMUTE, SOFT, op_of, targets_of, value_of
-from graphex.fusion.matching import Plan, Site, try_rule
+from graphex.fusion.matching import FusionPlan, Site, try_rule
 from graphex.fusion.mismatch import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.fusion.splice import splice
@@ -35,12 +35,12 @@ _MOST_VISITED = 64
 
 
 Looks = dict[Node, tuple[object, Mismatch | None]]
-"""What a first look at an anchor has shown, and the operands it looked at."""
+"""The result of a first look at an anchor, and the operands it looked at."""
 
 
 @dataclass
 class Outcome:
-    """What became of one rule: how often it applied, and how each try of the last sweep ended."""
+    """The outcome of one rule: how often it applied, and how each try of the last sweep ended."""
 
     matches: int = 0
     ends: dict[Node, Mismatch | Refusal] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Fusion:
     def _try(self, rule: Rule, anchor: Node) -> Mismatch | Refusal | None:
         """Apply the rule here: None, or why it did not apply."""
         plan = try_rule(rule, anchor, self._site)
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, FusionPlan):
             return plan
         if rule.origin == "lift" and self.work.config.lift_idioms != "always" and (slow := _without_kernel(plan)):
             return Refusal(slow, anchor, "lift_idioms='always' lifts it all the same")
@@ -207,7 +207,7 @@ class Fusion:
         return found
 
 
-def _without_kernel(plan: Plan) -> str:
+def _without_kernel(plan: FusionPlan) -> str:
     """Why a lift would gain nothing: the device it computes on has no kernel for a named op. Empty: it would."""
     device = next(value_of(output).device for output in plan.outputs if output is not None)
     for op in filter(None, map(operator_of, plan.replacement.nodes)):

@@ -3,7 +3,8 @@
     loose match -> arguments -> exact match -> nothing escapes, one stream -> the rule's own check
     -> replacement traced on the same arguments -> same results -> a place to put it
 
-The answer is a `Plan`, a `Mismatch` (the pattern ends somewhere) or a `Refusal` (it matched and must not be applied).
+The answer is a `FusionPlan`, a `Mismatch` (the pattern ends somewhere) or a `Refusal` (it matched and must not be
+applied).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graphex.analysis import is_effectful, known_equal, known_true, node_line, placement, written_arguments
+from graphex.analysis import is_effectful, known_equal, known_true, placement, written_arguments
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_kernel
@@ -27,12 +28,13 @@ from graphex.fusion.patterns import OpPattern, Pattern
 from graphex.fusion.rule import Rule, pattern_of
 from graphex.fusion.tracing import Replacement, fresh, key_of, without_guards
 from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.motion import used_by
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
 
 
 @dataclass
-class Plan:
+class FusionPlan:
     """A rewrite that may be made: replace `outputs` by the results of `replacement`, called with `inputs`."""
 
     rule: Rule
@@ -69,8 +71,8 @@ class Site:
         return found
 
 
-def try_rule(rule: Rule, anchor: Node, site: Site) -> Plan | Mismatch | Refusal:
-    """What comes of `rule` with its anchor at this node."""
+def try_rule(rule: Rule, anchor: Node, site: Site) -> FusionPlan | Mismatch | Refusal:
+    """The outcome of `rule` with its anchor at this node."""
     found = _as_before(rule, anchor, site) or _matched(rule, anchor, site)
     if isinstance(found, Mismatch):
         return found
@@ -137,7 +139,7 @@ def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
 
 
 def _bound(rule: Rule, match: Match) -> dict[str, Any] | Mismatch:
-    """What stands for each argument of the rule's functions."""
+    """The values that stand for the arguments of the rule's functions."""
     bound: dict[str, Any] = {}
     for name in rule.parameters:
         if name not in match.kwargs:
@@ -219,9 +221,8 @@ def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> s
         if is_kernel(node) and not node.meta.get(MERGED):
             while stranger in staying:  # say who is behind it
                 node, stranger = stranger, next(u for u in stranger.users if u in staying or not _within(u, inside))
-            where = f" ({line})" if (line := node_line(stranger)) else ""
-            what = "returned" if stranger.op == "output" else f"used by '{stranger.name}'{where}"
-            return Refusal(f"'{node.name}' would disappear, and it is also {what}", node, _KEPT.get(rule.origin, ""))
+            said = f"'{node.name}' would disappear, and it is also {used_by(stranger)}"
+            return Refusal(said, node, _KEPT.get(rule.origin, ""))
         staying.add(node)
     return staying
 
@@ -266,7 +267,9 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
     return None if answer else Refusal(f"the check '{name}' of the rule said no", match.nodes[-1])
 
 
-def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site) -> Plan | Refusal:
+def _planned(
+    rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site
+) -> FusionPlan | Refusal:
     names = [*rule.parameters, *_tangents(found.bound)]
     inputs = [site.calls.source(found.bound.get(name)) for name in names]
     count = len(rule.parameters)
@@ -284,7 +287,7 @@ def _planned(rule: Rule, nodes: list[Node], outputs: list[Node | None], found: F
     place = _place(nodes, [node for node in outputs if node is not None], inputs)
     if isinstance(place, Refusal):
         return place
-    return Plan(rule, nodes, outputs, inputs, replacement, *place)
+    return FusionPlan(rule, nodes, outputs, inputs, replacement, *place)
 
 
 def _tangents(bound: dict[str, Any]) -> list[str]:
@@ -306,7 +309,7 @@ def _same_results(replacement: Replacement, outputs: Sequence[Node | None]) -> R
 
 
 def _writes_arguments(replacement: Replacement) -> Refusal | None:
-    """What the rule finds writes nothing: others may read the argument as it was."""
+    """Refuse a replacement that writes to an argument: the pattern wrote nothing, and others may read the argument."""
     if (write := replacement.write_to_argument) is None:
         return None
     edit = "let the replacement return its result; graphex makes it in-place again where that is safe"
@@ -370,6 +373,6 @@ def claimed_by(work: Work, rules: Iterable[Rule]) -> dict[Node, str]:
     for rule in rules:
         for target in targets_of(rule.pattern.anchor_op):
             for anchor in find(op="call_function", target=target, sort=False):
-                if isinstance(plan := try_rule(rule, anchor, site), Plan):
+                if isinstance(plan := try_rule(rule, anchor, site), FusionPlan):
                     found.update(dict.fromkeys(plan.nodes, rule.name))
     return found

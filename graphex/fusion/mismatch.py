@@ -1,4 +1,4 @@
-"""Mismatches: where and why a match ended, told in the words of a user."""
+"""Mismatches: where and why a match ended, as a user would say it."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _PUT_IN: dict[Any, tuple[str, str]] = {
 
 
 def edit_for(found: Any, expected: Any, arguments: Mapping[str, Any]) -> str:
-    """What would put an op with these arguments where something else was found; empty where nothing is known.
+    """The edit that would put an op with these arguments where something else was found; empty where nothing is known.
 
     An edit that changes what the model computes says so.
     """
-    name, words = _PUT_IN.get(expected, ("", ""))
+    name, text = _PUT_IN.get(expected, ("", ""))
     if isinstance(wanted := arguments.get(name), (torch.dtype, tuple)):
-        return words.format(dtype_text(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
+        return text.format(dtype_text(wanted) if isinstance(wanted, torch.dtype) else list(wanted))
     return _LEFT_OUT.get(op_of(found), "") if isinstance(found, Node) else ""
 
 
@@ -58,21 +58,21 @@ def show(value: Any) -> str:
 # -- where and why matches end -----------------------------------------------------------------------------------------
 
 
-Words = Callable[[], str]
-"""A sentence that is put together when somebody asks for it: most failed matches are never told."""
+Sentence = Callable[[], str]
+"""A sentence that is put together when it is read: most mismatches never are."""
 
 
 @dataclass(slots=True)
 class Mismatch:
     """Where a match ended: after how many ops, at which node, why, and what edit of model or rule would help.
 
-    There are as many as places times rules, and few are ever told: words are found when they are asked for.
+    There are as many as places times rules, and few are ever told: the sentences are made when they are read.
     """
 
     matched: int
     node: Node | None
-    said: str | Words
-    advice: str | Words = ""
+    said: str | Sentence
+    advice: str | Sentence = ""
     advice_to_author: str = ""
     fits: bool = False  # all ops are there: it ended at an argument
 
@@ -81,7 +81,7 @@ class Mismatch:
         return self.said if isinstance(self.said, str) else self.said()
 
     def edit(self, *, own_rule: bool) -> str:
-        """What would help. Changing the rule is only for those who wrote it."""
+        """An edit that would help: of the model, and of the rule where the user wrote it."""
         of_model = self.advice if isinstance(self.advice, str) else self.advice()
         return ", or ".join(filter(None, (of_model, self.advice_to_author if own_rule else "")))
 

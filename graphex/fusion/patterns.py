@@ -1,4 +1,4 @@
-"""What a rule looks for: all the outputs of its search function, and where in a graph they may stand.
+"""Patterns of rules: all the outputs of a search function, and where in a graph they may stand.
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 
@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from graphex.fusion.calls import COMMUTATIVE, PERMUTE, SOFT, SPLITS, Calls, is_nothing, op_of, targets_of, value_of
-from graphex.fusion.mismatch import CHANGES, Mismatch, OtherOp, Words, describe, op_title, show
+from graphex.fusion.mismatch import CHANGES, Mismatch, OtherOp, Sentence, describe, op_title, show
 from graphex.torch_private.patterns import (
     CallFunction,
     FailedMatch,
@@ -61,30 +61,30 @@ class Attempt(MatchContext):
                 self.pattern_to_node[pattern] = node
                 return Match(self, pattern, kwargs={pattern.name: node})
         if (other := self.pattern_to_node.get(pattern)) is not None and other != node:
-            return self.stop(node, lambda: f"{describe(node)} stands where the rule has {describe(other)} again", _ONE)
+            return self.fail(node, lambda: f"{describe(node)} stands where the rule has {describe(other)} again", _ONE)
         found: Match | FailedMatch = super().match(pattern, node)
         return found
 
-    def stop(self, node: Any, said: Words, advice: str | Words = "", to_author: str = "") -> FailedMatch:
+    def fail(self, node: Any, said: Sentence, advice: str | Sentence = "", to_author: str = "") -> FailedMatch:
         """A failure here. The one that came furthest is the one worth telling."""
-        return self._stopped(
+        return self._failed(
             Mismatch(self._matched(), node if isinstance(node, Node) else None, said, advice, to_author)
         )
 
-    def stop_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
+    def fail_at(self, node: Any, pattern: OpPattern) -> FailedMatch:
         """Another op stands where this one should."""
         where = node if isinstance(node, Node) else None
         wanted, arguments = pattern.op_name, pattern.arguments if pattern.op_name in SOFT else None
-        return self._stopped(OtherOp(self._matched(), where, "", expected=wanted, found=node, arguments=arguments))
+        return self._failed(OtherOp(self._matched(), where, "", expected=wanted, found=node, arguments=arguments))
 
     def _matched(self) -> int:
         done = sum(isinstance(p, OpPattern) and n is not None for p, n in self.pattern_to_node.items())
         return done + self.entered
 
-    def _stopped(self, stop: Mismatch) -> FailedMatch:
-        if stop.matched > self.furthest.matched:
-            self.furthest = stop
-        return FailedMatch("it ends after {} ops", stop.matched)
+    def _failed(self, end: Mismatch) -> FailedMatch:
+        if end.matched > self.furthest.matched:
+            self.furthest = end
+        return FailedMatch("it ends after {} ops", end.matched)
 
 
 class OpPattern(CallFunction):
@@ -133,7 +133,7 @@ class OpPattern(CallFunction):
         if not isinstance(node, Node) or ctx.calls.ops(node)[0] != self.op_name:
             if self.soft:
                 return ctx.match(next(iter(self.arguments.values())), node)
-            return ctx.stop_at(node, self)
+            return ctx.fail_at(node, self)
         found = ctx.calls[node].args
         if self._swappable and self._unscaled and found.get("alpha", 1) == 1:
             swapped = {**found, "self": found["other"], "other": found["self"]}
@@ -176,7 +176,7 @@ class OpPattern(CallFunction):
         return match
 
     def _inconsistent(self, node: Node, name: str, ctx: Attempt) -> FailedMatch:
-        return ctx.stop(
+        return ctx.fail(
             node, lambda: f"'{name}' of {describe(node)} is not the value that stands for it elsewhere", _ONE
         )
 
@@ -184,7 +184,7 @@ class OpPattern(CallFunction):
         """The match of a constant, or of a list that may hold patterns; None if there is nothing to remember."""
         if isinstance(wanted, (list, tuple)) and any(isinstance(part, PatternExpr) for part in wanted):
             if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
-                return ctx.stop(
+                return ctx.fail(
                     node,
                     lambda: f"'{name}' of {describe(node)} has another length than in the rule",
                     lambda: f"give {len(wanted)} values for '{name}'{CHANGES}",
@@ -204,7 +204,7 @@ class OpPattern(CallFunction):
             return match
         if same_constant(wanted, found):
             return None
-        return ctx.stop(
+        return ctx.fail(
             node,
             lambda: f"'{name}' of {describe(node)} is {show(found)}, and {show(wanted)} in the rule",
             lambda: f"use {name}={show(wanted)}{CHANGES}",
@@ -274,7 +274,7 @@ def _ops_in(part: Any) -> int:
 
 
 def _users_through(node: Node) -> Iterator[Node]:
-    """Who uses a value, directly, through what does nothing, or as a part of a split, which is a slice."""
+    """The users of a value: direct ones, those behind nodes that do nothing, and those of its split parts."""
     for user in node.users:
         yield user
         if user.target in SPLITS:
@@ -298,12 +298,12 @@ _MOVES = frozenset(
 )
 
 Check = Callable[[Match], Any]
-"""What a rule asks about a match: True, False, or a `Refusal` with a reason."""
+"""A question of a rule about a match, answered by True, False, or a `Refusal` with a reason."""
 
 
 @dataclass
 class Pattern:
-    """What a rule looks for: one pattern for each output of its function. `outputs[anchor]` is where a try begins."""
+    """The pattern of a rule: one for each output of its function. `outputs[anchor]` is where a try begins."""
 
     outputs: list[PatternExpr]
     anchor: int = field(init=False)
@@ -315,7 +315,7 @@ class Pattern:
         self.anchor = max(firm, key=lambda index: _weight(self._innermost(index)), default=0)
 
     def _innermost(self, index: int) -> Any:
-        """What tells most about an output: the op itself, or the op whose result it picks."""
+        """The op that tells most about an output: the op itself, or the op whose result it picks."""
         output = self.outputs[index]
         assert isinstance(output, OpPattern)
         parts = [part for part in output.arguments.values() if isinstance(part, OpPattern)]
@@ -343,7 +343,7 @@ class Pattern:
 
     @cached_property
     def look(self) -> Any:
-        """What a first look at an anchor asks: patterns that ask the same get the same answer."""
+        """The questions of a first look at an anchor: patterns that ask the same get the same answer."""
         begin = self.outputs[self.anchor]
         return (begin.op_name, begin.firm) if isinstance(begin, OpPattern) else None
 
@@ -355,7 +355,7 @@ class Pattern:
         return None
 
     def match(self, node: Node, calls: Calls) -> Match | Mismatch:
-        """Match with the anchor at `node`; the furthest stop if it does not."""
+        """Match with the anchor at `node`; the mismatch that came furthest if it does not."""
         rejected = self.rejected(node, calls)
         if rejected is not None:
             return rejected
@@ -397,7 +397,7 @@ class Pattern:
         if isinstance(output, OpPattern) and output.op_name is operator.getitem:
             attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
             return Match(attempt, output)
-        return result or attempt.stop(
+        return result or attempt.fail(
             None,
             lambda: f"no {_title_of(output)} uses what was matched so far",
             "",

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from graphex.errors import RuleError, one_line
-from graphex.fusion.rule import Rule, WhyNot
+from graphex.errors import Refusal, RuleError, one_line
+from graphex.fusion.rule import Rule
 from graphex.fusion.self_test import difference, random_inputs
 from graphex.torch_private.symbolic import FakeTensorMode, pytree, unset_fake_temporarily
 
@@ -130,11 +130,11 @@ def _shape(value: torch.Tensor, rows: _Rows) -> tuple[int, ...]:
     return sizes[-rows.by :] if rows.by < 0 else (*rows.lead, *sizes)
 
 
-def _rank_is_the_cause(rule: Rule, rows: _Rows, reason: str) -> WhyNot:
+def _rank_is_the_cause(rule: Rule, rows: _Rows, reason: str) -> Refusal:
     place = min(rows.places)
     has = _rank(rule.example_values[place])
     said = f"the rule's example of '{rule.parameters[place]}' has {has} dimensions, and here it has {has + rows.by}"
-    return WhyNot(said, f"register the rule with an example of {has + rows.by} dimensions, because {reason}")
+    return Refusal(said, edit=f"register the rule with an example of {has + rows.by} dimensions, because {reason}")
 
 
 # -- row by row --------------------------------------------------------------------------------------------------------

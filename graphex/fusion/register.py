@@ -57,12 +57,12 @@ def register_replacement(
         name=name,
         self_test=self_test,
     )
-    twin = next((other for other in process_rules if isinstance(other, Rule) and _same(rule, other)), None)
-    if twin is not None:
+    known = next((other for other in process_rules if isinstance(other, Rule) and _same(rule, other)), None)
+    if known is not None:
         if skip_duplicates:
-            return Handle(process_rules, twin, skipped=True)
+            return Handle(process_rules, known, skipped=True)
         raise RuleError(
-            f"Duplicate pattern: rule '{twin.name}' already looks for what '{rule.name}' looks for. "
+            f"Duplicate pattern: rule '{known.name}' already looks for what '{rule.name}' looks for. "
             "Remove that one first, or pass skip_duplicates=True."
         )
     return process_rules.add(rule)
@@ -151,7 +151,7 @@ class NodeInfo:
 
 
 def node_info(node: Node) -> NodeInfo:
-    """What a check may want to know about a node: its stream (None: the current one), the module it is in, its line."""
+    """Facts about a node that a check may want: its stream (None: the current one), the module it is in, its line."""
     if not isinstance(node, Node):
         raise InputError(f"node_info takes a node of a graph, got {type(node).__name__}.")
     stack = node.meta.get("nn_module_stack") or {}

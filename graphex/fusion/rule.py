@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from graphex.analysis.effects import is_number
 from graphex.analysis.graphs import parameters_of
 from graphex.analysis.source import raised_in
 from graphex.config import AnyRule
-from graphex.errors import RuleError, one_line
+from graphex.errors import Refusal, RuleError, one_line
 from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, value_of
 from graphex.fusion.patterns import Check, OpPattern, Pattern
 from graphex.fusion.tracing import TraceFn, trace_forward, trace_joint
@@ -55,14 +56,6 @@ from graphex.torch_private.symbolic import (
 _FLOAT_MARK, _INT_MARK = 0.113377, 7919
 
 
-@dataclass(frozen=True)
-class WhyNot:
-    """What is said of a place that a rule finds and does not replace: the reason, and the edit that would help."""
-
-    reason: str
-    edit: str
-
-
 @dataclass(eq=False)
 class Rule(AnyRule):
     """One rewrite rule. `origin` is user, default or lift; `requires` are ops without which it need not be traced.
@@ -82,7 +75,7 @@ class Rule(AnyRule):
     scalar_workaround: Mapping[str, float] = field(default_factory=dict)
     origin: str = "user"
     requires: frozenset[str] = frozenset()
-    why_not: WhyNot | None = None
+    why_not: Refusal | None = None
     ranks: Sequence[AnyRule] = ()
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -150,7 +143,7 @@ class Rule(AnyRule):
 
     @cached_property
     def pattern(self) -> Pattern:
-        """What to look for, constants left out."""
+        """The pattern to look for, constants left out."""
         if self.given is not None:
             return converted(self.given)
         return pattern_of(self.search_graph, self.parameters, self.scalars, exact=False)
@@ -238,7 +231,7 @@ def pattern_of(gm: GraphModule, names: list[str], scalars: Mapping[str, float], 
             made[node] = KeywordArg(next(arguments, node.name))
         elif node.op == "output":
             outputs = [made[leaf] for leaf in pytree.tree_leaves(node.args[0]) if isinstance(leaf, Node)]
-        elif not isinstance(value_of(node), torch.Tensor) and op_of(node) is not operator.getitem and _is_size(node):
+        elif is_number(node) and op_of(node) is not operator.getitem:
             made[node] = value_of(node)
         elif exact and node.op == "call_function" and is_nothing(node):
             made[node] = made[node.all_input_nodes[0]]
@@ -297,7 +290,3 @@ def _normalised(part: CallFunction) -> tuple[Any, dict[str, Any]]:
         return op, {"self": next(iter(arguments.values()))}
     keywords = {a.name for a in target._schema.arguments if a.kwarg_only}
     return op, {**{n: d for n, d in parameters if n not in keywords and n not in arguments}, **arguments}
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(value_of(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from graphex.analysis import Aliases, known_equal
 from graphex.errors import RuleError, warn_user
 from graphex.fusion.calls import value_of
-from graphex.fusion.matching import Plan, Site, try_rule
+from graphex.fusion.matching import FusionPlan, Site, try_rule
 from graphex.fusion.mismatch import Mismatch
 from graphex.fusion.rule import Rule
 from graphex.fusion.tracing import results_of
@@ -107,7 +107,7 @@ def _scalars_are_used(rule: Rule, new: GraphModule) -> None:
 
 def _matches_itself(rule: Rule) -> None:
     own = _try_on(rule, rule.example_values, rule.mode)
-    if not isinstance(own, Plan):
+    if not isinstance(own, FusionPlan):
         raise RuleError(f"rule '{rule.name}' does not match its own trace and would never match: {own}.")
     if rule.joint:
         return
@@ -117,21 +117,23 @@ def _matches_itself(rule: Rule) -> None:
         symbolic = _try_on(rule, values, mode)
     except Exception as problem:
         symbolic = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-    if not isinstance(symbolic, Plan):
+    if not isinstance(symbolic, FusionPlan):
         warn_user(f"graphex: rule '{rule.name}' does not match its own trace when sizes are symbolic: {symbolic}")
 
 
-def _try_on(rule: Rule, values: Sequence[Any], mode: FakeTensorMode) -> Plan | str:
+def _try_on(rule: Rule, values: Sequence[Any], mode: FakeTensorMode) -> FusionPlan | str:
     """The plan for the rule's own trace on these values, or why there is none. The rule's check is not asked."""
     bare = Rule(rule.name, rule.search, rule.replace, rule.examples, None, rule.trace_fn, None, rule.scalar_workaround)
     gm = rule.trace(rule.search, values, mode)
     site = Site(gm.graph, Aliases(gm.graph))
     ends = [try_rule(bare, node, site) for node in gm.graph.nodes if node.op == "call_function"]
-    plan = next((end for end in ends if isinstance(end, Plan)), None)
+    plan = next((end for end in ends if isinstance(end, FusionPlan)), None)
     if plan is not None:
         return plan
-    stops = [end for end in ends if isinstance(end, Mismatch)]
-    return max(stops, key=lambda stop: stop.matched).reason if stops else str(next(iter(ends), "it has no ops"))
+    mismatches = [end for end in ends if isinstance(end, Mismatch)]
+    if mismatches:
+        return max(mismatches, key=lambda each: each.matched).reason
+    return str(next(iter(ends), "it has no ops"))
 
 
 def _real_like(value: torch.Tensor) -> torch.Tensor:
@@ -173,7 +175,7 @@ def _same_values(rule: Rule, roundoff: float) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the two functions of a rule gave: where they differ and by how much, and the results of the search."""
+    """The results of the two functions of a rule: where they differ and by how much, and the results of the search."""
 
     results: list[Any]
     index: int = 0

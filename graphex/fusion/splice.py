@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import Aliases, known_equal, same_layout
 from graphex.fusion.calls import is_nothing
-from graphex.fusion.matching import Plan, Site
+from graphex.fusion.matching import FusionPlan, Site
 from graphex.rewrite.base import Refusal
 from graphex.rewrite.metadata import evaluate, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -98,7 +98,7 @@ def _lies_in(value: Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
+def splice(gm: GraphModule, plan: FusionPlan, site: Site, mode: FakeTensorMode) -> list[Node] | Refusal:
     """Carry out a plan: the nodes that are new, or why it had to be taken back."""
     if (refusal := _begins_to_share(gm, plan)) is not None:
         return refusal
@@ -124,7 +124,7 @@ def splice(gm: GraphModule, plan: Plan, site: Site, mode: FakeTensorMode) -> lis
     return _used(made)
 
 
-def _begins_to_share(gm: GraphModule, plan: Plan) -> Refusal | None:
+def _begins_to_share(gm: GraphModule, plan: FusionPlan) -> Refusal | None:
     """A result that lies in memory of an argument, or of another result, where it did not: someone may see a write."""
     replacement, outputs = plan.replacement, plan.outputs
     found = [(index, plan.inputs[place], "its argument") for index, place in replacement.shared_with_inputs]
@@ -140,7 +140,7 @@ def _begins_to_share(gm: GraphModule, plan: Plan) -> Refusal | None:
     return None
 
 
-def _insert(gm: GraphModule, plan: Plan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
+def _insert(gm: GraphModule, plan: FusionPlan, mode: FakeTensorMode) -> tuple[list[Node], list[Node]]:
     graph = gm.graph
     made: list[Node] = []
     env: dict[Node, Any] = {}
@@ -244,7 +244,7 @@ def _used(made: list[Node]) -> list[Node]:
     return [node for node in made if node not in unused]
 
 
-def _erase(plan: Plan) -> None:
+def _erase(plan: FusionPlan) -> None:
     """Drop what was matched, and what did nothing before, in between and behind it, as far as nobody uses it."""
     doomed = set(plan.nodes)
     for node in plan.nodes:

@@ -48,7 +48,7 @@ def without_guards(trace: Callable[[], GraphModule], mode: FakeTensorMode | None
 
 
 def key_of(args: Sequence[Any]) -> tuple[Any, ...]:
-    """What a trace depends on, as something that can be compared."""
+    """The key of a trace: everything in its arguments that it depends on."""
     return tuple(map(_key, args))
 
 

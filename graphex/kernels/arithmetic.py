@@ -204,7 +204,7 @@ def of_columns(values, column, column_ok, ONE: tl.constexpr, other: tl.constexpr
 
 @triton.jit
 def smoothed(value, factor, COMPUTE: tl.constexpr):
-    """What dynamic quantisation quantises: the value, times the smooth scales of its columns."""
+    """The input of dynamic quantisation: the value, times the smooth scales of its columns."""
     value = rounded(value, COMPUTE)
     if factor is not None:
         value = rounded(value * rounded(factor, COMPUTE), COMPUTE)

@@ -62,7 +62,7 @@ def scaled(products, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def mask_at(mask, row_start, position, inside, stride, BOOLEAN: tl.constexpr):
-    """What the mask adds to scores at some positions: -inf where it forbids them, and outside."""
+    """The numbers that the mask adds to scores at some positions: -inf where it forbids them, and outside."""
     at = row_start + position * stride
     if BOOLEAN:
         added = tl.where(tl.load(mask + at, mask=inside, other=0) != 0, 0.0, MINUS_INFINITY)
@@ -134,7 +134,7 @@ def _inside(place, length):
 
 @triton.jit
 def _pair(row, column, ok, WIDTH: tl.constexpr, ROTATE: tl.constexpr):
-    """What the columns of a rotated row are made of: the elements that cos and sin are multiplied with."""
+    """The parts of a rotated row's columns: the elements that cos and sin are multiplied with."""
     HALF: tl.constexpr = WIDTH // 2
     is_first = column < HALF
     if ROTATE == "half":

@@ -1,9 +1,13 @@
-"""The kernel that copies rows of a table, and its launches.
+"""Kernels that copy rows, and their launches: rows of a table by their indices, and all rows into another layout.
 
-A program has one index and a block of columns, so that no index waits for another.
+`embedding`: a program has one index and a block of columns, so that no index waits for another. ATen's kernel for up to
+16 indices goes through them one after the other. For many indices it has another one, which leaves nothing to gain:
+those are declined.
 
-ATen's kernel for up to 16 indices goes through them one after the other. For many indices it has another one, which
-leaves nothing to gain: those are declined.
+`copy_rows`: padded rows into adjacent ones, for example. ATen's copy between tensors of different strides computes the
+place of every element, and takes twice as long.
+
+    source   row 0 . . . gap | row 1 . . . gap | ...        target   row 0 . . . | row 1 . . . | ...
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from graphex.kernels.arithmetic import PTX
 from graphex.kernels.launch import Plan
-from graphex.kernels.layout import Tile, block_of, blocks_of, remember, signature
+from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
 
@@ -116,3 +120,32 @@ def embedding(call: Arguments) -> Any:
     out = weight.new_empty(plan.shape)
     plan.launch(embedding_kernel, (weight, _flat(indices), out), weight)
     return out
+
+
+COPIED_COLUMNS, COPIED_WARPS = 1024, 4  # of one program
+
+
+@triton.jit
+def rows_kernel(source, target, columns, blocks, source_stride, target_stride, BLOCK: tl.constexpr):
+    place = tl.program_id(0)
+    row = (place // blocks).to(tl.int64)
+    column = (place % blocks) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    values = tl.load(source + row * source_stride + column, mask=ok)
+    tl.store(target + row * target_stride + column, values, mask=ok)
+
+
+def copy_rows(target: Tensor, source: Tensor) -> bool:
+    """Copy a tensor into another of the same size and type. False: these are no rows, and nothing was done."""
+    if source.dtype not in FLOATS or source.dim() == 0:
+        return False
+    read, written = rows_of(source), rows_of(target)
+    if isinstance(read, str) or isinstance(written, str) or read.inner is not None or written.inner is not None:
+        return False
+    blocks = blocks_of(read.columns, COPIED_COLUMNS)
+    if read.count * blocks >= 2**31:
+        return False
+    integers = read.columns, blocks, read.inner_stride, written.inner_stride
+    constants = {"BLOCK": COPIED_COLUMNS, "num_warps": COPIED_WARPS}
+    Plan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
+    return True

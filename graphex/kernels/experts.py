@@ -222,7 +222,7 @@ class OtherExperts(Scratch[Projection]):
 
 
 def description(job: Projection) -> str:
-    """What the choice for a projection is remembered by: `up bfloat16 1x8 of 128, 2048 -> 768`."""
+    """The key of the choice for a projection: `up bfloat16 1x8 of 128, 2048 -> 768`."""
     words = [
         "up" if job.gate else "down",
         str(job.x.dtype).removeprefix("torch."),

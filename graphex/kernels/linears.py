@@ -30,7 +30,7 @@ ROWS_ADDED = 8  # by one program, where partial sums are added
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
+    """Layers to compute. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
     second.
     """
 
@@ -311,7 +311,7 @@ def configs(job: Job) -> list[Config]:
 
 
 def likely(job: Job) -> Config:
-    """What to take where nothing can be measured and nothing is known."""
+    """The configuration to take where nothing can be measured and nothing is known."""
     if job.rows == 1:
         return GATED_GEMVS[-1] if job.gated else Gemv(8, 512, 4, 4)
     rows = padded_rows(job.rows)
@@ -383,7 +383,7 @@ def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def description(job: Job) -> str:
-    """What the choice for a job is remembered by: `rms_norm bfloat16 1x4096 -> 4096+1024+1024`."""
+    """The key of the choice for a job: `rms_norm bfloat16 1x4096 -> 4096+1024+1024`."""
     rows = 1 if job.rows == 1 else padded_rows(job.rows)
     sizes = "+".join(str(w.shape[0]) for w in job.weights)
     words = [

@@ -312,19 +312,7 @@ def combine_kernel(
     for part in tl.static_range(PARTS):
         total += tl.load(partial + at + part * columns * rows, mask=ok, other=0.0)
     n = block_here * BN + column
+    n_ok = n < size
     _store_results(
-        total,
-        which,
-        row,
-        ok,
-        n,
-        n < size,
-        biases,
-        outs,
-        sizes,
-        residual,
-        r_inner,
-        r_outer_stride,
-        r_inner_stride,
-        False,
+        total, which, row, ok, n, n_ok, biases, outs, sizes, residual, r_inner, r_outer_stride, r_inner_stride, False
     )

@@ -197,19 +197,9 @@ def norm_kernel(
             v = scaled(smoothed(y, more, COMPUTE), s, MODE, SCALE, RESULT)
             tl.store(q_out + at, quantised(v, quant_min, quant_max, FULL_RANGE, Q), mask=ok)
         if QUANT == "static":
+            v = rounded(y, COMPUTE)
             q = static_quantised(
-                rounded(y, COMPUTE),
-                known,
-                more,
-                quant_min,
-                quant_max,
-                MODE,
-                SCALE,
-                RESULT,
-                SUM,
-                ZERO_POINT_FIRST,
-                FULL_RANGE,
-                Q,
+                v, known, more, quant_min, quant_max, MODE, SCALE, RESULT, SUM, ZERO_POINT_FIRST, FULL_RANGE, Q
             )
             tl.store(q_out + at, q, mask=ok)
 
@@ -218,7 +208,7 @@ WIDEST = 16384
 
 
 class Norm(NamedTuple):
-    """What is normalised, and how."""
+    """The input of a norm, and its parameters."""
 
     x1: Tensor
     x2: Tensor | None
@@ -345,7 +335,7 @@ def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
 
 
 def norm_of(call: Arguments) -> Norm:
-    """What a call of `rms_norm` or `add_rms_norm`, or of an op that begins with one, normalises."""
+    """The norm in a call of `rms_norm` or `add_rms_norm`, or of an op that begins with one."""
     x1, x2 = (call.x1, call.x2) if hasattr(call, "x1") else (call.x, None)
     return Norm(x1, x2, call.weight, call.eps, call.weight_offset, call.cast_before_weight)
 

@@ -61,7 +61,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the calls that are alike will launch, or why the kernel does not take them."""
+    """The launches of calls that are alike, or why the kernel does not take them."""
 
     call: Call
     times: int
@@ -71,7 +71,7 @@ class Planned:
 
 @dataclass
 class Precompiled:
-    """What the calls of a graph will launch, what could not be found out, and what did not compile, or only again."""
+    """The launches of a graph's calls, the errors in finding them, and the kernels that compiled late or not at all."""
 
     planned: list[Planned] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)

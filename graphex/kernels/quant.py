@@ -52,7 +52,7 @@ from graphex.ops.npu import QUANTISED, dynamic_range
 
 @triton.jit
 def source(x, up, at, at_up, ok):
-    """What is quantised: x, or silu(x) * up with both steps rounded to the type of x."""
+    """The values to quantise: x, or silu(x) * up with both steps rounded to the type of x."""
     X: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
     if up is not None:
@@ -166,11 +166,12 @@ def static_quant_kernel(
 
     All rows are read before the first is written, since a write would hold up the reads that follow it.
     """
+    Q: tl.constexpr = q_out.dtype.element_ty
     row0 = rows_of_block(ROWS, STEPS)
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     column_ok = column < columns
     known = of_columns(scale, column, column_ok, ONE_SCALE, 1.0)
-    known_zero_point = of_columns(zero_point, column, column_ok, ONE_ZERO_POINT, 0)
+    zero = of_columns(zero_point, column, column_ok, ONE_ZERO_POINT, 0)
     values = ()
     for step in tl.static_range(STEPS):
         row = row0 + step * ROWS
@@ -179,19 +180,9 @@ def static_quant_kernel(
         values += (source(x, up, start + column, start_up + column, (row < rows) & column_ok),)
     for step in tl.static_range(STEPS):
         row = row0 + step * ROWS
+        v = rounded(values[step], COMPUTE)
         q = static_quantised(
-            rounded(values[step], COMPUTE),
-            known,
-            known_zero_point,
-            quant_min,
-            quant_max,
-            MODE,
-            SCALE,
-            RESULT,
-            SUM,
-            ZERO_POINT_FIRST,
-            FULL_RANGE,
-            q_out.dtype.element_ty,
+            v, known, zero, quant_min, quant_max, MODE, SCALE, RESULT, SUM, ZERO_POINT_FIRST, FULL_RANGE, Q
         )
         tl.store(q_out + row.to(tl.int64) * columns + column, q, mask=(row < rows) & column_ok)
 

@@ -88,7 +88,7 @@ def _refusal(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Declined | None:
 
 
 class Job(NamedTuple):
-    """What one launch rotates (q, k) and copies (v), and the caches that k and v go to."""
+    """The tensors that one launch rotates (q, k) and copies (v), and the caches that k and v go to."""
 
     q: Tensor | None
     k: Tensor | None
@@ -188,7 +188,7 @@ class Tile(NamedTuple):
 
 
 def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> Tile:
-    """What a program rotates. Several groups of heads where there is much to do and heads share their angles."""
+    """The tile of a program. Several groups of heads where there is much to do and heads share their angles."""
     together = min(next_power_of_2(heads), 8)
     groups = max(1, min(4, next_power_of_2(heads) // together)) if many and shared else 1
     at_once = max(1, min(next_power_of_2(tokens), 1024 // (together * 2 * pairs)))

@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and from where: "measured", "stored", "shipped", "default". `seconds` if they were measured."""
+    """A chosen candidate. `source` is "measured", "stored", "shipped" or "default"; `seconds` if they were measured."""
 
     kind: str
     signature: str
@@ -177,12 +177,12 @@ def is_settled(kind: str, signature: str) -> bool:
 
 
 def choices() -> list[Choice]:
-    """What has been chosen in this process."""
+    """The choices of this process."""
     return [choice for tuner in _tuners.values() for choice in tuner.known()] + list(_defaults.values())
 
 
 def choice_of(kind: str, signature: str) -> Choice | None:
-    """What has been chosen for a signature, if anything was yet."""
+    """The choice for a signature, if there is one yet."""
     return next((each for each in choices() if (each.kind, each.signature) == (kind, signature)), None)
 
 
@@ -242,7 +242,7 @@ def _compile_each(candidates: Sequence[Candidate]) -> None:
 def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
     """Seconds of one launch of each candidate that runs on the current device.
 
-    Whoever asks may hold locks, of a graph with several streams for one, that a thread needs to end its capture.
+    The caller may hold locks, of a graph with several streams for one, that a thread needs to end its capture.
     """
     from graphex.device.cuda import CudaDevice
     from graphex.device.gpu import no_other_capture

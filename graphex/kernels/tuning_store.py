@@ -39,7 +39,7 @@ def sources() -> str:
 
 
 def conditions(device: str) -> dict[str, str]:
-    """What a choice depends on besides the shapes."""
+    """The versions and the device that a choice depends on besides the shapes."""
     import triton
 
     return {"device": device, "torch": torch.__version__, "triton": triton.__version__, "sources": sources()}
@@ -86,7 +86,7 @@ class Store:
         return open_folder(self._directory) if self._directory else open_folder(cache_directory(), "tuning")
 
     def _read(self, folder: Folder) -> Choices:
-        """What the file says; nothing, and a word about it, if that cannot be relied on."""
+        """The choices in the file; none, with a warning, if it cannot be relied on."""
         try:
             found, choices = parsed(folder.read(self.name).decode())
             if any(found.get(name) != value for name, value in self.conditions.items()):

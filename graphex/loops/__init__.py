@@ -8,7 +8,9 @@
     train_step   a training step as one device graph, optimizer included
 
 `warm_up` and `replayer` run calls while their thread warms up (`runtime.program.warming_up`). `generate` is made of
-`wanted` (what a call asks for), `session` (memory, compiled step, captures), `loop_cache`, `processors` and
-`generation` (one run). `train_step` captures what is around compiled graphs, which are not captured themselves
-(`captures_held_back`); read `step_program` first.
+`wanted` (what a call asks for), `session` (memory, compiled step, captures), `loop_cache`, `processors` with
+`torch_code` (those of users), `generation` (one run) and `report` (what the runs took). `train_step` captures what is
+around compiled graphs, which are not captured themselves (`captures_held_back`). `recipe` makes a step of its parts;
+`step_program` watches one (`observation`), prepares its state (`step_state`, `step_optimizers`) and captures it
+(`step_graph`): read that first.
 """

@@ -25,7 +25,7 @@ from graphex.torch_private.dynamo import compiled_version, input_sources, mark_g
 
 KEPT = 16
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, type(None))
-_TOKENS, _SCORES = "L['input_ids']", "L['scores']"
+_TOKENS = "L['input_ids']"
 
 
 def processed(processor: Any, input_ids: Tensor, scores: Tensor) -> Any:

@@ -1,12 +1,23 @@
 """The op library: importing it defines `torch.ops.npu.*` (where torch_npu is not installed) and `torch.ops.graphex.*`.
 
-Read `definition.py` first: an op is declared once, from its schema and its reference in plain ATen. Then the families:
-those of `torch.ops.npu` in `npu*.py`, and those of `torch.ops.graphex` in the other modules.
+    definition                             how an op is declared, once, from its schema and its reference in plain ATen
+    norms, quant, rotary, embedding, linears, attention, experts, tokens          the families of `torch.ops.graphex`
+    npu, npu_attention, npu_experts                                               torch_npu's ops
+    scope                                  ops that place work on streams
+    decompositions                         the table that graphs are traced with
+
+Read `definition` first, then a family. Every module of this folder is imported: a new family is a new file.
+
+How a graph meets an op: tracing asks its fake for shapes, a rule puts it in (`graphex.fusion.rules`), other rooms ask
+its declaration (title, rows, whether Inductor may join it), and a call runs its kernel or, where that declines, its
+reference.
 """
 
 from __future__ import annotations
 
-from graphex.ops import attention, embedding, experts, linears, norms, npu, quant, rotary, scope, tokens  # noqa: F401
+from importlib import import_module
+from pkgutil import iter_modules
+
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
 from graphex.ops.npu_attention import INPLACE as CACHES
 from graphex.ops.npu_experts import INPLACE as NORMS
@@ -15,3 +26,6 @@ __all__ = ["INPLACE", "SPECS", "OpSpec", "declined", "has_kernel"]
 
 INPLACE = (*CACHES, *NORMS)
 """Ops in the namespace `npu`, functional and in place."""
+
+for _family in iter_modules(__path__):
+    import_module(f"{__name__}.{_family.name}")

@@ -48,7 +48,7 @@ CANONICAL: Table = {
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    """What the op itself computes, with `c` first: torch writes `c.addcmul_(x, y, value=b)` as `c.copy_(fma(...))`."""
+    """The formula of the op itself, with `c` first: torch writes `c.addcmul_(x, y, value=b)` as `c.copy_(fma(...))`."""
     return c + a * b
 
 

@@ -104,7 +104,7 @@ class Arguments(Protocol):
 
 @dataclass(frozen=True)
 class Declined:
-    """What a kernel returns for arguments it was not written for: the reference runs instead."""
+    """A launcher's answer to arguments that its kernel was not written for: the reference runs instead."""
 
     reason: str
 
@@ -211,7 +211,7 @@ def has_kernel(name: str, device: torch.device | str) -> bool:
 
 
 def title_of(name: str) -> str:
-    """What a report calls the op `name` of graphex, or its in-place form; empty if it has no title."""
+    """The name of the op `name` of graphex, or of its in-place form, in a report; empty if it has no title."""
     found = (SPECS.get(f"graphex::{name}{suffix}") for suffix in ("", "_"))
     return next((spec.title for spec in found if spec is not None), "")
 

@@ -16,7 +16,7 @@ ACTIVATIONS = (SILU, CLAMPED)
 
 
 def gated(projected: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
-    """What lies between the two projections of an expert."""
+    """The activation between the two projections of an expert."""
     if activation == SILU:
         gate, up = projected.chunk(2, dim=-1)
         return functional.silu(gate) * up

@@ -183,19 +183,12 @@ def _save_add_rms_norm_cast(ctx: Any, inputs: tuple[Any, ...], output: tuple[Ten
     gradient=Gradient(_save_add_rms_norm_cast, add_norm_cast_backward),
     kernel="norm.add_rms_norm_cast",
 )
-def add_rms_norm_cast(
-    x1: Tensor,
-    x2: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def add_rms_norm_cast(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`add_rms_norm`, and its norm also as float32.
 
     y, rstd, sum = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     y32          = y.to(float32)                            the rounded y, widened
     """
-    y, rstd, total = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
+    y, rstd, total = add_rms_norm(*args, **kwargs)
     # A custom op's results never share memory: where y is float32 already, y32 is a copy of it.
     return y.to(torch.float32, copy=True), y, rstd, total

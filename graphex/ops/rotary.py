@@ -195,7 +195,7 @@ def rotary_qkv_write_(
     dim: int = -2,
     interleaved: bool = False,
 ) -> Tensor:
-    """What a decode step does before attention, in one launch: returns the rotated query.
+    """The work of a decode step before attention, in one launch: returns the rotated query.
 
     rotary_write_(k, cos, sin, key_cache, positions, dim, interleaved)
     value_cache.index_copy_(dim, positions, v)

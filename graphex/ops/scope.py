@@ -10,11 +10,11 @@
 They exist under the namespaces `graphex`, `air` and `npugraph_ex` alike and do nothing when called: `place` turns them
 into metadata of the nodes around them and into the ops that stay:
 
-    event_record(event, stream, turn); event_wait(event, stream, turn)
+    event_record(event, stream, epoch); event_wait(event, stream, epoch)
     used_on(x)                                          the memory of `x` is in use on the stream of this node
     host_wait()                                         the host goes on when all streams have finished
 
-`turn` counts the records and waits of one stream, so that their place among the nodes does not matter.
+`epoch` counts the records and waits of one stream, so that their place among the nodes does not matter.
 
     air.print([x]); npu.save_npugraph_tensor(x)         no device graph can hold them: a graph is cut around them
 """
@@ -52,7 +52,7 @@ def _wait_on_the_host() -> None:
 
 
 def _moment(*, device: torch.device | None = None) -> Tensor:
-    """What `record` returns: a value to hand to `wait`."""
+    """The result of `record`: a value to hand to `wait`."""
     return torch.zeros((), device=device)
 
 
@@ -81,8 +81,8 @@ LEXICAL: Ops = {
     "record_tagged_stream": ("(Tensor input, str tag) -> ()", _nothing),
 }
 PLACED: Ops = {
-    "event_record": ("(str event, str stream, int turn) -> ()", _nothing),
-    "event_wait": ("(str event, str stream, int turn) -> ()", _nothing),
+    "event_record": ("(str event, str stream, int epoch) -> ()", _nothing),
+    "event_wait": ("(str event, str stream, int epoch) -> ()", _nothing),
     "used_on": ("(Tensor x) -> ()", _nothing),
     "host_wait": ("() -> ()", _wait_on_the_host),
 }

@@ -201,7 +201,7 @@ class WritePartsOfCat(GraphPass):
 
 
 def _plan(node: Node, sizes: Sizes) -> CatPlan | Refusal:
-    """What to do for a cat, or why it stays."""
+    """The plan for a cat, or why it stays."""
     operands, value = node.args[0], node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(operands, (list, tuple)) or len(operands) < 2:
         return Refusal("there are not two tensors to join", nothing_lost=True)

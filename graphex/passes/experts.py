@@ -26,6 +26,7 @@ from graphex.passes.fuse import IdiomPass, pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import inherit_all
+from graphex.rewrite.motion import used_by
 
 aten = torch.ops.aten
 
@@ -33,9 +34,6 @@ aten = torch.ops.aten
 class LiftExperts(IdiomPass):
     name = "lift_experts"
     rule = "lift_experts"
-
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule,)
 
     def concerns(self, graph: Graph) -> bool:
         return any(node.target is aten.bmm.default for node in graph.nodes)
@@ -120,15 +118,20 @@ class Site:
             return Refusal("the weights of the two projections lie in different orders")
         if self.up.experts is not self.experts or self.down.experts is not self.experts:
             return Refusal("the two projections are those of different experts")
-        elsewhere = [(node, user) for node in self.inner - {self.end} for user in node.users if user not in self.inner]
-        if elsewhere:
-            node, user = elsewhere[0]
-            return Refusal(f"'{node.name}' is also used by '{user.name}'")
-        if len({placement(node) for node in self.inner}) > 1:
-            return Refusal("its parts are on several streams")
+        if (refusal := why_not_alone(self.inner, self.end)) is not None:
+            return refusal
         if self.end.meta["val"].dtype != self.x.meta["val"].dtype:
             return Refusal("the sum over experts is used in another type than the tokens have")
         return None
+
+
+def why_not_alone(inner: set[Node], *ends: Node) -> Refusal | None:
+    """Why the nodes of an idiom cannot become one: others use more of them than its ends, or their streams differ."""
+    within = inner.union(ends)
+    for node in inner.difference(ends):
+        if (stranger := next((user for user in node.users if user not in within), None)) is not None:
+            return Refusal(f"'{node.name}' is also {used_by(stranger)}")
+    return Refusal("its parts are on several streams") if len({placement(node) for node in inner}) > 1 else None
 
 
 @dataclass
@@ -166,7 +169,7 @@ def _site(node: Any) -> Site | None:
     x = _repeated(up.x, inner, view.meta["val"].shape[1])
     if x is None:
         return None
-    cast = next(iter(node.users)) if len(node.users) == 1 else None
+    cast = _only_user(node)
     end = node
     if cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) == {"dtype"}:
         end = cast
@@ -230,7 +233,7 @@ def _only_index(node: Any) -> Node | None:
 
 
 def _through(node: Any, inner: set[Node]) -> Any:
-    """What `squeeze(unsqueeze(x, d), d)` was made of."""
+    """The `x` of `squeeze(unsqueeze(x, d), d)`."""
     while (outer := called(node, aten.squeeze.dim)) is not None:
         back = called(outer.args[0], aten.unsqueeze.default)
         if back is None or back.args[1] % 3 != outer.args[1] % 3:

@@ -122,7 +122,7 @@ class Decided:
     nothing_lost: bool = False  # torch's own kernels are as good for it
 
     def as_note(self) -> dict[str, Decided]:
-        """What to annotate the nodes with that are made for the call."""
+        """The annotation of the nodes that are made for the call."""
         return {_KEY: self}
 
 

@@ -235,7 +235,7 @@ class RestoreInputWrites(GraphPass):
 
 
 def _bytes_moved(chain: Chain) -> int:
-    """What functionalisation costs a call: each step, and the copy back, reads and writes the whole tensor."""
+    """The bytes that functionalisation moves in a call: each step, and the copy back, reads and writes the tensor."""
     return 2 * bytes_of(chain.target) * (len(chain.steps) + 1)
 
 

@@ -164,7 +164,7 @@ def _why_needed(work: Work, node: Node, kept: Node) -> str | None:
 
 
 def _why_run(node: Node, noop: Noop) -> str | None:
-    """What is overwritten need not be computed, unless the user would no longer see it raise."""
+    """A value that is overwritten need not be computed, unless the user would no longer see it raise."""
     overwritten = node.args[0] if noop.keeps else None
     raiser = lost_without(node, overwritten) if isinstance(overwritten, Node) else None
     return None if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"

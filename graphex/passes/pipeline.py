@@ -27,32 +27,22 @@ from torch.fx import Graph
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.registry import users_rules
-from graphex.passes import (
-    CheckDeadlocks,
-    FoldGates,
-    FoldProjections,
-    FuseJointPatterns,
-    FusePatterns,
-    GraphPass,
-    JoinRotaryAndAttention,
-    LiftAttention,
-    LiftExperts,
-    LiftIdioms,
-    LiftRouters,
-    MergeCommonSubexpressions,
-    PlaceBranches,
-    PlaceNodes,
-    RemoveDeadCode,
-    RemoveNoops,
-    RemoveRedundantCopies,
-    RestoreInputWrites,
-    ReuseDeadMemory,
-    ScheduleStreams,
-    WritePartsOfCat,
-    WriteRotaryToCache,
-)
+from graphex.passes.cat import WritePartsOfCat
+from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveRedundantCopies
+from graphex.passes.experts import LiftExperts
+from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
+from graphex.passes.input_reinplace import RestoreInputWrites
+from graphex.passes.noop import RemoveNoops
+from graphex.passes.place import PlaceNodes
+from graphex.passes.projections import FoldGates, FoldProjections
+from graphex.passes.reinplace import ReuseDeadMemory
+from graphex.passes.rotary_attention import JoinRotaryAndAttention
+from graphex.passes.rotary_write import WriteRotaryToCache
+from graphex.passes.routers import LiftRouters
+from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.adapter import as_graph_pass
+from graphex.rewrite.base import GraphPass
 from graphex.rewrite.runner import Runner
 
 OURS: tuple[tuple[str, GraphPass], ...] = (

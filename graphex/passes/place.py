@@ -58,7 +58,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Scope:
-    """What holds between one enter and its exit; what it does not say holds from outside."""
+    """A scope: the settings between one enter and its exit. Those it leaves open hold from outside."""
 
     enter: Node
     values: dict[str, Any]
@@ -160,7 +160,7 @@ def _custom(node: Node) -> dict[str, Any]:
 
 
 def made(node: Node) -> str:
-    """A node, and who put it there."""
+    """A node, with the user's pass that made it and its line, as a sentence names it."""
     maker, line = node.meta.get(MADE_BY), node_line(node)
     where = f" of your pass '{maker}'" if maker else ""
     return f"node '{node.name}'{where}{f' ({line})' if line else ''}"

@@ -125,7 +125,7 @@ def is_reshape(node: Node) -> bool:
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """Who uses a value, as it is or reshaped."""
+    """The users of a value, as it is or reshaped."""
     for user in node.users:
         if is_reshape(user):
             yield from readers(user)

@@ -55,7 +55,7 @@ def call_of(step: Node) -> Node:
 
 
 def why_not_called(call: Node, directly: Node | None) -> str | None:
-    """What keeps a call from becoming one of its variant that writes to `directly`; None if nothing does.
+    """Why a call cannot become one of its variant that writes to `directly`; None if it can.
 
     Whatever else the variant writes may have to be copied for it, so that must be certain to give the same layout.
     """

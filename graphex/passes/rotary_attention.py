@@ -31,7 +31,7 @@ from graphex.passes.fuse import pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
-from graphex.rewrite.motion import Motion, Read
+from graphex.rewrite.motion import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -226,11 +226,8 @@ class _Proof:
         return [*site.rows, site.positions, *site.caches, *filter(None, (site.mask, site.sinks))]
 
     def _query_is_used_elsewhere(self) -> Refusal | None:
-        others = [user for user in self.site.write.users if user is not self.site.attention]
-        if not others:
-            return None
-        what = "returned" if others[0].op == "output" else f"used by '{others[0].name}'"
-        return Refusal(f"the rotated query is also {what}")
+        other = next((user for user in self.site.write.users if user is not self.site.attention), None)
+        return None if other is None else Refusal(f"the rotated query is also {used_by(other)}")
 
     def _unfit(self) -> Refusal | None:
         _, keys, values, _, _, is_causal, *_ = _arguments(self.site.attention)

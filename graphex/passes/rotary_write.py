@@ -36,7 +36,7 @@ from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
-from graphex.rewrite.motion import Motion, Read
+from graphex.rewrite.motion import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -103,8 +103,7 @@ class _Joiner:
             return found[0]
         if found:
             other = next((user for user in users if user is not found[0].node), found[0].node)
-            what = "returned" if other.op == "output" else f"used by '{other.name}'"
-            self.work.refuse(found[0].node, f"the rotated key is also {what}", rule=ONE)
+            self.work.refuse(found[0].node, f"the rotated key is also {used_by(other)}", rule=ONE)
             return None
         for copy in (user for user in users if user.target in COPIES and user.args[0] is not turned):
             reason = f"'{copy.name}' makes a new cache: it is not proven to write in place"
@@ -112,7 +111,7 @@ class _Joiner:
         return None
 
     def _through_view(self, turned: Node, user: Node) -> list[Node]:
-        """The user itself, or for a view without leading dimensions who uses that."""
+        """The user itself, or the users of a view without leading dimensions."""
         writes = [write for write in map(row_write, user.users) if write is not None and write.given is user]
         return list(user.users) if any(write.rows is turned for write in writes) else [user]
 
@@ -282,7 +281,7 @@ class RowWrite:
 
 
 def row_write(node: Node) -> RowWrite | None:
-    """What a node writes, if it is a write of rows in place."""
+    """The write of rows in place that a node is; None if it is none."""
     read = _SPELLINGS.get(node.target) if node.op == "call_function" and not node.kwargs else None
     found = read(node, *node.args) if read is not None else None
     if found is None or _tensor(found.cache) is None or _tensor(found.given) is None:
@@ -373,7 +372,7 @@ class _Proof:
             yield self._unfit_query_and_value()
 
     def _reads(self) -> list[Read]:
-        """What the op will read, each with the node that reads it now."""
+        """The values that the op will read, each with the node that reads it now."""
         rotary, writes = self.rotary, self.writes
         found = [Read(each, rotary.node) for each in (rotary.key, rotary.cos, rotary.sin)]
         if self.joins_query and rotary.query is not None:

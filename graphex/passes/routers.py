@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
-from graphex.analysis.source import placement
-from graphex.passes.experts import called
+from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import Refusal, Work
@@ -33,9 +32,6 @@ experts = torch.ops.graphex.experts.default
 class LiftRouters(IdiomPass):
     name = "lift_routers"
     rule = "lift_route"
-
-    def rules(self) -> tuple[str, ...]:
-        return (self.rule,)
 
     def concerns(self, graph: Graph) -> bool:
         return any(node.target is experts for node in graph.nodes)
@@ -96,23 +92,13 @@ class Router:
         dtype = self.ends[0].meta["val"].dtype
         self.arguments = (self.logits, self.bias, self.top_k, self.scores, dtype, *how)
 
-    def refusal(self) -> Refusal | None:
-        within = self.inner | set(self.ends)
-        elsewhere = [(node, user) for node in self.inner - set(self.ends) for user in node.users if user not in within]
-        if elsewhere:
-            node, user = elsewhere[0]
-            return Refusal(f"'{node.name}' is also used by '{user.name}'")
-        if len({placement(node) for node in self.inner}) > 1:
-            return Refusal("its parts are on several streams")
-        return None
-
 
 def _router(numbers: Any, weights: Any) -> Router | Refusal:
     """The router whose results, flat, are these two."""
     found = _known(numbers, weights)
     if found is None:
         return Refusal("its experts are chosen in a form that is not known")
-    refusal = found.refusal()
+    refusal = why_not_alone(found.inner, *found.ends)
     return found if refusal is None else refusal
 
 
@@ -230,7 +216,7 @@ def _stays(cast: Any) -> bool:
 
 
 def _grouped(node: Any, inner: set[Node]) -> tuple[Any, tuple[int, int]]:
-    """What `masked_fill(choice, not one of the best groups, -inf)` is applied to, with the groups and how many stay."""
+    """The argument of `masked_fill(choice, not one of the best groups, -inf)`, with the groups and how many stay."""
     filled = called(node, aten.masked_fill.Scalar)
     if filled is None or filled.args[2] != -math.inf:
         return node, (1, 1)

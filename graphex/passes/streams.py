@@ -151,7 +151,7 @@ class _Schedule(AddingEvents):
         self.work.rewired(node, rule=self.rule, because=f"{stream_name(stream)} meets another one at '{event}'")
 
     def note_plan(self) -> None:
-        """What the runtime needs to know, and what the journal says."""
+        """Leave the stream plan for the runtime, and a record in the journal."""
         used = [*self.last, *(sync.stream for _, sync in placed_events(list(self.graph.nodes)))]
         priorities: dict[str, int] = {str(stream): 0 for stream in used if stream is not None}
         placed: dict[str, list[str]] = {}
@@ -252,7 +252,7 @@ def _at(meets: Node, aliases: Aliases) -> list[Branch]:
 
 
 def _exclusive(value: Node, meets: Node, aliases: Aliases) -> frozenset[Node]:
-    """What is computed for this operand alone, as far as it can be moved; empty if there is no work in it."""
+    """The nodes that compute this operand alone, as far as they can be moved; empty if there is no work in them."""
     inside: set[Node] = set()
     pending = [value]
     while pending:
@@ -311,7 +311,7 @@ class PlaceBranches(GraphPass):
 
 
 def why_not_automatic(graph: Graph, aliases: Aliases) -> str:
-    """What keeps a graph from being tried on two streams; empty if nothing does."""
+    """The reason why a graph is not tried on two streams; empty if there is none."""
     for node in graph.nodes:
         if placement(node) is not None:
             return "it has streams of its own"

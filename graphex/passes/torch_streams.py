@@ -30,7 +30,7 @@ EVENT = "torch event "
 
 
 class Writer(Protocol):
-    """Who writes events into the graph."""
+    """The interface that writes events into the graph; `place` has it."""
 
     def name(self, wanted: str) -> str: ...
     def record(self, event: str, stream: object, *, after: Node) -> str: ...

@@ -287,7 +287,7 @@ def _writes(epilogue: Node, program: Program, *, only_last: bool, exact: bool) -
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
-    """What may raise and leave the input of a chain in a state that it never had there in the program."""
+    """A node that may raise and leave the input of a chain in a state that it never had there in the program."""
     writes = writes_to(chain.target) or NO_WRITES
     starts = [work.aliases.position(reinplace.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is
@@ -295,14 +295,14 @@ def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
         step, call = update.made.node, reinplace.call_of(update.made.node)
         if _may_stop_halfway(call) and not writes.is_own(step):
             return Refusal(f"'{call.name}' may raise when it has written a part of '{chain.target.name}'", step), update
-        if (raiser := _who_sees(work, writes, update, start, end)) is not None:
+        if (raiser := _observer(work, writes, update, start, end)) is not None:
             where = f" ({line})" if (line := node_line(raiser)) else ""
             reason = f"'{raiser.name}'{where} may raise, and '{chain.target.name}' would be another than in the program"
             return Refusal(reason, step), update
     return None
 
 
-def _who_sees(work: Work, writes: Writes, update: Update, start: int, end: int) -> Node | None:
+def _observer(work: Work, writes: Writes, update: Update, start: int, end: int) -> Node | None:
     """A node between two positions that may raise and expects other writes than those up to `update`."""
     done = writes.last_by(*(place.node for place in update.places))
     if done is None:

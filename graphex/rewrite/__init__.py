@@ -1,4 +1,8 @@
-"""The ground that every rewrite stands on; the passes themselves are in `graphex.passes`. In the order to read:
+"""The ground that every rewrite stands on; the passes themselves are in `graphex.passes`.
+
+How a graph moves through this room: the runner keeps a copy of it, gives it to a pass as a `Work`, and afterwards
+repairs the metadata of nodes that a user's pass has made, checks the graph, and records what was done; a pass of ours
+that failed is undone by the copy. In the order to read:
 
 base         a pass (`GraphPass`) and the object it works on (`Work`): the graph, its facts, the pen for the journal
 runner       everything that happens around a pass: timing, checks, records, roll-back

@@ -192,7 +192,7 @@ def _partition(gm: GraphModule, support: Any) -> GraphModule:
 
 
 def _module_of(custom: Any, result: Any) -> GraphModule | None:
-    """What a `gm -> ...` pass handed back: nothing, a module, or a PassResult holding one."""
+    """The result of a `gm -> ...` pass: nothing, a module, or a PassResult holding one."""
     result = getattr(result, "graph_module", result)
     if result is None or isinstance(result, GraphModule):
         return result

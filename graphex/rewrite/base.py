@@ -70,7 +70,7 @@ class Work:
 
     @property
     def order(self) -> Order:
-        """What runs before what, as the graph stood when this was first asked for; data dependencies do not count,
+        """The order of nodes, as the graph stood when this was first asked for; data dependencies do not count,
         because the passes that ask take them away.
         """
         if self._order is None:
@@ -86,7 +86,7 @@ class Work:
 
     @property
     def raising(self) -> Raising:
-        """What can raise, at the places that `aliases` know."""
+        """The nodes that can raise, at the places that `aliases` know."""
         if self._raising is None:
             self._raising = raising_in(self.graph, self.aliases)
         return self._raising

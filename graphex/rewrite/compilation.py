@@ -199,7 +199,7 @@ class Compilation:
 
 
 def _fused(journal: Journal) -> str:
-    """What was fused, what only as a preview, and what runs in compiled regions."""
+    """The rules that fused, those that did as a preview, and the ops in compiled regions, in one line."""
     previews = {each.rule for each in journal.rewrites if each.preview}
     counted = [
         (each.rule, f"{each.rule} {each.matches} of {each.candidates}") for each in journal.rules if each.matches

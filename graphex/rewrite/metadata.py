@@ -12,15 +12,15 @@ every value, those of the placeholders too). After it has run:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graphex.analysis import known_equal, placement
+from graphex.analysis import known_equal, placement, same_layout
 from graphex.analysis.dependencies import EPOCH, epoch_of
 from graphex.analysis.effects import is_work
+from graphex.analysis.graphs import attribute_of
 from graphex.analysis.source import ORIGINS, value_key
 from graphex.errors import PassError
 from graphex.rewrite.base import inherit
@@ -188,7 +188,7 @@ def inherit_all(node: Node, ancestors: list[Node]) -> None:
 
 
 def _inherit_place(node: Node, kernels: list[Node]) -> None:
-    """What replaces work of one stream is on that stream, between the events that it was between."""
+    """Put a node that replaces work of one stream on that stream, between the same events."""
     streams = {placement(old) for old in kernels}
     if len(streams) == 1 and placement(node) is None and (stream := streams.pop()) is not None:
         node.meta["custom"] = {**node.meta.get("custom", {}), "stream": stream}
@@ -224,7 +224,7 @@ def evaluate(gm: GraphModule, node: Node, mode: FakeTensorMode, instead: Mapping
 
 
 def _fake_attribute(gm: GraphModule, target: str, mode: FakeTensorMode) -> Any:
-    value = attrgetter(target)(gm)
+    value = attribute_of(gm, target)
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -244,11 +244,7 @@ def _same_value(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(_same_value(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if (left.dtype, left.device, left.layout) != (right.dtype, right.device, right.layout):
-            return False
-        if not known_equal(tuple(left.shape), tuple(right.shape)):
-            return False
-        return left.layout != torch.strided or known_equal(left.stride(), right.stride())
+        return same_layout(left, right)
     if isinstance(left, (torch.SymInt, int)) and isinstance(right, (torch.SymInt, int)):
         return known_equal(left, right)
     return type(left) is type(right)

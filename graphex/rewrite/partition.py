@@ -98,7 +98,7 @@ class Partitioner:
                         del partition.nodes[node]
 
     def _supported(self) -> set[Node]:
-        """What the user supports; a part of a tuple goes with the tuple."""
+        """The nodes that the user supports; a part of a tuple goes with the tuple."""
         modules = dict(self.graph_module.named_modules())
         found: set[Node] = set()
         for node in self.graph_module.graph.nodes:

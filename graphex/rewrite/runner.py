@@ -40,7 +40,7 @@ MAY_NOT = "A pass may not change what the graph takes and returns."
 
 @dataclass(frozen=True)
 class Interface:
-    """What a graph takes and returns: its inputs, how many values come out, their nesting, what is known of each."""
+    """The interface of a graph: its inputs, how many values come out, their nesting, what is known of each."""
 
     inputs: tuple[str, ...]
     outputs: int

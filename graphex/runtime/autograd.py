@@ -1,4 +1,4 @@
-"""What autograd sees of a graph: calls that must stay above it, and the version counters of inputs.
+"""Autograd's view of a graph: calls that must stay above it, and the version counters of inputs.
 
 AOTAutograd has dealt with gradients, so a call runs below autograd, in generated code that writes in place. Some calls
 must not, and are neither captured nor replayed:

@@ -270,20 +270,20 @@ class Code:
         return forward
 
 
-def generate(gm: GraphModule, lanes: StreamSet | None = None, memory: Memory | None = None) -> Code:
-    """The program of a graph, on one stream or on `lanes`. Raises GraphexError for a node that has no place in one.
+def generate(gm: GraphModule, streams: StreamSet | None = None, memory: Memory | None = None) -> Code:
+    """The program of a graph, on one stream or on `streams`. Raises GraphexError for a node that has no place in one.
 
     `memory` knows the storages of values on several streams, where the graph alone does not show them.
     """
-    return _Writer(gm, lanes, memory).write()
+    return _Writer(gm, streams, memory).write()
 
 
 class _Writer:
-    def __init__(self, gm: GraphModule, lanes: StreamSet | None, memory: Memory | None) -> None:
+    def __init__(self, gm: GraphModule, streams: StreamSet | None, memory: Memory | None) -> None:
         self.gm = gm
-        self.lanes = lanes
+        self.streams = streams
         self.memory = memory
-        self._lane_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
+        self._stream_now: tuple[object, ...] = (None,)  # the stream that calls are for, and their limit if there is one
         self.code = Code()
         self.lines: list[str] = []
         self._taken = set(_OF_SCRIPTS)
@@ -292,7 +292,7 @@ class _Writer:
         self._bound: dict[object, str] = {}
 
     def write(self) -> Code:
-        dying = last_uses(self.gm.graph) if self.lanes is None else frees(self.gm.graph, self.memory)
+        dying = last_uses(self.gm.graph) if self.streams is None else frees(self.gm.graph, self.memory)
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         if placeholders:
             self.lines.append(f"{', '.join(self.names[node] for node in placeholders)}, = {self._inputs}")
@@ -312,13 +312,13 @@ class _Writer:
         return self.code
 
     def _statement(self, node: Node) -> None:
-        if self.lanes is not None:
+        if self.streams is not None:
             self._enter(None if node.op == "output" else placement(node), node)
         if does_nothing(node):
-            if self.lanes is not None and (sync := synchronisation(node)) is not None:
-                self._lane(sync.kind, sync.what, sync.stream)
-                if len(self._lane_now) == 2:
-                    self._lane_now = ()  # a limit ends here
+            if self.streams is not None and (sync := synchronisation(node)) is not None:
+                self._call_streams(sync.kind, sync.what, sync.stream)
+                if len(self._stream_now) == 2:
+                    self._stream_now = ()  # a limit ends here
         elif node.op == "output":
             self.lines.append(f"return {self._returned(node.args[0])}")
         elif node.op == "get_attr":
@@ -329,7 +329,7 @@ class _Writer:
 
     def _region_call(self, node: Node, region: Region, last: list[Node]) -> None:
         """A region takes its arguments in a list, which it empties: what is used here last is freed inside of it."""
-        if self.lanes is not None:
+        if self.streams is not None:
             self._enter(placement(node), node)
         function = self._bind(region.boxed, "", hint=str(node.target))
         boxed = self._new_name(f"{node.name}_args")
@@ -339,14 +339,14 @@ class _Writer:
         self._free([value for value in last if value is node])
 
     def _enter(self, stream: object, node: Node) -> None:
-        lane = (stream, node.meta[PART]) if PART in node.meta else (stream,)
-        if lane != self._lane_now and (node.op == "output" or is_work(node)):
-            self._lane("enter", *lane)
-            self._lane_now = lane
+        place = (stream, node.meta[PART]) if PART in node.meta else (stream,)
+        if place != self._stream_now and (node.op == "output" or is_work(node)):
+            self._call_streams("enter", *place)
+            self._stream_now = place
 
-    def _lane(self, name: str, *args: object) -> None:
+    def _call_streams(self, name: str, *args: object) -> None:
         text = attribute(attribute(module_text("graphex.device"), "OneStream"), name)
-        function = self._bind(getattr(self.lanes, name), text, hint=name)
+        function = self._bind(getattr(self.streams, name), text, hint=name)
         self.lines.append(f"{function}({self._arguments(args, {})})")
 
     def _call(self, node: Node) -> str:

@@ -61,7 +61,7 @@ def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Pr
 
 def _external_streams(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
     plan = stream_plan(graph.gm.graph)
-    if plan is None or graph.lanes is None:
+    if plan is None or graph.streams is None:
         return program
     # When a backward runs, torch's numbers may stand for the events of another function.
     return ExternalStreams.around(program, plan, graph.device, events=graph.phase != "backward")
@@ -73,7 +73,7 @@ def _stream_trial(graph: ExecutableGraph, program: Program, runner: Runner | Non
     second = second_version(runner, graph.functional, graph.device)
     if second is None:
         return program
-    other = replace(graph, name=second.graph_name, gm=second.gm, version="two_streams", lanes=None)
+    other = replace(graph, name=second.graph_name, gm=second.gm, version="two_streams", streams=None)
     return Trial(graph, program, build_executable(other))
 
 
@@ -96,10 +96,10 @@ def _on_streams(graph: ExecutableGraph) -> ExecutableGraph:
     limited = set_core_limits(graph.compilation, graph.name, graph.gm, graph.device)
     plan = stream_plan(graph.gm.graph)
     if plan is None:
-        return replace(graph, lanes=graph.device.lanes(StreamPlan({})) if limited else None)
+        return replace(graph, streams=graph.device.stream_set(StreamPlan({})) if limited else None)
     if graph.compilation.config.stream_safety == "shuffle":
         return graph
-    return replace(graph, lanes=graph.device.lanes(plan))
+    return replace(graph, streams=graph.device.stream_set(plan))
 
 
 def _program(graph: ExecutableGraph) -> Program:
@@ -221,8 +221,8 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         run = generated(part)
         boundary = piece.boundary
         if not piece.captured:
-            if (obstacle := boundary.obstacle) is not None:
-                part.fall_back("this piece of the graph runs without capture", obstacle.reason, obstacle.node)
+            if (refusal := boundary.refusal) is not None:
+                part.fall_back("this piece of the graph runs without capture", refusal.reason, refusal.node)
             runs.append(run)
             continue
         static = [index for index, node in enumerate(piece.inputs) if node in stable]
@@ -239,14 +239,14 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
 
 
 def _piece(graph: ExecutableGraph, number: int, piece: Piece) -> ExecutableGraph:
-    """A piece as a graph of its own. One with all its work on the current stream, without limits, needs no lanes."""
+    """A piece as a graph of its own. One with all its work on the current stream, without limits, needs no streams."""
     return replace(
         graph,
         name=graph.compilation.journal.name_piece(graph.name, number),
         gm=piece.gm,
         functional=None,
         piece=number,
-        lanes=graph.lanes if piece.memory is not None else None,
+        streams=graph.streams if piece.memory is not None else None,
         memory=piece.memory,
     )
 
@@ -278,7 +278,7 @@ def generated(graph: ExecutableGraph) -> Boxed:
     """Generated code, run below autograd. If a graph cannot be written as code it is interpreted, with a record."""
     compilation, gm = graph.compilation, graph.gm
     try:
-        code = generate(gm, graph.lanes, graph.memory)
+        code = generate(gm, graph.streams, graph.memory)
         run = code.function(f"<graphex {graph.name}>")
     except Exception as error:
         graph.fall_back("the graph is interpreted node by node", error)
@@ -287,7 +287,7 @@ def generated(graph: ExecutableGraph) -> Boxed:
         _write_files(graph, code)
     _keep_code(graph, code)
     run = _below_autograd(run) if _is_plain(gm) else run
-    run = run if graph.lanes is None else graph.lanes.around(run)
+    run = run if graph.streams is None else graph.streams.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)
 
 
@@ -306,7 +306,7 @@ def _write_files(graph: ExecutableGraph, code: Code) -> None:
     """The program as a script, in which regions stand for themselves, and the code that Inductor made of each."""
     gm, files = graph.gm, graph.compilation.files
     plain = inlined(gm)
-    script = code if plain is gm else generate(plain, graph.lanes, graph.memory)
+    script = code if plain is gm else generate(plain, graph.streams, graph.memory)
     files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(script, plain))
     for name, region in regions_of(gm).items():
         files.text(f"{graph.folder}/{name}.py", region.code.source)

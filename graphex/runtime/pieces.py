@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, is_collective
 from graphex.analysis.aliasing import Storage
-from graphex.analysis.asynchronous import is_declared_asynchronous, launch_of, who_may_keep
+from graphex.analysis.asynchronous import is_declared_asynchronous, keeper_of, launch_of
 from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import (
     does_nothing,
@@ -42,6 +42,7 @@ from graphex.analysis.effects import (
 )
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.device import Device
+from graphex.errors import Refusal
 from graphex.runtime.streams import (
     MemoryOfPiece,
     add_missing_events,
@@ -109,27 +110,21 @@ def _sized(value: Any) -> list[Any]:
 _CALLERS = ("placeholder", "get_attr")  # values that are held outside of the graph
 
 
-class Obstacle(NamedTuple):
-    """Why a piece is not captured after all, and the node that is in the way."""
-
-    node: Node
-    reason: str
-
-
 @dataclass(frozen=True)
 class Boundary:
     """How the values of a captured piece enter and leave it, by their index.
 
     `handed_on` are the outputs at one address in every call, `written_later` those that other pieces write to, `held`
     those that a custom op may have kept or an op in flight works on. `moving` are the inputs that the piece writes to
-    and that are elsewhere in every call; True if the new value is seen outside of the piece.
+    and that are elsewhere in every call; True if the new value is seen outside of the piece. `refusal` says why the
+    piece is not captured after all.
     """
 
     handed_on: list[int] = field(default_factory=list)
     written_later: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     moving: dict[int, bool] = field(default_factory=dict)
-    obstacle: Obstacle | None = None
+    refusal: Refusal | None = None
 
 
 class Boundaries:
@@ -148,7 +143,7 @@ class Boundaries:
                 continue
             others = [other for other in inputs if other is not node and self._aliases.may_alias(node, other)]
             if others:
-                return Boundary(obstacle=_shared(writes[0], node, others[0]))
+                return Boundary(refusal=_shared(writes[0], node, others[0]))
             moving[index] = self._is_seen(node, writes[0], inside)
         written_later = [
             place for place, node in enumerate(outputs) if not inside.issuperset(self._aliases.writes(node))
@@ -196,15 +191,15 @@ class Boundaries:
 
 
 def _may_keep(reader: Node) -> bool:
-    return bool(who_may_keep(reader)) or launch_of(reader) is not None
+    return bool(keeper_of(reader)) or launch_of(reader) is not None
 
 
-def _shared(writer: Node, written: Node, other: Node) -> Obstacle:
-    return Obstacle(
-        writer,
+def _shared(writer: Node, written: Node, other: Node) -> Refusal:
+    reason = (
         f"'{writer.name}' writes to '{written.name}', which shares its memory with '{other.name}' and is elsewhere in "
-        "each call, because it is made outside of device graphs; clone one of the two",
+        "each call, because it is made outside of device graphs; clone one of the two"
     )
+    return Refusal(reason, writer)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -343,7 +338,7 @@ def _with_boundary(piece: Piece, inside: set[Node], boundaries: Boundaries) -> P
     if not piece.captured:
         return piece
     boundary = boundaries.of(piece.inputs, piece.outputs, inside)
-    return replace(piece, captured=boundary.obstacle is None, boundary=boundary)
+    return replace(piece, captured=boundary.refusal is None, boundary=boundary)
 
 
 def _piece(

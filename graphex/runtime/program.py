@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DebugTools:
-    """What `debug`, a room above this one, does for a graph that is made to run: see `frontend.compiler`."""
+    """Functions of `debug`, a room above this one, for a graph that is made to run: see `frontend.compiler`."""
 
     write_code: Callable[[Code, GraphModule], str]
     in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
@@ -51,8 +51,9 @@ class ExecutableGraph:
     """A graph after all passes, and everything that decides how it runs. A piece of a graph is one too.
 
     `functional` runs the calls that autograd or functorch has to see; None for a piece. `version` tells a second
-    version of a graph from the first. `lanes` are its streams, and `memory` knows the storages of values on them, where
-    the graph alone does not show them. `saved` is what the graphs of a training step share.
+    version of a graph from the first. `streams` are those of the device that it runs on, and `memory` knows the
+    storages of values on them, where the graph alone does not show them. `saved` is what the graphs of a training step
+    share.
     """
 
     compilation: Compilation
@@ -65,7 +66,7 @@ class ExecutableGraph:
     tools: DebugTools
     version: str = ""
     piece: int | None = None
-    lanes: StreamSet | None = None
+    streams: StreamSet | None = None
     memory: Memory | None = None
     saved: SavedMemory | None = None
 

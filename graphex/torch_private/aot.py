@@ -23,32 +23,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.lookup import find, later, present, private
 
-__all__ = [
-    "adds_guards",
-    "aot_compiled",
-    "aot_loaded",
-    "aot_module_simplified",
-    "autograd_state",
-    "counted",
-    "counted_inputs",
-    "default_partition",
-    "dynamic_results",
-    "implemented_in_python",
-    "is_autocast_on",
-    "is_compiled_ahead",
-    "joint_trace",
-    "mark_dynamic",
-    "memory_budget",
-    "min_cut_rematerialization_partition",
-    "only_hands_over",
-    "regenerated_outputs",
-    "register_as_serializable",
-    "static_input_indices",
-    "symbolic_trace",
-    "without_autograd_cache",
-]
-
-
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
 aot_module_simplified = later("torch._functorch.aot_autograd.aot_module_simplified")
@@ -129,7 +103,7 @@ def aot_compiled(
 
 
 def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
-    """What `aot_compiled` has made, to be called; `names` are the globals of the function."""
+    """The function that `aot_compiled` has made, to be called; `names` are the globals of the function."""
     load = find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize
     return load(data, names, *_held(load, 2, module))
 
@@ -186,7 +160,7 @@ def autograd_state() -> dict[str, Any] | None:
 
 
 def implemented_in_python() -> str:
-    """An op of torch's own that somebody traces into a function of theirs; empty if there is none."""
+    """An op of torch's that a Python function was registered for (`torch.library`); empty if there is none."""
     return next((name for name in sorted(_implementations) if _OVERRIDES.match(name)), "")
 
 

@@ -25,59 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from graphex.errors import GraphexError
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "RESUME_PREFIX",
-    "TensorifyScalarRestartAnalysis",
-    "TorchDispatchMode",
-    "allow_registering_again",
-    "backend_of",
-    "batches_gradients",
-    "cached_backends_equal_to",
-    "called_by",
-    "code_of",
-    "compile_id",
-    "compile_lock",
-    "compile_stage",
-    "compiled_ahead",
-    "compiled_version",
-    "compiling_backend",
-    "compiling_code",
-    "compiling_frame",
-    "debug_directory",
-    "disable",
-    "dispatch_modes",
-    "dual_level",
-    "external_object",
-    "flatten_graph_inputs",
-    "has_tangent",
-    "input_sources",
-    "is_current_stream",
-    "is_object_lookup",
-    "is_seen_by_a_mode",
-    "is_traced",
-    "is_transformed",
-    "is_whole",
-    "mark_dynamic",
-    "mark_growing",
-    "mark_static_address",
-    "modes_enabled",
-    "profiler_enabled",
-    "register_backend",
-    "room_to_recompile",
-    "size_guards",
-    "surfaced",
-    "trace_artifact",
-    "transform",
-    "without_modes",
-]
-
-
 # -- logs, traces, profiles and modes ----------------------------------------------------------------------------------
 # Structured-trace artifacts, and whether a mode or a profiler sees the calls of torch.
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 
@@ -135,7 +88,7 @@ def is_seen_by_a_mode() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether somebody collects structured-trace artifacts (TORCH_TRACE)."""
+    """Whether structured-trace artifacts are collected (TORCH_TRACE)."""
     return _trace_structured is not None and bool(getattr(_trace_log, "handlers", ()))
 
 
@@ -200,7 +153,7 @@ mark_growing: Callable[[Tensor, int], None] | None = private(
 
 
 def size_guards() -> list[str] | None:
-    """What the graph being compiled takes for granted about sizes that are no constants; None if that is not known."""
+    """The guards of the graph being compiled on sizes that are no constants; None if they are not known."""
     context = private("torch._guards.TracingContext.try_get", lambda: None)()
     env = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     return None if env is None else [str(guard.expr) for guard in env.guards]
@@ -366,7 +319,7 @@ def backend_of(compiled: object) -> object | None:
 
 
 def compiled_ahead(compiled: object) -> object:
-    """What a backend made for a result of `aot_compile`; anything else as it is."""
+    """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
     return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
 
 

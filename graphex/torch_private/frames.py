@@ -17,8 +17,6 @@ from torch.nn import Module
 from graphex.torch_private.dynamo import RESUME_PREFIX, compiling_frame
 from graphex.torch_private.lookup import private
 
-__all__ = ["Break", "CompiledFrame", "attempts", "compiled_frame", "given_up_since"]
-
 _NO_BREAKS = "a graph after a break does not say what broke"
 _NO_GUARDS = "recompilations do not say which guard failed"
 

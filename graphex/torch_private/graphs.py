@@ -84,7 +84,7 @@ def _is_writable(value: Any) -> bool:
 
 
 def _text_for_torch(value: Any) -> str:
-    """torch writes nodes, its own types and functions by their names. Others it may, and nobody can rely on it."""
+    """Nodes, types and functions of torch's, which torch writes by their names. Raises TypeError for the rest."""
     if isinstance(value, (Node, torch.SymInt, torch.SymFloat, torch.SymBool)) or object_text(value):
         return ""
     raise TypeError

@@ -10,8 +10,9 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch.fx import GraphModule
 
@@ -19,18 +20,7 @@ from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
 
-__all__ = [
-    "OutputCode",
-    "inductor_compile",
-    "inductor_settings",
-    "known_instruction_set",
-    "known_settings",
-    "packed_code",
-    "start_compilers",
-    "unpacked_code",
-    "without_inductor",
-]
-
+F = TypeVar("F", bound=Callable[..., Any])
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
@@ -84,6 +74,22 @@ def _entry() -> Callable[..., Any]:
     return entry
 
 
+def _where_tracing_works(compile: F) -> F:
+    """Outside of a compilation of Dynamo's, in the middle of a call for one, dispatch keys may be off in this thread
+    that tracing needs: then another thread compiles.
+    """
+
+    @wraps(compile)
+    def call(*args: Any) -> Any:
+        if find("torch._guards.TracingContext").try_get() is not None:
+            return compile(*args)
+        with ThreadPoolExecutor(1) as other_thread:
+            return other_thread.submit(compile, *args).result()
+
+    return cast(F, call)
+
+
+@_where_tracing_works
 def inductor_compile(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -96,22 +102,8 @@ def inductor_compile(
     `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
-    not hand out the code; Inductor's own cache is on. Outside of a compilation of Dynamo's, in the middle of a call for
-    one, dispatch keys may be off in this thread that tracing needs: then another thread compiles.
+    not hand out the code; Inductor's own cache is on.
     """
-    if find("torch._guards.TracingContext").try_get() is not None:
-        return _compile(gm, inputs, fake_mode, patches, inlined)
-    with ThreadPoolExecutor(1) as other_thread:
-        return other_thread.submit(_compile, gm, inputs, fake_mode, patches, inlined).result()
-
-
-def _compile(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    fake_mode: FakeTensorMode,
-    patches: Mapping[str, Any],
-    inlined: Mapping[Any, Callable[..., Any]],
-) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
     made: list[tuple[GraphModule, OutputCode]] = []
 

@@ -47,7 +47,7 @@ def import_matcher() -> None:
 
 
 def import_code(load: Callable[[], T]) -> T:
-    """What `load` returns, which imports code that Inductor wrote; with all of Inductor where that needs more."""
+    """Call `load`, which imports code that Inductor wrote; with all of Inductor where that needs more."""
     if sys.modules.keys().isdisjoint(LATER_IN_CODE) and lean_imports():
         with suppress(Exception):
             with left_for_later(LATER_IN_CODE):
@@ -112,7 +112,7 @@ class _Kernels(_Later):
 
 
 class _Lowering(_Later):
-    """Inductor's `GraphLowering`, of which a hook of tests is asked: nobody can have set it before the import."""
+    """Inductor's `GraphLowering`, which is asked for a hook of tests: none can have been set before the import."""
 
     save_output_code = None
 

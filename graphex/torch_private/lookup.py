@@ -23,9 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["TRIED", "Tried", "is_newer_than_tried", "is_too_old"]
-
-
 _NOTHING: Any = object()
 _WITHOUT_PASSES = "the model runs without graphex's passes"
 
@@ -52,7 +49,7 @@ losses: dict[tuple[str, str], None] = {}  # (path, what is lost), in the order i
 
 
 def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
-    """What torch keeps under the dotted name `path`, or what serves in its place."""
+    """The object of torch's with the dotted name `path`, or the one that serves in its place."""
     try:
         return find(path)
     except (ImportError, AttributeError):
@@ -79,7 +76,7 @@ def later(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Callable[.
 
 
 def present(path: str) -> Any:
-    """What torch keeps under a name that not every build of it has; None without it, and nothing is lost."""
+    """The object behind a name that not every build of torch has; None without it, and nothing is lost."""
     try:
         return find(path)
     except (ImportError, AttributeError):
@@ -103,7 +100,7 @@ def find(path: str) -> Any:
 
 
 def missing_names() -> list[tuple[str, str]]:
-    """What is lost, and why: one pair for each name that was looked up in vain so far."""
+    """Losses and their causes: one pair for each name that was looked up in vain so far."""
     return [(lost, _sentence(path)) for path, lost in losses]
 
 

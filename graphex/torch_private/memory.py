@@ -91,7 +91,7 @@ _storage_uses = private(
 
 
 def copier(dtypes: Iterable[torch.dtype]) -> Copier:
-    """What copies a list of tensors of these types into another: all at once where there is a kernel for that."""
+    """A function that copies a list of tensors of these types into another: at once where there is a kernel for it."""
     return _copy_together if _COPIED_TOGETHER.issuperset(dtypes) else _copy_one_by_one
 
 

@@ -15,8 +15,6 @@ import torch
 from graphex.torch_private.dynamo import disable
 from graphex.torch_private.lookup import present
 
-__all__ = ["build_with", "know_classes", "tell_of_broken_scopes"]
-
 # Dynamo's own parts: what it cannot do without is not looked up as a name that may be gone.
 _classes: Any = present("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
 _utils: Any = present("torch._dynamo.utils")
@@ -96,7 +94,7 @@ def tell_of_broken_scopes(tell: Callable[[Mapping[str, Any], Any], None]) -> Non
 
 
 def _said_by(scope: Any) -> Mapping[str, Any]:
-    """What a scope annotates nodes with; `annotation` since torch 2.14."""
+    """The annotation that a scope gives to nodes; `annotation` since torch 2.14."""
     values = getattr(scope, "annotation", None) or getattr(scope, "target_values", None)
     said = values[0] if isinstance(values, (list, tuple)) and values else values
     return said if isinstance(said, Mapping) else {}

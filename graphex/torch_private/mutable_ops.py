@@ -106,8 +106,8 @@ def unwrap(graph: Graph, mode: FakeTensorMode) -> None:
 
 
 def _take_the_only_result(node: Node) -> None:
-    """A wrapper of an op that was given nothing to write has one result, which torch puts in place of the tuple: who
-    takes the first part would then take the first row.
+    """Let users of the first result take the node itself, where a wrapped op was given nothing to write: torch puts its
+    one result in place of the tuple, and `getitem` would take the first row of it.
     """
     value = node.meta.get("val")
     if isinstance(value, (list, tuple)) and len(value) == 1:

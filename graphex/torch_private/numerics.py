@@ -56,7 +56,7 @@ _IN_FLOAT32 = {"cublas": ("matmul",), "cudnn": ("conv", "rnn")}  # TF32, however
 
 
 def switches_for(libraries: Iterable[str]) -> tuple[Switch, ...]:
-    """What this torch has of the switches that matter to a graph which may call these libraries."""
+    """The switches of this torch that matter to a graph which may call these libraries."""
     wanted = sorted(libraries)
     names = [*_ANYWHERE, *(name for library in wanted for name in _OF_LIBRARIES[library])]
     if torch.version.hip:
@@ -91,5 +91,5 @@ def _tuple(get: Callable[[], list[int]]) -> tuple[int, ...]:
 
 
 def _number(get: Callable[[], Any]) -> int:
-    """pybind makes a new object of an enumeration for each who asks, and takes microseconds to compare two of them."""
+    """The number of an enumeration, of which pybind makes a new object in every call: comparing these takes long."""
     return int(get().value)

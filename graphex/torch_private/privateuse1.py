@@ -19,19 +19,6 @@ from torch.utils.backend_registration import generate_methods_for_privateuse1_ba
 from graphex.torch_private.lookup import missing_names, private
 from graphex.torch_private.symbolic import FakeTensor
 
-__all__ = [
-    "allocate_on_host",
-    "as_host",
-    "as_npu",
-    "claim",
-    "claimed_by",
-    "map_fake_tensors",
-    "set_metadata",
-    "storage_as_npu",
-    "why_not",
-    "without_kernels_of_its_own",
-]
-
 _NO_NPU = "there is no simulated npu"
 _cpu_key = private("torch._C.DispatchKey.CPU", lost=_NO_NPU)
 _key_set = private("torch._C.DispatchKeySet", lost=_NO_NPU)

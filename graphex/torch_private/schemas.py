@@ -16,9 +16,6 @@ import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = ["holds_tensors", "is_composite", "overload_of", "print_options", "require", "require_implemented"]
-
-
 print_options: Callable[..., Any] = private(
     "torch._tensor_str.printoptions", lambda **_: nullcontext(), lost="npu_print prints tensors as print does"
 )

@@ -17,36 +17,17 @@ import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "FAKED_BY",
-    "NEEDS_A_VALUE",
+__all__ = [  # those of torch, as they are
     "FakeTensor",
     "FakeTensorMode",
-    "NewGuardError",
     "ShapeEnv",
-    "add_guards",
-    "broken_condition",
-    "conditions",
     "detect_fake_mode",
-    "evaluated",
-    "expression_of",
-    "fake_like",
     "free_symbols",
     "free_unbacked_symbols",
     "guard_or_false",
-    "hint_of",
     "is_traceable_wrapper_subclass",
-    "kind_of",
-    "multiple_of",
-    "no_new_guards",
     "pytree",
-    "stated_since",
     "statically_known_true",
-    "substituted",
-    "symbol_of",
-    "symbolic",
-    "unset_fake_temporarily",
-    "without_guards",
 ]
 
 
@@ -77,7 +58,7 @@ NEEDS_A_VALUE: tuple[type[Exception], ...] = (
     private("torch._subclasses.fake_tensor.DataDependentOutputException"),
     private("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode"),
 )
-"""What tracing raises where a program asks for an element of a tensor."""
+"""The exceptions of tracing where a program asks for an element of a tensor."""
 
 
 FAKED_BY: dict[Any, Any] = {
@@ -138,7 +119,7 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
 
 @contextmanager
 def without_guards(env: ShapeEnv | None) -> Iterator[None]:
-    """What is asked about symbolic sizes inside is answered for the sizes at hand, and no guard is added."""
+    """Answer questions about symbolic sizes for the sizes at hand inside, and add no guard."""
     if env is None:
         yield
         return
@@ -207,7 +188,7 @@ def expression_of(value: torch.SymInt) -> Any:
 
 
 def kind_of(expression: Any) -> str:
-    """What an expression is: a number, a symbol, a sum, a product; empty for anything else."""
+    """The kind of an expression: a number, a symbol, a sum, a product; empty for anything else."""
     if isinstance(expression, sympy.Integer):
         return "number"
     if isinstance(expression, sympy.Symbol):

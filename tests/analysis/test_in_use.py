@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, last_uses
-from graphex.analysis.asynchronous import is_wait, launch_of, who_may_keep
+from graphex.analysis.asynchronous import is_wait, keeper_of, launch_of
 from tests.harness.pending_ops import ops as pending
 from tests.harness.pending_ops import tap
 
@@ -150,7 +150,7 @@ def test_a_higher_order_op_keeps_what_its_body_keeps(op, keeps):
     built.graph.output((built.call(torch.ops.higher_order.cond, built.x, *branches, (built.x,)),))
     owner = GraphModule({"yes": body(op), "no": body(aten.neg.default)}, built.graph)
     (node,) = (each for each in owner.graph.nodes if each.op == "call_function")
-    assert bool(who_may_keep(node)) == keeps
+    assert bool(keeper_of(node)) == keeps
 
 
 @pytest.mark.parametrize(
@@ -166,15 +166,15 @@ def test_a_higher_order_op_keeps_what_its_body_keeps(op, keeps):
     ids=["custom op", "aten op", "graphex op", "function of torch", "function of Python", "Triton kernel"],
 )
 def test_ops_that_are_not_known_may_keep_what_they_are_given(target, keeps):
-    assert bool(who_may_keep(Builder().call(target))) == keeps
+    assert bool(keeper_of(Builder().call(target))) == keeps
 
 
 def test_wrapped_ops_keep_what_they_would_unwrapped():
     built = Builder()
     wrapped = built.call(torch.ops.higher_order.auto_functionalized_v2, pending.tap_and_bump.default, x=built.x)
     known = built.call(torch.ops.higher_order.auto_functionalized_v2, aten.relu_.default, x=built.x)
-    assert who_may_keep(wrapped) == "graphex_pending.tap_and_bump.default"
-    assert not who_may_keep(known)
+    assert keeper_of(wrapped) == "graphex_pending.tap_and_bump.default"
+    assert not keeper_of(known)
 
 
 def test_tensors_of_one_storage_are_kept_together():

@@ -1,4 +1,4 @@
-"""Every op that may be replaced by its in-place twin gives the same bits through it."""
+"""Every op that may be replaced by its in-place variant gives the same bits through it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _index(name: str, shape: tuple[int, ...]) -> Any:
 
 def both(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
     """(functional, in place) on equal arguments; None where the op does not take them or changes the type."""
-    op, twin = overload(name), inplace_variant(overload(name))
-    assert twin is not None
+    op, variant = overload(name), inplace_variant(overload(name))
+    assert variant is not None
     arguments = op._schema.arguments
     try:
         args = [value(name, a, dtype, shape) for a in arguments if not a.kwarg_only]
@@ -65,7 +65,7 @@ def both(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor,
         return None
     if wanted.dtype != args[0].dtype or wanted.shape != args[0].shape:
         return None
-    return wanted, twin(args[0].clone(), *args[1:], **kwargs)
+    return wanted, variant(args[0].clone(), *args[1:], **kwargs)
 
 
 @pytest.mark.parametrize("name", sorted(SAME_BITS))

@@ -221,6 +221,21 @@ def test_streams_and_events_of_torch_inside_a_compiled_function():
         assert statuses(compiled) == ["captured"], fn.__name__
 
 
+def assert_in_order_with(side, compiled, calls):
+    """`compiled` doubles its input: after what `side` was given before the call, before what it is given afterwards."""
+    x = torch.zeros(2**22, device=CUDA)
+    for number in range(1, calls + 1):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            x.fill_(number)
+        y = compiled(x)
+        with torch.cuda.stream(side):
+            z = y + 1
+        torch.cuda.synchronize()
+        assert z.min() == z.max() == 2 * number + 1
+
+
 @torch.no_grad()
 def test_the_users_stream_is_in_order_with_the_call():
     """What the stream was given before the call is done before it; what it is given afterwards comes after it."""
@@ -231,18 +246,7 @@ def test_the_users_stream_is_in_order_with_the_call():
             y = x * 2
         return y + 0
 
-    compiled = compile_it(fn)
-    x = torch.zeros(2**22, device=CUDA)
-    for number in range(1, 30):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(2_000_000)
-            x.fill_(number)
-        y = compiled(x)
-        with torch.cuda.stream(side):
-            z = y + 1
-        torch.cuda.synchronize()
-        assert z.min() == z.max() == 2 * number + 1
+    assert_in_order_with(side, compile_it(fn), calls=29)
 
 
 @torch.no_grad()
@@ -377,18 +381,7 @@ def test_a_call_in_pieces_is_in_order_with_the_users_stream():
             w = (y + 0) * z
         return w + 0
 
-    compiled = compile_it(fn)
-    x = torch.zeros(2**22, device=CUDA)
-    for number in range(1, 20):
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(2_000_000)
-            x.fill_(number)
-        y = compiled(x)
-        with torch.cuda.stream(side):
-            z = y + 1
-        torch.cuda.synchronize()
-        assert z.min() == z.max() == 2 * number + 1
+    assert_in_order_with(side, compile_it(fn), calls=19)
 
 
 @torch.no_grad()

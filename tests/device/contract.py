@@ -155,24 +155,24 @@ def test_a_freed_graph_cannot_be_replayed(capturing):
 PLAN = StreamPlan({"side": 0})
 
 
-def on_two_streams(lanes, x):
+def on_two_streams(streams, x):
     def body(args):
-        lanes.record("begin", None)
-        lanes.enter("side")
-        lanes.wait("begin", "side")
+        streams.record("begin", None)
+        streams.enter("side")
+        streams.wait("begin", "side")
         y = x * 2
-        lanes.record("made", "side")
-        lanes.enter(None)
-        lanes.wait("made", None)
+        streams.record("made", "side")
+        streams.enter(None)
+        streams.wait("made", None)
         return y + 1
 
-    return lanes.around(body)
+    return streams.around(body)
 
 
 def test_streams_of_a_graph_give_the_same_results(streaming):
-    lanes = streaming.device.lanes(PLAN)
+    streams = streaming.device.stream_set(PLAN)
     x, before = streaming.tensor(4.0), streaming.device.stream()
-    run = on_two_streams(lanes, x)
+    run = on_two_streams(streams, x)
     for _ in range(3):
         assert run([]).item() == 9
     assert streaming.device.stream() == before
@@ -180,7 +180,7 @@ def test_streams_of_a_graph_give_the_same_results(streaming):
 
 def test_streams_of_a_graph_are_captured_with_it(streaming):
     x = streaming.tensor(4.0)
-    run = on_two_streams(streaming.device.lanes(PLAN), x)
+    run = on_two_streams(streaming.device.stream_set(PLAN), x)
     run([])
     graph, y = captured(streaming, lambda: run([]))
     x.fill_(10.0)
@@ -190,13 +190,13 @@ def test_streams_of_a_graph_are_captured_with_it(streaming):
 
 
 def test_after_an_error_on_another_stream_the_current_one_is_back(streaming):
-    lanes = streaming.device.lanes(PLAN)
+    streams = streaming.device.stream_set(PLAN)
     before = streaming.device.stream()
 
     def body(args):
-        lanes.enter("side")
+        streams.enter("side")
         raise ValueError("on the way")
 
     with pytest.raises(ValueError, match="on the way"):
-        lanes.around(body)([])
+        streams.around(body)([])
     assert streaming.device.stream() == before

@@ -1,4 +1,4 @@
-"""Custom ops that write to their arguments: one, two, a list; with and without a returned tensor; declared twins."""
+"""Custom ops that write to their arguments: one, two, a list; with and without a returned tensor; declared variants."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ plain.register_fake(torch.empty_like)
 
 @torch.library.custom_op("graphex_fuzz::mix", mutates_args=())
 def mix(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A functional op with a declared twin: a result of its own, then new versions of `x` and `y`."""
+    """A functional op with a declared variant: a result of its own, then new versions of `x` and `y`."""
     x, y = x.clone(), y.clone()
     return mix_in_place(x, y, z), x, y
 
@@ -88,7 +88,7 @@ def _(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphex_fuzz::turn", mutates_args=())
 def turn(x: Tensor) -> Tensor:
-    """A functional op with a declared twin and one result: the rows in the other order."""
+    """A functional op with a declared variant and one result: the rows in the other order."""
     return x.flip(0)
 
 

@@ -38,7 +38,7 @@ def condition(name: str, value: Any) -> Bug:
     return lambda: mock.patch(f"graphex.{name}", return_value=value)
 
 
-def twins_mixed_up() -> AbstractContextManager[Any]:
+def variants_mixed_up() -> AbstractContextManager[Any]:
     wrong = {aten.add.Tensor: aten.sub_.Tensor, aten.relu.default: aten.neg_.default}
     return mock.patch("graphex.passes.reinplace.inplace_variant", wrong.get)
 
@@ -66,13 +66,13 @@ FOUND_LATER: dict[str, Bug] = {
     "outputs may begin to share memory": answer("_why_not_returned", None),
     "no updated value is handed out": answer("is_handed_out", False),
     "every arrangement turns back": condition("passes.updates._turns_back", True),
-    "a declared twin may always be called": condition("passes.reinplace._why_not_dead", None),
+    "a declared variant may always be called": condition("passes.reinplace._why_not_dead", None),
     "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
     "every layout is the same to a reused buffer": condition("analysis.memory.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
     "every cat joins rows": condition("passes.cat._dim", 0),
     "all calls are equal": condition("passes.clean.value_key", 0),
-    "in-place twins are mixed up": twins_mixed_up,
+    "in-place variants are mixed up": variants_mixed_up,
     "any power is one": any_power_is_one,
     "bfloat16 holds every float32": bfloat16_is_exact,
 }

@@ -62,11 +62,11 @@ class PaperDevice(Device):
         return most if self.fewest is not None and most >= self.fewest else None
 
     def seconds(self, run: Any) -> float:
-        before = sum(len(lanes.calls) for lanes in self.made)
+        before = sum(len(streams.calls) for streams in self.made)
         run()
-        two = sum(len(lanes.calls) for lanes in self.made) > before
+        two = sum(len(streams.calls) for streams in self.made) > before
         return 1.0 / self.speed if two else 1.0
 
-    def lanes(self, plan: Any) -> PaperStreams:
+    def stream_set(self, plan: Any) -> PaperStreams:
         self.made.append(PaperStreams(plan))
         return self.made[-1]

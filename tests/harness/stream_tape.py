@@ -155,7 +155,7 @@ class StreamDevice(TapeDevice):
         self.cores_now: int | None = None
         self.limited: list[tuple[str, int]] = []
 
-    def lanes(self, plan: Any) -> TapeStreams:
+    def stream_set(self, plan: Any) -> TapeStreams:
         return TapeStreams(self, plan)
 
     def cores(self) -> Cores:

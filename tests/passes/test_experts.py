@@ -90,7 +90,7 @@ def test_a_mixture_without_transformers():
 def test_what_is_also_used_elsewhere_is_left_alone():
     journal = explained(Mixture("inner")).journal
     (refused,) = (record for record in journal.refusals if record.rule == "lift_experts")
-    assert refused.reason.endswith("is also used by 'output'")
+    assert refused.reason.endswith("is also returned")
 
 
 def test_another_gate_is_left_alone():
@@ -138,7 +138,7 @@ def test_a_choice_without_transformers():
     [
         (Mixture(), "its experts are chosen in a form that is not known"),
         (Softmax("largest"), "its experts are chosen in a form that is not known"),
-        (Softmax("best"), "is also used by 'output'"),
+        (Softmax("best"), "is also returned"),
     ],
     ids=["scores", "another scale", "used elsewhere"],
 )

@@ -1,4 +1,4 @@
-"""Functional ops whose in-place twin was declared: written where they are, or left alone with a reason."""
+"""Functional ops whose in-place variant was declared: written where they are, or left alone with a reason."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ X, W, M, K = (torch.randn(6, 4) for _ in range(4))
 
 
 @pytest.fixture(autouse=True)
-def twins() -> Iterator[None]:
+def declared() -> Iterator[None]:
     with (
         graphex.register_inplace_variant(ops.scale, ops.scale_, mutated=["x"]),
         graphex.register_inplace_variant(ops.step, ops.step_, mutated=["w", "m"]),
@@ -133,7 +133,7 @@ def test_a_result_that_nobody_takes_is_no_obstacle():
 
 
 def test_the_only_result_is_reused_in_turn():
-    """The one tensor that the twin returns is the graph's own, and stands for itself."""
+    """The one tensor that the variant returns is the graph's own, and stands for itself."""
     final = Final(lambda x, w, m: ops.step(x, w + 1, m=m + 1)[0].relu() + 1, X, W, M)
     assert final.added(ops.step_) == 1
     assert final.made("compute_in_place") == 2

@@ -101,7 +101,7 @@ UPDATES: dict[str, Update] = {
     "custom op": lambda c, i, k: ops.bump(c, 2.0),
     "custom op on a window": lambda c, i, k: ops.bump(c[1:3], 2.0),
     "custom op with a result": lambda c, i, k: ops.push(c, k[0]),
-    "declared twin": lambda c, i, k: c.copy_(ops.turn(c)),
+    "declared variant": lambda c, i, k: c.copy_(ops.turn(c)),
 }
 ITS_OWN_COPY = {"copy_"}  # eager moves all elements here too
 

@@ -43,11 +43,11 @@ def test_two_streams_are_kept_only_if_they_are_faster(paper, speed, status):
     assert set(placed.streams) == {"auto", "(current)"}
     assert len(placed.streams["auto"]) == 3  # one branch: two products and what is between them
     torch.testing.assert_close(result, block(X, *WEIGHTS))
-    (lanes,) = paper.made
-    before = len(lanes.calls)
+    (made,) = paper.made
+    before = len(made.calls)
     with torch.no_grad():
         assert torch.equal(compiled(X, *WEIGHTS), result)
-    assert len(lanes.calls) - before == (status == "kept")
+    assert len(made.calls) - before == (status == "kept")
 
 
 def test_the_trial_leaves_written_inputs_as_they_are(paper):

@@ -31,8 +31,8 @@ SIDE = in_scope("side", aten.mm.default, aten.relu.default)
 @pytest.mark.parametrize("options", [{}, {"force_eager": True}, {"mode": "eager"}])
 def test_work_is_given_to_its_stream_between_the_events(paper, options):
     done = Finished(branches, X, passes=SIDE, **options)
-    (lanes,) = paper.made
-    assert lanes.calls == [
+    (made,) = paper.made
+    assert made.calls == [
         [
             "record begin on None",
             "wait begin on side",
@@ -50,16 +50,16 @@ def test_streams_and_events_do_not_grow_with_calls(paper):
     for _ in range(1000):
         with torch.no_grad():
             result = done.run(X)
-    (lanes,) = paper.made
+    (made,) = paper.made
     assert torch.equal(result, branches(X))
-    assert lanes.streams == {None, "side"}
-    assert len({tuple(call) for call in lanes.calls}) == 1
+    assert made.streams == {None, "side"}
+    assert len({tuple(call) for call in made.calls}) == 1
 
 
 def test_the_call_ends_on_the_stream_it_came_from(paper):
     Finished(lambda x: x.sin(), X, passes=in_scope("side", aten.sin.default))
-    (lanes,) = paper.made
-    assert lanes.calls[0][-1] == "enter None"
+    (made,) = paper.made
+    assert made.calls[0][-1] == "enter None"
 
 
 def test_labels_have_priorities(paper):
@@ -71,8 +71,8 @@ def test_labels_have_priorities(paper):
         return y + z
 
     Finished(fn, X)
-    (lanes,) = paper.made
-    assert lanes.priorities == {"first": -1, "second": 0}
+    (made,) = paper.made
+    assert made.priorities == {"first": -1, "second": 0}
 
 
 class Alive(TorchDispatchMode):
@@ -144,8 +144,8 @@ def test_limited_work_gets_its_part_of_the_cores_or_the_journal_says_why_not(pap
     torch.testing.assert_close(run(X), limited(X))
     said = [(record.what, record.node) for record in graphex.journal(run).fallbacks]
     if fewest == 8:
-        (lanes,) = paper.made
-        assert lanes.calls == [["enter None with 8 cores", "enter None"]]  # all cores are no limit
+        (made,) = paper.made
+        assert made.calls == [["enter None with 8 cores", "enter None"]]  # all cores are no limit
         assert said == []
     else:
         assert (paper.made, said) == ([], [("core limits are not applied", "cos")])

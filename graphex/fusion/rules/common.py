@@ -22,7 +22,7 @@ from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import value_of
 from graphex.fusion.mismatch import CHANGES
 from graphex.fusion.patterns import Check
-from graphex.fusion.rule import Rule, WhyNot
+from graphex.fusion.rule import Rule
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr
 from graphex.torch_private.symbolic import FakeTensorMode, unset_fake_temporarily
@@ -43,7 +43,7 @@ def rule(
     requires: Iterable[str] = (),
     given: PatternExpr | None = None,
     origin: str = "lift",
-    why_not: WhyNot | None = None,
+    why_not: Refusal | None = None,
 ) -> Rule:
     """A rule of graphex. `examples` makes example arguments by name, when the rule is first tried.
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from graphex.analysis.source import dtype_text
 from graphex.fusion.mismatch import CHANGES, ROUNDS
-from graphex.fusion.rule import Rule, WhyNot
+from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import example, floating, rule, tensor
 from graphex.ops.norms import wide_dtype
 from graphex.rewrite.base import Refusal
@@ -199,24 +199,24 @@ class Unlike:
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     requires: tuple[str, ...]
-    why_not: WhyNot
+    why_not: Refusal
 
 
-_DIVIDED = WhyNot(
+_DIVIDED = Refusal(
     "dividing by a square root rounds otherwise than multiplying by rsqrt, as the norm does that it would become",
-    f"write x * torch.rsqrt(...) instead of x / torch.sqrt(...){ROUNDS}",
+    edit=f"write x * torch.rsqrt(...) instead of x / torch.sqrt(...){ROUNDS}",
 )
-_RECIPROCAL = WhyNot(
+_RECIPROCAL = Refusal(
     "1 / sqrt rounds otherwise than rsqrt, which the norm takes that it would become",
-    f"write torch.rsqrt(...) instead of 1 / torch.sqrt(...){ROUNDS}",
+    edit=f"write torch.rsqrt(...) instead of 1 / torch.sqrt(...){ROUNDS}",
 )
-_CLAMPED = WhyNot(
+_CLAMPED = Refusal(
     "the mean square is clamped to the epsilon; the norm that it would become adds it",
-    f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon{CHANGES}",
+    edit=f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon{CHANGES}",
 )
-_OUTSIDE = WhyNot(
+_OUTSIDE = Refusal(
     "the epsilon is added to the root; the norm that it would become adds it to the mean square",
-    f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon there{CHANGES}",
+    edit=f"write x * torch.rsqrt(mean_square + eps), if the model may add its epsilon there{CHANGES}",
 )
 
 UNLIKE = (
