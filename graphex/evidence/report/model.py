@@ -100,8 +100,8 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "files": source_files(files),
     }
     data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)
-    for graph, because in zip(graphs, with_links([{"text": graph["because"]} for graph in graphs], data), strict=True):
-        graph["because"] = because
+    for each, because in zip(graphs, with_links([{"text": each["because"]} for each in graphs], data), strict=True):
+        each["because"] = because
     return data
 
 

@@ -299,14 +299,17 @@ def _why_not(graphs: list[dict[str, Any]], rule: str, matches: int, missed: int)
 
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
-    said: dict[tuple[str, str], list[str]] = {}
+    said: dict[tuple[str, str], dict[str, None]] = {}
     for graph in graphs:
         for ran in graph["passes"]:
             if ran["status"] == "unchanged" and ran["reason"]:
-                said.setdefault((ran["name"], ran["reason"]), []).append(graph["name"])
+                said.setdefault((ran["name"], ran["reason"]), {})[graph["name"]] = None
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, reason), where in sorted(said.items()):
+        alike.setdefault((reason, tuple(where)), []).append(name)
+    for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
-        yield _sentence("plain", f"{name} changed nothing{within}: {reason}.")
+        yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
