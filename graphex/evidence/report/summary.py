@@ -305,8 +305,8 @@ def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             if ran["status"] == "unchanged" and ran["reason"]:
                 said.setdefault((ran["name"], ran["reason"]), {})[graph["name"]] = None
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (name, reason), where in sorted(said.items()):
-        alike.setdefault((reason, tuple(where)), []).append(name)
+    for (name, reason), found in sorted(said.items()):
+        alike.setdefault((reason, tuple(found)), []).append(name)
     for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
         yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
