@@ -20,7 +20,6 @@ from tests.harness.reports import (
     explain_gate,
     explain_training,
     explain_without_a_rule,
-    report_on_breaks,
 )
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source", "code")
@@ -71,10 +70,10 @@ def test_a_training_step_is_drawn_from_forward_to_backward(chrome: Browser, tmp_
 # -- several graphs ------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_graphs_says_why_each_exists(chrome: Browser, tmp_path: Path) -> None:
-    data = report_on_breaks()
-    chrome.open(write_page(data, tmp_path / "report.html"))
-    (place,) = {each["line"].partition(": ")[0] for graph in data["graphs"] for each in graph["breaks"]}
+def test_the_table_of_graphs_says_why_each_exists(chrome: Browser, broken_page: Path) -> None:
+    chrome.open(broken_page)
+    graphs = read_data(broken_page)["graphs"]
+    (place,) = {each["line"].partition(": ")[0] for graph in graphs for each in graph["breaks"]}
     assert place.startswith("reports.py:")
     assert chrome.texts("#graphs .because") == [
         f"the first graph of broken; ends at the graph break at {place} (`print`)",
@@ -87,10 +86,9 @@ def test_the_table_of_graphs_says_why_each_exists(chrome: Browser, tmp_path: Pat
     assert 'print(end="")' in line
 
 
-def test_the_source_marks_the_lines_where_the_graph_breaks(chrome: Browser, tmp_path: Path) -> None:
-    page = write_page(report_on_breaks(), tmp_path / "report.html")
+def test_the_source_marks_the_lines_where_the_graph_breaks(chrome: Browser, broken_page: Path) -> None:
     for graph in range(4):  # a break is not about one of the graphs
-        chrome.open(page, f"tab=source&graph={graph}")
+        chrome.open(broken_page, f"tab=source&graph={graph}")
         (line,) = chrome.texts(".source-code .line.broken")
         assert 'print(end="")' in line
     assert "the graph breaks here" in chrome.text(".line-panel")
@@ -99,11 +97,9 @@ def test_the_source_marks_the_lines_where_the_graph_breaks(chrome: Browser, tmp_
     assert "What would help" in chrome.text(".line-panel")
 
 
-def test_the_list_of_graphs_shows_the_graph_of_the_address(chrome: Browser, tmp_path: Path) -> None:
-    data = report_on_breaks()
-    page = write_page(data, tmp_path / "report.html")
-    for number, graph in enumerate(data["graphs"]):
-        chrome.open(page, f"tab=captures&graph={number}")
+def test_the_list_of_graphs_shows_the_graph_of_the_address(chrome: Browser, broken_page: Path) -> None:
+    for number, graph in enumerate(read_data(broken_page)["graphs"]):
+        chrome.open(broken_page, f"tab=captures&graph={number}")
         assert chrome.texts("select[aria-label=Graph] option:checked") == [graph["name"]]
         assert chrome.texts("#panel-captures tbody tr:first-child td:first-child")[0] == graph["name"]
 
