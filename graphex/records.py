@@ -56,7 +56,7 @@ class GraphBroke(Record):
     """A graph break: where Dynamo stopped tracing, and what it cannot trace, in torch's words.
 
     `graph` ends there; where no graph does, it is the one that goes on after the break, or ``-`` where Python runs the
-    whole function. `cause` is the shortest name of what broke, `edit` torch's first hint.
+    whole function. `cause` is the shortest name of what broke, `edit` torch's first hint, `file` its path.
     """
 
     kind: ClassVar[str] = "graph break"
@@ -65,6 +65,7 @@ class GraphBroke(Record):
     cause: str
     reason: str
     edit: str = ""
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -433,6 +434,14 @@ class Verified(Record):
     rules: tuple[str, ...] = ()
     runs: str = ""
 
+    @property
+    def blamed(self) -> str:
+        """``rule 'mine' of 'fuse_patterns'``, or ``pass 'add_streams'``; empty where nothing is to blame."""
+        if self.rules:
+            named = f"rule{'s' if len(self.rules) > 1 else ''} {', '.join(map(repr, self.rules))}"
+            return f"{named} of '{self.pass_name}'"
+        return f"pass '{self.pass_name}'" if self.pass_name else ""
+
 
 R = TypeVar("R", bound=Record)
 
@@ -530,6 +539,13 @@ class Journal:
     def replaced(self) -> set[str]:
         """The graphs that do not run any more: verification found another version of each."""
         return {record.graph for record in self.verifications if record.runs}
+
+    def running(self, name: str) -> str:
+        """The version of a graph that runs: the graph itself, or the one that verification put in its place."""
+        instead = {record.graph: record.runs for record in self.verifications if record.runs}
+        while name in instead:
+            name = instead[name]
+        return name
 
     def is_kept(self, record: Rewrote) -> bool:
         """Whether a rewrite is part of what runs: verification neither replaced its graph nor went back behind it."""

@@ -99,6 +99,16 @@ def can_raise(node: Node) -> bool:
     return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _is_of_floats(node)))
 
 
+def what_raises(node: Node) -> str:
+    """What makes a node raise that can: ``an index or a number out of range``."""
+    op = operator_of(node)
+    if op is not None and _is_division(op):
+        return "an integer that is divided by zero"
+    if op is not None and _raises(op) == "on a CPU":
+        return "an index or a number out of range"
+    return "a value that it does not allow"
+
+
 class Raising:
     """The nodes of one graph that can raise, where they stand by `aliases`, and when each would have in the program.
 

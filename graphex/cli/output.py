@@ -5,6 +5,7 @@ Modules that take long to import are imported where something is printed: `--hel
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 
 
 class Group(click.Group):
-    """Commands, of which a mistyped one is told the near names, the best match first."""
+    """Commands. Help shows the whole first sentence of each; a mistyped one is told the near names, the best first."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, _first_paragraph(command.help or "")) for name, command in named if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -40,6 +47,10 @@ class Group(click.Group):
             hint = did_you_mean(args[0], known, f"there are {', '.join(known)}", most=2)
             raise click.UsageError(f"No such command '{args[0]}' ({hint}).", ctx)
         return super().resolve_command(ctx, args)
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
 
 
 def output_option(default: str, help: str) -> Callable[[Command], Command]:

@@ -215,6 +215,11 @@ class GraphHistory:
         if made := self.made.get(graph_name):
             made.code.append((title, text))
 
+    def drop_code(self, graph_name: str) -> None:
+        """Forget the code of a graph that another version takes the place of."""
+        if made := self.made.get(graph_name):
+            made.code.clear()
+
     def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Aliases) -> None:
         """Add a snapshot of the graph as it stands."""
         names = self._input_names.get(compile_id, [])

@@ -101,6 +101,8 @@ class Verifying(Program):
     def _use(self, gm: GraphModule, functional: Graph) -> Program:
         if self._graph.functional is not None:
             self._graph.functional.use(gm, functional)
+        if history := self._graph.compilation.journal.history:
+            history.drop_code(self._graph.name)
         return build_executable(replace(self._graph, gm=gm, streams=None))
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from graphex.evidence.training import SAVED_COLUMNS, STEP_COLUMNS, has_training, saved_rows, step_rows
 from graphex.kernels.tuning import choice_of
-from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Verified
+from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -209,6 +209,8 @@ def _regions(journal: Journal) -> Iterator[Any]:
 def _memory(journal: Journal) -> Iterator[Any]:
     rows = []
     for record in journal.memory:
+        if record.graph in journal.replaced:
+            continue
         saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
         moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
         rows.append((record.graph, *map(size_text, (record.peak_before, record.peak_after, saved, moved))))
@@ -248,17 +250,12 @@ def _cuts(journal: Journal) -> Iterator[Any]:
 
 
 def _verdicts(journal: Journal) -> Iterator[Any]:
-    columns = ("graph", "verdict", "measured against", "worst error", "pass to blame", "reason")
+    columns = ("graph", "verdict", "measured against", "worst error", "to blame", "reason")
     rows = (
-        (each.graph, each.status, each.reference, f"{each.worst_error:.3g}", _blamed(each), each.reason)
+        (each.graph, each.status, each.reference, f"{each.worst_error:.3g}", each.blamed, each.reason)
         for each in journal.verifications
     )
     return _table("verification", columns, rows)
-
-
-def _blamed(record: Verified) -> str:
-    rules = ", ".join(map(repr, record.rules))
-    return f"{record.pass_name}: {rules}" if rules else record.pass_name
 
 
 _TABLES = (

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, GraphModule
 
-from graphex.analysis import Aliases
-from graphex.analysis.contract import every_node, inlined
-from graphex.analysis.memory import predicted_peak
+from graphex.analysis.contract import every_node
 from graphex.cache.artefacts import Artefact
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call
@@ -23,7 +21,7 @@ from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
-from graphex.records import GraphCompiled, KernelsPlanned, MemoryPredicted, Verified
+from graphex.records import GraphCompiled, KernelsPlanned, Verified
 from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
@@ -133,18 +131,10 @@ def _executable(
 def _optimised(runner: Runner) -> Graph:
     """Take a graph through the passes; the functional graph from before it is written in place."""
     compilation, name = runner.compilation, runner.graph_name
-    peak_as_given = predicted_peak(runner.gm.graph, runner.aliases)
     with _stage(compilation, name, "passes"):
         functional_graph = optimise(runner)
     dump_graph(compilation, runner.gm, name, "optimized")
-    compilation.journal.add(MemoryPredicted(name, peak_as_given, _peak_now(runner)))
     return functional_graph
-
-
-def _peak_now(runner: Runner) -> int:
-    """The predicted peak after all passes. A region frees what it was given after its last use, as a graph does."""
-    plain = inlined(runner.gm)
-    return predicted_peak(plain.graph, runner.aliases if plain is runner.gm else Aliases(plain.graph))
 
 
 @contextmanager

@@ -77,7 +77,8 @@ def broke(function: str, found: Break, graph: str = "") -> GraphBroke:
     hint = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
     quoted = _QUOTED.search(title) or _QUOTED.search(explained)
     cause = quoted[0] if quoted else title
-    return GraphBroke(graph, function, _line(found), cause, explained.rstrip("."), hint)
+    file = found.stack[-1].filename if found.stack else ""
+    return GraphBroke(graph, function, _line(found), cause, explained.rstrip("."), hint, file)
 
 
 def _line(found: Break) -> str:

@@ -90,7 +90,7 @@ class LiftIdioms(IdiomPass):
         if work.config.lift_idioms == "always" or _has_kernels(work.graph):
             _apply(work, load_for(work.graph, LIFTS, work.config.disable_rules))
         else:
-            work.remark = "no kernels faster than the idioms on this device"
+            work.remark = "graphex has no kernels for this device"
 
 
 def _apply(work: Work, rules: list[Any]) -> None:

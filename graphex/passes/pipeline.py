@@ -24,6 +24,9 @@ from collections.abc import Iterator
 
 from torch.fx import Graph
 
+from graphex.analysis import Aliases
+from graphex.analysis.contract import inlined
+from graphex.analysis.memory import predicted_peak
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.registry import users_rules
@@ -40,6 +43,7 @@ from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.routers import LiftRouters
 from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
+from graphex.records import MemoryPredicted
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.adapter import as_graph_pass
 from graphex.rewrite.base import GraphPass
@@ -81,12 +85,20 @@ def optimise(runner: Runner) -> Graph:
     Returns the graph as it stood before the memory stage, which is functional.
     """
     config = runner.compilation.config
+    peak_as_given = predicted_peak(runner.gm.graph, runner.aliases)
     for stage, graph_pass in stages(config, last=False):
         runner.run(stage, graph_pass)
     functional = runner.snapshot()
     for stage, graph_pass in stages(config, first=False):
         runner.run(stage, graph_pass)
+    runner.compilation.journal.add(MemoryPredicted(runner.graph_name, peak_as_given, _peak_now(runner)))
     return functional
+
+
+def _peak_now(runner: Runner) -> int:
+    """The predicted peak after all passes. A region frees what it was given after its last use, as a graph does."""
+    plain = inlined(runner.gm)
+    return predicted_peak(plain.graph, runner.aliases if plain is runner.gm else Aliases(plain.graph))
 
 
 def optimise_joint(runner: Runner) -> None:

@@ -90,7 +90,7 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
     if not any(pays(work, LINEARS, linear.node) for linear in linears):
-        return "no kernels for few rows on this device"
+        return "graphex has no kernels for this device"
     return "" if work.config.lift_idioms == "always" else _why_too_little(work.graph, linears)
 
 

@@ -27,7 +27,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.program import can_raise
+from graphex.analysis.program import can_raise, what_raises
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
@@ -94,7 +94,9 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
-    return "it may raise, and eager's error is the one to see" if can_raise(node) else ""
+    if not can_raise(node):
+        return ""
+    return f"{what_raises(node)} makes it raise, and compiled code would raise another error, or after other ops ran"
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:

@@ -2,7 +2,8 @@
 
 On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
 (`graphex.kernels.tuning`). Code that launches a third less kernels than the nodes is certain to be faster there, and is
-taken untried. On a CPU both are called a few times. GRAPHEX_TUNING=off takes the compiled code untried.
+taken untried. On a CPU both are called in turn, so that other work on the machine slows both, and the shortest call of
+each counts; compiled code stays unless it loses clearly. GRAPHEX_TUNING=off takes the compiled code untried.
 
 Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -10,6 +11,7 @@ Inputs are made up: normal numbers, zeros for integers, which are in the range o
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -27,9 +29,9 @@ from graphex.torch_private.symbolic import hint_of
 
 COMPILED, SINGLE = "compiled", "single kernels"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
-CALLS = 3  # of each, on a CPU
-LONGEST = 0.5  # seconds for the calls of a trial on a CPU
-SMALLEST = 1.02  # how much faster single kernels have to be
+ROUNDS = 20  # calls of each, on a CPU
+LONGEST = 0.5  # seconds for the calls of a trial on a CPU, after which it ends
+CLEARLY = 1.05  # how much faster single kernels have to be on a CPU
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
 KERNELS = 240  # in a graph that is timed
 
@@ -78,20 +80,27 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
     args = made_up(body, 2**30)
     if args is None:
         return Outcome()
-    compiled, single = _seconds(lambda: code.run(list(args))), _seconds(lambda: body(*args))
-    return Outcome(compiled <= single * SMALLEST, compiled, single)
+    compiled, single = _shortest(lambda: code.run(list(args)), lambda: body(*args))
+    return Outcome(compiled <= single * CLEARLY, compiled, single)
+
+
+def _shortest(*runs: Callable[[], object]) -> list[float]:
+    """The shortest call of each, called in turn after one call of each that warms up."""
+    for run in runs:
+        run()
+    times = [math.inf] * len(runs)
+    began = time.perf_counter()
+    for _ in range(ROUNDS):
+        times = [min(known, _seconds(run)) for known, run in zip(times, runs, strict=True)]
+        if time.perf_counter() - began > LONGEST:
+            break
+    return times
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The shortest of a few calls, after one that warms up."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     run()
-    times: list[float] = []
-    while len(times) < CALLS and (not times or time.perf_counter() - began < LONGEST):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
 
 
 def made_up(body: GraphModule, room: int) -> list[Any] | None:

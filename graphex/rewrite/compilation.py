@@ -180,7 +180,10 @@ class Compilation:
         return next(name for name in copies if name not in taken)
 
     def log(self, graph: str, *, replays: bool) -> None:
-        """One line about a graph that is compiled (INFO), and one for each rewrite that it was refused (DEBUG)."""
+        """One line about a graph that is compiled (INFO), and one for each rewrite that it was refused (DEBUG).
+
+        A graph from the cache went through its passes in another process, so that no graph is printed on the way.
+        """
         if not log.isEnabledFor(logging.INFO):
             return
         found = self.journal.of_graph(graph)
@@ -188,7 +191,10 @@ class Compilation:
         parts = f"{_fused(found)}; refused {len(refused) or 'nothing'}"
         runs = "captured as a device graph when it is called" if replays else "runs as straight-line code"
         because = f" ({self.origin.reason})" if self.origin.reason else ""
-        log.info("%s%s: %s; %s", graph, because, parts, runs)
+        hit = any(each.status == "hit" for each in found.cache)
+        again = "; GRAPHEX_CACHE=off compiles it again and prints its graphs" if log.isEnabledFor(logging.DEBUG) else ""
+        cached = f"; from the cache{again}" if hit else ""
+        log.info("%s%s: %s; %s%s", graph, because, parts, runs, cached)
         misses: list[Refused | NearMiss] = [*refused, *found.near_misses]
         for miss in misses:
             where = f" ({miss.line})" if miss.line else ""
@@ -209,7 +215,8 @@ def _fused(journal: Journal) -> str:
     regions = [each for each in journal.regions if each.region]
     parts = [f"fused {', '.join(fused) or 'nothing'}"]
     parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
-    parts += [f"{sum(each.calls for each in regions)} ops in {len(regions)} compiled regions"] if regions else []
+    count = "1 compiled region" if len(regions) == 1 else f"{len(regions)} compiled regions"
+    parts += [f"{sum(each.calls for each in regions)} ops in {count}"] if regions else []
     return "; ".join(parts)
 
 

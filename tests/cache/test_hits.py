@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 
 import pytest
@@ -39,6 +40,23 @@ def test_the_second_compilation_loads_what_the_first_one_stored(run):
     assert not of_passes(second)
     assert second.rewrites == first.rewrites
     assert second.memory == first.memory
+
+
+def test_the_log_says_that_a_graph_came_from_the_cache_and_how_to_see_its_graphs(run, monkeypatch):
+    said: list[logging.LogRecord] = []
+    logger = logging.getLogger("graphex")
+    monkeypatch.setattr(logger, "handle", said.append)
+    before = logger.level
+    try:
+        for level in (logging.INFO, logging.INFO, logging.DEBUG):
+            logger.setLevel(level)
+            run(torch.sin, torch.ones(2))
+    finally:
+        logger.setLevel(before)
+    compiled, loaded, with_graphs = (each.getMessage() for each in said if each.levelno == logging.INFO)
+    assert "cache" not in compiled
+    assert loaded == f"{compiled}; from the cache"
+    assert with_graphs == f"{loaded}; GRAPHEX_CACHE=off compiles it again and prints its graphs"
 
 
 def test_a_training_step_is_loaded_forward_and_backward(run):

@@ -288,6 +288,7 @@ def test_names_that_are_known_without_torch_are_those_that_there_are() -> None:
 
 def test_help_names_every_command_that_is_there() -> None:
     listed = call("--help").stdout
+    assert "..." not in listed.partition("Commands:")[2]  # a sentence is not cut off
     assert {name for name in COMMANDS if f"\n  {name} " in listed} >= set(COMMANDS) - {"run"}
     assert call("--version").stdout.strip().endswith(graphex.__version__)
 

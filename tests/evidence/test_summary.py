@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphex
+from graphex.debug.history import GraphHistory
 from graphex.evidence.report.model import report_data
+from graphex.records import RegionCompiled
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU alone is the subject")
 
@@ -309,6 +311,102 @@ def test_the_predicted_peak_counts_what_a_region_is_given_beside_its_result(regi
     journal = explained(Given(), torch.randn(64, 64), torch.arange(64)).journal
     assert [border.op for border in journal.region_borders] == ["aten.index_select.default"]
     assert journal.memory[0].peak_after == 2 * 64 * 64 * 4
+
+
+# -- several graphs ----------------------------------------------------------------------------------------------------
+
+
+def recompiled() -> graphex.Journal:
+    """A function that was compiled for two sizes: of its two graphs, one runs in a call."""
+
+    def changing(x: Tensor) -> Tensor:
+        return x.sin().cos() @ x.T
+
+    backend = graphex.get_backend({"regions": False})
+    compiled = torch.compile(changing, backend=backend, dynamic=False)
+    backend.journal.history = GraphHistory()
+    with torch.no_grad():
+        for rows in (2, 64):
+            compiled(torch.ones(rows, 64))
+    return backend.journal
+
+
+def told(journal: graphex.Journal) -> str:
+    return "\n".join(sentence["text"] for sentence in report_data("net", [journal])["summary"])
+
+
+def test_ops_and_peaks_of_graphs_that_never_run_in_one_call_are_not_added_up():
+    journal = recompiled()
+    summary = told(journal)
+    assert "3 device ops -> 3 in 'changing inference' and 1 more graph." in summary
+    small, large = (record.peak_after for record in journal.memory)
+    assert large > small > 0
+    assert f"-> {large // 1024} KiB, in 'changing recompile 1 inference', the largest of 2 graphs." in summary
+
+
+def test_times_of_regions_of_graphs_that_never_run_in_one_call_are_not_added_up():
+    journal = recompiled()
+    for graph, single in zip(journal.graphs, (3e-3, 8e-3), strict=True):
+        counts = {"nodes": 3, "calls": 3, "generated": 3, "fused_ops": 0, "kernels": (), "seconds": 1.0}
+        journal.add(
+            RegionCompiled(graph.graph, "region_0", "compiled", **counts, seconds_compiled=2e-3, seconds_single=single)
+        )
+    assert (
+        "6 ops run in 2 compiled regions of 2 graphs. Measured here: 1.5 to 4 times the speed of single ops, "
+        "2 ms instead of 8 ms in the longest graph." in told(journal)
+    )
+
+
+def test_bytes_of_updates_in_graphs_that_never_run_in_one_call_are_not_added_up():
+    def updated(state: Tensor, x: Tensor) -> Tensor:
+        state.index_copy_(0, torch.zeros(1, dtype=torch.long), x[:1])
+        return x * 2
+
+    backend = graphex.get_backend()
+    compiled = torch.compile(updated, backend=backend, dynamic=False)
+    for rows in (2, 256):
+        compiled(torch.ones(rows, 4), torch.ones(rows, 4))
+    most = max(record.certificate.bytes_saved for record in backend.journal.rewrites)
+    assert f"All 2 input updates are written in place, up to {most // 1024} KiB less a call." in told(backend.journal)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_pass_that_is_rolled_back_in_every_graph_is_told_once():
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    def failing(gm, example_inputs, config):
+        raise ValueError("no good")
+
+    options = {"post_grad_custom_pre_pass": failing, "strict": False}
+    summary = graphex.explain(broken, (torch.ones(2),), options=options, calls=1).summary()
+    assert [line for line in summary.splitlines() if "no good" in line] == [
+        "Pass 'failing' was rolled back in 2 graphs: ValueError: no good."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (1, "0 of 1 sin_exp sites fused, because "),
+        (2, "0 of 2 sin_exp sites fused; 2 were not, the closest because "),
+        (-1, "1 of 2 sin_exp sites fused; 1 was not, because "),
+    ],
+)
+def test_a_sentence_about_sites_that_are_not_fused_can_be_read_aloud(count, said):
+    def model(x: Tensor) -> list[Tensor]:
+        inner = [(x + place).sin() for place in range(abs(count))]
+        fused = [(x * 2).sin().exp()] if count < 0 else []
+        return [each for value in inner for each in (value, value.exp())] + fused
+
+    rule = graphex.replacement(
+        lambda x: x.sin().exp(), lambda x: (x + 0).sin().exp(), [torch.ones(3)], name="sin_exp", self_test=False
+    )
+    with torch.no_grad():
+        report = graphex.explain(model, (torch.ones(3),), options={"fusion_rules": [rule]}, calls=1)
+    assert said in report.summary()
 
 
 # -- names and graphs --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,32 @@ def explain_gate(path: Path, **options: Any) -> Path:
     options = {"lift_idioms": "always", "inplace_pass": False, **options}
     with torch.no_grad():
         return graphex.explain(Gated(), (torch.ones(8, 8),), options=options, calls=1).save(path)
+
+
+def report_on_breaks() -> dict[str, Any]:
+    """A function with a graph break at a `print`, called with two sizes: four graphs."""
+
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        print(end="")
+        return y.cos() * 2
+
+    with watching() as watch, torch.no_grad():
+        compiled = torch.compile(broken, backend="graphex", dynamic=False)
+        for size in (2, 3):
+            compiled(torch.ones(size))
+    return report_data("broken", watch.journals)
+
+
+def explain_without_a_rule() -> graphex.Report:
+    """A model with a rule that is wrong, which verification leaves out."""
+    rule = graphex.replacement(
+        lambda x: x.sin().cos(), lambda x: x.sin().cos() * 2, [torch.ones(4)], name="doubled", self_test=False
+    )
+    options = {"fusion_rules": [rule], "verify": True}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", graphex.GraphexWarning)
+        return graphex.explain(lambda x: x.sin().cos() + x[:], (torch.ones(4),), options=options)
 
 
 def explain_training() -> graphex.Report:

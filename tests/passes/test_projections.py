@@ -299,7 +299,7 @@ def test_the_pass_can_be_left_out(options: dict[str, object]) -> None:
 def test_a_device_without_kernels_is_left_alone_and_that_is_said() -> None:
     folded = Folded(linear, half(2, WIDTH), *weights(KV), lift_idioms="auto")
     (ran,) = (ran for ran in folded.journal.passes if ran.name == "fold_projections")
-    assert (ran.status, ran.reason) == ("unchanged", "no kernels for few rows on this device")
+    assert (ran.status, ran.reason) == ("unchanged", "graphex has no kernels for this device")
 
 
 @pytest.mark.parametrize(("before", "shown"), [(30, ["mm"]), (4, ["linears"])])

@@ -26,6 +26,7 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """The data of the page that shows a difference. Of different models no rewrite counts as lost or won."""
+    before, after = (data | {"graphs": [each for each in data["graphs"] if _runs(each)]} for data in (before, after))
     other = _why_different_models(before, after)
     lost, won = ([], []) if other else _lost_and_won(before, after)
     return {
@@ -42,6 +43,11 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "won": won,
         "reasons": {"gone": _reasons(before, after), "new": _reasons(after, before)},
     }
+
+
+def _runs(graph: dict[str, Any]) -> bool:
+    """Whether no other version runs in the place of a graph, since verification found it wrong."""
+    return not graph.get("instead")
 
 
 def has_losses(difference: dict[str, Any]) -> bool:
@@ -208,12 +214,16 @@ def _moved(graphs: list[dict[str, Any]]) -> int:
     return sum(refusal["bytes_moved"] for graph in graphs for refusal in graph["refusals"])
 
 
+def _largest_peak(graphs: list[dict[str, Any]]) -> int:
+    return max((each["peak_after"] for graph in graphs for each in graph["memory"]), default=0)
+
+
 _COUNTED = (
     ("graphs", "", len),
-    ("device ops", "", device_ops),
-    ("device ops where graphex has kernels", "", lambda graphs: device_ops(graphs, "elsewhere")),
-    ("bytes moved in every call", "bytes", _moved),
-    ("peak of intermediate memory", "bytes", lambda graphs: sum(m["peak_after"] for g in graphs for m in g["memory"])),
+    ("device ops of all graphs", "", device_ops),
+    ("device ops of all graphs where graphex has kernels", "", lambda graphs: device_ops(graphs, "elsewhere")),
+    ("bytes moved by all graphs", "bytes", _moved),
+    ("largest peak of intermediate memory", "bytes", _largest_peak),
     ("ops outside of device graphs", "", lambda graphs: sum(cut["ops"] for graph in graphs for cut in graph["cuts"])),
     ("fallbacks", "", lambda graphs: sum(len(graph["fallbacks"]) for graph in graphs)),
     ("time in passes", "seconds", lambda graphs: sum(ran["seconds"] for graph in graphs for ran in graph["passes"])),
@@ -239,7 +249,8 @@ def _device_op_sentences(before: list[dict[str, Any]], after: list[dict[str, Any
     here, elsewhere = ([device_ops(graphs, count) for graphs in (before, after)] for count in ("computes", "elsewhere"))
     with_previews = elsewhere != here
     tone = "bad" if here[1] > here[0] else "good"
-    yield _sentence("plain" if with_previews else tone, f"{here[0]} device ops -> {here[1]}.")
+    where = " in all graphs together" if max(len(before), len(after)) > 1 else ""
+    yield _sentence("plain" if with_previews else tone, f"{here[0]} device ops -> {here[1]}{where}.")
     if with_previews:
         text = (
             f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."

@@ -44,15 +44,17 @@ def _kept(links: Iterator[Link]) -> list[Link]:
 
 
 class _Known:
-    """What a sentence can name: rules by title or name, passes, nodes, ops outside of regions, files."""
+    """What a sentence can name: rules by title or name, passes, nodes, graphs, ops outside of regions, files."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.rules: dict[str, Link] = {}
         self.passes: dict[str, Link] = {}
         self.nodes: dict[str, Link] = {}
+        self.graphs: dict[str, Link] = {}
         self.borders: dict[str, Link] = {}  # ops that stay outside of compiled regions
         self.files = {file["name"]: number for number, file in enumerate(data["files"])}
         for number, graph in enumerate(data["graphs"]):
+            self.graphs.setdefault(graph["name"], {"tab": "graph", "graph": number})
             for each in (*graph["rules"], *graph["rewrites"], *graph["refusals"], *graph["near_misses"]):
                 for name in (title_of(each["rule"]), each["rule"]):
                     self.rules.setdefault(name, {"rule": each["rule"], "graph": number})
@@ -72,8 +74,11 @@ class _Known:
         for words, name in _OF_A_PASS.items():
             if name in self.passes:
                 yield from _found(text, words, self.passes[name])
+        for name, link in self.graphs.items():
+            if (start := text.find(f"'{name}'")) >= 0:
+                yield {"at": [start + 1, start + 1 + len(name)], **link}
         for found in _QUOTED.finditer(text):
-            if known := self.nodes.get(found[1]) or self.passes.get(found[1]):
+            if known := self.nodes.get(found[1]) or self.passes.get(found[1]) or self.rules.get(found[1]):
                 yield {"at": list(found.span(1)), **known}
         for found in _LINE.finditer(text):
             if found[1] in self.files:

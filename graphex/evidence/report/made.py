@@ -21,6 +21,7 @@ from graphex.records import GraphCompiled, Journal
 from graphex.torch_private.dynamo import FrameTimes, frame_times
 
 STAGES = ("passes", "regions", "program", "kernels")
+VERSIONS = "other versions"  # of graphs: they go through the passes when the graph is called
 _REGIONS = "compile_regions"  # a pass whose time is Inductor's
 _PACKAGES = ("triton", "transformers")
 
@@ -67,6 +68,8 @@ class CompileTime:
 
     def add(self, graph: GraphCompiled, made: Made | None, journal: Journal) -> None:
         self.ours["capture"] += sum(each.seconds for each in journal.captures if _is_of(each.graph, graph, journal))
+        if graph.graph in journal.versions:
+            self.ours[VERSIONS] += sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph)
         if made is None:
             return
         for stage, seconds in made.seconds.items():
@@ -85,7 +88,7 @@ class CompileTime:
         seconds = {
             "Dynamo": sum(frame.frame - frame.backend for frame in self.frames),
             "AOTAutograd": max(0.0, traced - own),
-            **{stage: self.ours[stage] for stage in (*STAGES, "capture")},
+            **{stage: self.ours[stage] for stage in (*STAGES, "capture", VERSIONS)},
         }
         return [{"stage": stage, "seconds": spent} for stage, spent in seconds.items() if spent]
 

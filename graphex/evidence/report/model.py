@@ -5,13 +5,16 @@
      "graphs": [{"name": "Net inference", "passes": [...], "nodes": [...], "pictures": [[...]], "code": [...], ...}]}
 
 `pictures` are the snapshots of a graph, each a list of places in `nodes`. A pass knows the snapshots before and after
-it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `files` holds the user's
+it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `because` says why the
+graph exists; `instead` names the version that runs in its place, if verification found one. `files` holds the user's
 source: whole where it is small, around the marked lines where not. `training` has the parts of each step.
 """
 
 from __future__ import annotations
 
 import linecache
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path, PurePath
@@ -22,7 +25,18 @@ from graphex.evidence.report.links import with_links
 from graphex.evidence.report.made import CompileTime, all_options, made_with
 from graphex.evidence.report.summary import rule_counts, summarise
 from graphex.evidence.training import has_training, step_parts
-from graphex.records import GraphCompiled, Journal, NearMiss, PassRan, Refused, Rewrote, RuleTried
+from graphex.records import (
+    GraphBroke,
+    GraphCompiled,
+    Journal,
+    NearMiss,
+    PassRan,
+    Record,
+    Refused,
+    Rewrote,
+    RuleTried,
+    Verified,
+)
 
 WHOLE = 4000  # lines of a file that is shown whole
 AROUND = 60  # lines shown before and after a mark in a larger one
@@ -42,6 +56,7 @@ _LISTS = {
     "graph break": "breaks",
     "recompilation": "recompilations",
 }
+_PLACE = re.compile(r"[^:]+:(\d+)")
 _FUSING = ("lift", "fuse", "joint")
 _MOVING = ("place", "streams")
 
@@ -58,12 +73,16 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     spent = CompileTime()
     for journal in journals:
         history = journal.history or GraphHistory()
+        records = _records_by_graph(journal)
         for graph in _all_graphs(journal, history):
             if compile_id in (None, graph.compile_id):
-                graphs.append(_graph(graph, journal, history, files))
+                graphs.append(_graph(graph, journal, records[graph.graph], files))
                 spent.add(graph, history.made.get(graph.graph), journal)
         general += [asdict(record) for record in journal.fallbacks if record.graph == "-"]
         breaks += [asdict(record) for record in journal.breaks if record.graph == "-"]
+        for record in journal.breaks if compile_id is None else ():
+            if found := _PLACE.match(record.line):
+                files.setdefault(record.file, set()).add(int(found[1]))
         if has_training(journal):
             training.append([asdict(part) for part in step_parts(journal)])
     data: Data = {
@@ -81,6 +100,8 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "files": source_files(files),
     }
     data["summary"] = with_links([*summarise(data), *_idle_rules(graphs)], data)
+    for each, because in zip(graphs, with_links([{"text": each["because"]} for each in graphs], data), strict=True):
+        each["because"] = because
     return data
 
 
@@ -105,15 +126,27 @@ def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
     return found
 
 
-def _graph(graph: GraphCompiled, journal: Journal, history: GraphHistory, files: dict[str, set[int]]) -> Data:
-    snapshots = history.graphs.get(graph.graph, Snapshots())
-    made = history.made.get(graph.graph)
-    of = {"name": graph.graph, "version_of": journal.versions.get(graph.graph, "")}
-    data: Data = {**asdict(graph), **of, **{each: [] for each in ("passes", "more", *_LISTS.values())}}
-    number = 0
+def _records_by_graph(journal: Journal) -> dict[str, list[Record]]:
+    """The records of each graph and its pieces. Once verification has put another version in the place of a graph, the
+    records of the graph are about that version: it is the one that is called.
+    """
+    found: dict[str, list[Record]] = defaultdict(list)
+    replaced = set()
     for record in journal.records:
-        if journal.pieces.get(record.graph, record.graph) != graph.graph:
-            continue
+        name = journal.pieces.get(record.graph, record.graph)
+        if isinstance(record, Verified) and record.runs:
+            replaced.add(name)
+        found[journal.running(name) if name in replaced else name].append(record)
+    return found
+
+
+def _graph(graph: GraphCompiled, journal: Journal, records: list[Record], files: dict[str, set[int]]) -> Data:
+    history = journal.history or GraphHistory()
+    snapshots = history.graphs.get(graph.graph, Snapshots())
+    data: Data = {**asdict(graph), **_version(graph, journal)}
+    data |= {each: [] for each in ("passes", "more", *_LISTS.values())}
+    number = 0
+    for record in records:
         if isinstance(record, PassRan):
             before = min(number, len(snapshots.taken) - 1)
             number += record.status == "changed"
@@ -123,19 +156,58 @@ def _graph(graph: GraphCompiled, journal: Journal, history: GraphHistory, files:
             plain = asdict(record)
             if isinstance(record, _OF_A_PASS):
                 plain["pass"] = len(data["passes"]) - 1
+            if isinstance(record, Verified):
+                plain["blamed"] = record.blamed
             if isinstance(record, Rewrote):
                 plain["effect"] = _effect(record, data["passes"][-1]["stage"] if data["passes"] else "")
             data[_LISTS[record.kind]].append(plain)
         elif not isinstance(record, GraphCompiled):
             data["more"].append({"kind": record.kind, **asdict(record)})
-    counted = [name for name in journal.counts if journal.pieces.get(name, name) == graph.graph]
-    data["counts"] = {name: dict(journal.counts[name]) for name in counted}
-    data["options"] = made.options if made else {}
-    data["code"] = [{"title": title, "text": text} for title, text in (made.code if made else ())]
+    data |= _as_called(graph, journal, history)
     undone = _first_undone_pass(data)
     data["undone_from"] = undone
     data["runs"] = len(snapshots.taken) - 1 if undone is None else data["passes"][undone]["before"]
     return data | _snapshots(snapshots, files)
+
+
+def _version(graph: GraphCompiled, journal: Journal) -> Data:
+    """The name of a graph, the graph it is a version of, and why it exists."""
+    name, runs = graph.graph, journal.running(graph.graph)
+    again = "recompiled because " if any(each.reason == graph.reason for each in journal.recompilations) else ""
+    parts = [f"{again}{graph.reason}" if graph.reason else f"the first graph of {graph.function or name}"]
+    if name != runs:
+        parts = [f"does not run: verification found it wrong, and '{runs}' runs instead"]
+    elif blamed := [each for each in journal.verifications if each.runs and journal.running(each.graph) == name]:
+        parts.append(f"runs since verification left out {' and '.join(each.blamed for each in blamed)}")
+    elif name in journal.versions:
+        parts.append(f"was tried beside '{journal.versions[name]}'")
+    parts += [f"ends at the graph break at {_place(each.line)} ({each.cause})" for each in _ends(graph, journal)]
+    instead = runs if runs != name else ""
+    of = journal.versions.get(name, "")
+    return {"name": name, "version_of": of, "instead": instead, "because": "; ".join(parts)}
+
+
+def _ends(graph: GraphCompiled, journal: Journal) -> list[GraphBroke]:
+    """The graph break at which a graph ends. One that only goes on after it has the record too, if no other has."""
+    return [each for each in journal.breaks if each.graph == graph.graph and _place(each.line) != graph.line]
+
+
+def _place(line: str) -> str:
+    return line.partition(": ")[0]
+
+
+def _as_called(graph: GraphCompiled, journal: Journal, history: GraphHistory) -> Data:
+    """How often a graph was called and captured, its options, and the code that was generated for it."""
+    name, given = graph.graph, journal.given_graph(graph.graph)
+    if journal.running(name) != name:
+        return {"counts": {}, "options": {}, "code": []}
+    counted = [each for each in journal.counts if journal.running(journal.pieces.get(each, each)) == name]
+    made = history.made.get(given if journal.running(given) == name else name)
+    return {
+        "counts": {name if each == given else each: dict(journal.counts[each]) for each in counted},
+        "options": made.options if made else {},
+        "code": [{"title": title, "text": text} for title, text in (made.code if made else ())],
+    }
 
 
 def _first_undone_pass(data: Data) -> int | None:

@@ -5,12 +5,15 @@
     2 of 18 input updates still copied, 128 MiB a call, because the old value is read later by 'sum_1'.
 
 Each sentence has a tone: good, bad (there is something to do) or plain.
+
+Graphs of one compilation (forward and backward) run together. Those of several may be alternatives: a graph that was
+compiled again runs in place of the earlier one. Ops, times and bytes are added up within a compilation only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
@@ -24,6 +27,7 @@ _TITLES = {
 _WRITES_INPUTS = "restore_input_writes"
 _REGION = "region"  # the rule that puts compiled regions in place, and the kind of their records
 _MOST = 5  # sentences about one thing
+_EXPECTED = " Expect at least eager's speed."  # not where something is lifted as a preview, which is slower than eager
 
 Sentence = dict[str, str]
 
@@ -34,11 +38,13 @@ def summarise(data: dict[str, Any]) -> list[Sentence]:
         rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
         return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
     now = as_they_run(graphs)
+    called = [graph for graph in graphs if not graph["instead"]]
     parts = [
+        (_mismatches, called),
         (_origins, [graph for graph in graphs if not graph["version_of"]]),
         *((part, now) for part in (_ops, _regions, _fusions, _remarks, _input_updates, _memory)),
     ]
-    parts += [(_running, graphs), (_verdicts, graphs)]
+    parts += [(_running, called), (_verified, called)]
     first = [sentence for part, about in parts for sentence in part(about)]
     return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
 
@@ -48,10 +54,23 @@ def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     What verification undid in a graph is left out too.
     """
-    verdicts = [verdict for graph in graphs for verdict in graph["verifications"] if verdict["runs"]]
-    replaced, runs = ({verdict[name] for verdict in verdicts} for name in ("graph", "runs"))
-    kept = [graph for graph in graphs if graph["name"] not in replaced]
+    runs = {graph["instead"] for graph in graphs}
+    kept = [graph for graph in graphs if not graph["instead"]]
     return [_without_the_undone(graph) for graph in kept if not graph["version_of"] or graph["name"] in runs]
+
+
+def compilations(graphs: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The graphs of each compilation: those of one call of the backend, which run together."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for graph in graphs:
+        found.setdefault(graph["compile_id"], []).append(graph)
+    return list(found.values())
+
+
+def _bytes_a_call(graphs: list[dict[str, Any]], count: Callable[[dict[str, Any]], int]) -> str:
+    """``128 MiB``, or ``up to 128 MiB`` where there are several compilations: the most that one of them has."""
+    found = [sum(map(count, group)) for group in compilations(graphs)]
+    return f"{'up to ' if len(found) > 1 else ''}{size_text(max(found, default=0))}"
 
 
 def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
@@ -144,20 +163,66 @@ def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
-        before, after = device_ops(shown, "given"), device_ops(shown)
-        where = "the final graph" if len(shown) == 1 else f"the {len(shown)} final graphs"
-        yield _sentence("good" if after < before else "plain", f"{before} device ops -> {after}, counted from {where}.")
-        if (elsewhere := device_ops(shown, "elsewhere")) < after:
+        fewer = device_ops(shown) < device_ops(shown, "given")
+        yield _sentence("good" if fewer else "plain", _ops_text(compilations(shown)))
+        if device_ops(shown, "elsewhere") < device_ops(shown):
+            counts = _by_graph(compilations(shown), lambda group, words: f"{device_ops(group, 'elsewhere')}{words}")
             yield _sentence(
                 "plain",
-                f"A preview: {elsewhere} device ops on a device with kernels for the ops of graphex. "
+                f"A preview: {counts} on a device with kernels for the ops of graphex. "
                 f"{_devices(shown)} has none and runs their references op by op.",
             )
         yield from _nothing_applied(shown)
-    passes = [ran for graph in graphs for ran in graph["passes"]]
-    for ran in passes:
-        if ran["status"] in ("failed", "rolled back"):
-            yield _sentence("bad", f"Pass '{ran['name']}' {_was(ran['status'])}: {ran['reason']}.")
+    yield from _broken_passes(graphs)
+
+
+def _ops_text(groups: list[list[dict[str, Any]]]) -> str:
+    """``312 device ops -> 97, counted from the final graph.``"""
+    counts = _by_graph(groups, lambda group, words: f"{device_ops(group, 'given')}{words} -> {device_ops(group)}")
+    if len(groups) > 1:
+        return f"{counts}."
+    where = "the final graph" if len(groups[0]) == 1 else f"the {len(groups[0])} final graphs"
+    return f"{counts}, counted from {where}."
+
+
+def _by_graph(groups: list[list[dict[str, Any]]], text: Callable[[list[dict[str, Any]], str], str]) -> str:
+    """``3 device ops -> 1 in 'Net inference' and 1 more graph; 2 -> 2 in ...``: equal compilations together."""
+    if len(groups) == 1:
+        return text(groups[0], " device ops")
+    alike: dict[str, list[list[dict[str, Any]]]] = {}
+    for group in sorted(groups, key=lambda group: -device_ops(group, "given")):
+        alike.setdefault(text(group, ""), []).append(group)
+    said = [
+        f"{text(found[0], '' if place else ' device ops')} in '{_name(found[0])}'{_others(found)}"
+        for place, found in enumerate(alike.values())
+    ]
+    rest = [f"and {len(said) - _MOST} more in the table of graphs"] if len(said) > _MOST else []
+    return "; ".join([*said[:_MOST], *rest])
+
+
+def _name(group: list[dict[str, Any]]) -> str:
+    """``Net inference``, ``Net forward and backward``"""
+    first = group[0]
+    return f"{first['name'].removesuffix(first['phase'])}{' and '.join(graph['phase'] for graph in group)}"
+
+
+def _others(names: Collection[object]) -> str:
+    """How many more graphs there are: `` and 2 more graphs``."""
+    more = len(names) - 1
+    return f" and {more} more graph{'s' if more > 1 else ''}" if more else ""
+
+
+def _broken_passes(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Passes that failed or were rolled back, each once with the number of graphs."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for graph in graphs:
+        for ran in graph["passes"]:
+            if ran["status"] in ("failed", "rolled back"):
+                found.setdefault((ran["name"], ran["status"], ran["reason"]), []).append(graph["name"])
+    for (name, status, reason), where in found.items():
+        what = "was rolled back" if status == "rolled back" else status
+        times = f" in {len(where)} graphs" if len(where) > 1 else ""
+        yield _sentence("bad", f"Pass '{name}' {what}{times}: {reason}.")
 
 
 def _devices(graphs: list[dict[str, Any]]) -> str:
@@ -186,19 +251,17 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         )
 
 
-def _was(status: str) -> str:
-    return "was rolled back" if status == "rolled back" else status
-
-
 def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for rule, (matches, candidates) in rule_counts(graphs).items():
         if not candidates:
             continue
-        missed = "" if matches == candidates else _first_reason(graphs, rule)
+        missed = "" if matches == candidates else _why_not(graphs, rule, matches, candidates - matches)
         previews = _previews(graphs, rule)
         some = f", {previews} of them as a preview" if previews else ""
         preview = ", as a preview" if previews and previews == matches else some
-        text = f"{matches} of {candidates} {title_of(rule)} sites fused{preview}{missed}."
+        where = sum(any(tried["rule"] == rule for tried in graph["rules"]) for graph in graphs)
+        within = f" in {where} graphs" if where > 1 else ""
+        text = f"{matches} of {candidates} {title_of(rule)} sites{within} fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
@@ -221,8 +284,8 @@ def _refusals(graphs: list[dict[str, Any]], rule: str) -> list[dict[str, Any]]:
     return [refusal for refusal in found if not refusal["nothing_lost"]]
 
 
-def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
-    """The reason why the closest candidate did not fuse."""
+def _why_not(graphs: list[dict[str, Any]], rule: str, matches: int, missed: int) -> str:
+    """The reason why the closest candidate did not fuse, as the end of a sentence."""
     misses = [miss for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule]
     refusals = _refusals(graphs, rule)
     found = [*refusals, *sorted(misses, key=lambda miss: -miss["matched"] / miss["ops"])]
@@ -230,45 +293,57 @@ def _first_reason(graphs: list[dict[str, Any]], rule: str) -> str:
         return ""
     place = found[0]["line"].split(": ")[0]
     where = f" ({place})" if place and place.split(":")[0] not in found[0]["reason"] else ""
-    return f"; {'one' if len(found) > 1 else 'the other'} not because {found[0]['reason']}{where}"
+    who = "; 1 was not," if missed == 1 else f"; {missed} were not, the closest"
+    return f"{',' if missed == 1 and not matches else who} because {found[0]['reason']}{where}"
 
 
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
-    said: dict[tuple[str, str], list[str]] = {}
+    said: dict[tuple[str, str], dict[str, None]] = {}
     for graph in graphs:
         for ran in graph["passes"]:
             if ran["status"] == "unchanged" and ran["reason"]:
-                said.setdefault((ran["name"], ran["reason"]), []).append(graph["name"])
-    for (name, reason), where in sorted(said.items()):
-        others = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        within = "" if len(where) == len(graphs) else f" in '{where[0]}'{others}"
-        yield _sentence("plain", f"{name} changed nothing{within}: {reason}.")
+                said.setdefault((ran["name"], ran["reason"]), {})[graph["name"]] = None
+    alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (name, reason), found in sorted(said.items()):
+        alike.setdefault((reason, tuple(found)), []).append(name)
+    for (reason, where), names in alike.items():
+        within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
+        yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    made = [each for graph in graphs for each in graph["rewrites"] if each["pass_name"] == _WRITES_INPUTS]
-    refused = [each for graph in graphs for each in graph["refusals"] if each["pass_name"] == _WRITES_INPUTS]
+    made = [each for graph in graphs for each in _writes(graph["rewrites"])]
+    refused = [each for graph in graphs for each in _writes(graph["refusals"])]
     total = len(made) + len(refused)
     if refused:
-        moved = sum(each["bytes_moved"] for each in refused)
+        moved = _bytes_a_call(graphs, lambda graph: sum(each["bytes_moved"] for each in _writes(graph["refusals"])))
         worst = max(refused, key=lambda each: each["bytes_moved"])
         yield _sentence(
             "bad",
-            f"{len(refused)} of {total} input updates still copied, {size_text(moved)} a call, "
-            f"because {worst['reason']}.",
+            f"{len(refused)} of {total} input updates still copied, {moved} a call, because {worst['reason']}.",
         )
     elif made:
-        saved = sum(each["certificate"]["bytes_saved"] for each in made if each["certificate"])
-        yield _sentence("good", f"All {total} input updates are written in place, {size_text(saved)} less a call.")
+        saved = _bytes_a_call(graphs, lambda graph: sum(map(_bytes_saved, _writes(graph["rewrites"]))))
+        yield _sentence("good", f"All {total} input updates are written in place, {saved} less a call.")
+
+
+def _writes(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in records if each["pass_name"] == _WRITES_INPUTS]
+
+
+def _bytes_saved(rewrite: dict[str, Any]) -> int:
+    return rewrite["certificate"]["bytes_saved"] if rewrite["certificate"] else 0
 
 
 def _memory(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    before = sum(each["peak_before"] for graph in graphs for each in graph["memory"])
-    after = sum(each["peak_after"] for graph in graphs for each in graph["memory"])
+    """The predicted peak: of several graphs that of the largest, as no two of them reach theirs at one time."""
+    found = [(each["peak_before"], each["peak_after"], graph["name"]) for graph in graphs for each in graph["memory"]]
+    before, after, name = max(found, default=(0, 0, ""))
     if before:
         tone = "good" if after < before else "plain"
-        yield _sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}.")
+        of = f", in '{name}', the largest of {len(found)} graphs" if len(found) > 1 else ""
+        yield _sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}{of}.")
 
 
 def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -284,30 +359,33 @@ def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if cuts:
         ops = sum(cut["ops"] for cut in cuts)
         yield _sentence("bad", f"{ops} ops run outside of device graphs; the first because {cuts[0]['reason']}.")
-    told = tuple(verdict["reason"] for graph in graphs for verdict in graph["verifications"] if verdict["reason"])
+    said: dict[tuple[str, str], list[str]] = {}
     for graph in graphs:
+        told = tuple(each["reason"] for each in (*graph["verifications"], *graph["passes"]) if each["reason"])
         for each in graph["fallbacks"]:
-            if not each["reason"].startswith(told):  # the sentence about the verdict says it
-                yield _sentence("bad", f"{graph['name']}: {each['what']}: {each['reason']}.")
+            if not each["reason"].startswith(told):  # the sentence about the verdict, or the pass, says it
+                said.setdefault((each["what"], each["reason"]), []).append(graph["name"])
+    for (what, reason), names in said.items():
+        yield _sentence("bad", f"{names[0]}{_others(dict.fromkeys(names))}: {what}: {reason}.")
 
 
-def _verdicts(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+def _mismatches(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    """Graphs that verification found wrong, which comes before everything else."""
+    for verdict in (verdict for graph in graphs for verdict in graph["verifications"]):
+        if verdict["status"] == "mismatch":
+            script = f" Run {verdict['repro']} to see it." if verdict["repro"] else ""
+            blamed = f" by {verdict['blamed']}" if verdict["blamed"] else ""
+            out = f", which {'were' if len(verdict['rules']) > 1 else 'was'} left out" if verdict["runs"] else ""
+            yield _sentence("bad", f"Verification: mismatch{blamed}{out}: {verdict['reason']}.{script}")
+
+
+def _verified(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
     for verdict in verdicts:
-        if verdict["status"] != "equal":
-            script = f" Run {verdict['repro']} to see it." if verdict["repro"] else ""
-            text = f"Verification: {verdict['status']}{_blamed(verdict)}: {verdict['reason']}.{script}"
-            yield _sentence("bad", text)
+        if verdict["status"] == "refused":
+            yield _sentence("bad", f"Verification: refused: {verdict['reason']}.")
     if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
         yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
-
-
-def _blamed(verdict: dict[str, Any]) -> str:
-    rules, ran = verdict["rules"], verdict["pass_name"]
-    if rules:
-        named = f"rule {rules[0]!r}" if len(rules) == 1 else f"rules {', '.join(map(repr, rules))}"
-        return f" by {named} of '{ran}', which {'was' if len(rules) == 1 else 'were'} left out"
-    return f" by pass '{ran}'{', which was left out' if verdict['runs'] else ''}" if ran else ""
 
 
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
@@ -318,13 +396,16 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """What runs in regions that Inductor compiled, what that cost and gains, and the ops that stay outside."""
     tried = _records(graphs, _REGION)
-    used = [each for each in tried if each["region"]]
+    used = _used(graphs)
+    expected = "" if any(each["preview"] for graph in graphs for each in graph["rewrites"]) else _EXPECTED
     seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
-        yield _sentence("good", f"{calls} ops run in {where}. {_gain(used, has_previews=_has_previews(graphs))}")
+        groups = [found for group in compilations(graphs) if (found := _used(group))]
+        within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
+        yield _sentence("good", f"{calls} ops run in {where}{within}. {_gain(groups, expected)}")
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence("plain", f"{what} slower than single ops, which run instead.")
@@ -341,21 +422,28 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         yield _sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
 
 
-def _has_previews(graphs: list[dict[str, Any]]) -> bool:
-    return any(each["preview"] for graph in graphs for each in graph["rewrites"])
+def _used(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for each in _records(graphs, _REGION) if each["region"]]
 
 
-def _gain(used: list[dict[str, Any]], *, has_previews: bool) -> str:
-    """The speed to expect of compiled regions, from their trials. What is lifted as a preview is slower than eager."""
+def _gain(groups: list[list[dict[str, Any]]], expected: str) -> str:
+    """The speed to expect of the compiled regions of each compilation, from their trials."""
+    used = [each for group in groups for each in group]
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
-    compiled, single = (sum(each[name] for each in measured) for name in ("seconds_compiled", "seconds_single"))
     if not measured:
         return "They were not measured: expect about the speed of Inductor."
     some = "" if len(measured) == len(used) else f" ({len(measured)} of {len(used)} measured)"
-    expected = "" if has_previews else " Expect at least eager's speed."
+    times = [
+        tuple(sum(each[name] for each in group if each in measured) for name in ("seconds_single", "seconds_compiled"))
+        for group in groups
+        if any(each in measured for each in group)
+    ]
+    ratios = dict.fromkeys(_factor(ratio) for ratio in sorted(single / compiled for single, compiled in times))
+    single, compiled = max(times)
+    of = "for all of them" if len(times) == 1 else "in the longest graph"
     return (
-        f"Measured here: {_factor(single / compiled)} times the speed of single ops, {_time(compiled)} instead of "
-        f"{_time(single)} for all of them{some}.{expected}"
+        f"Measured here: {' to '.join([*ratios][:: max(len(ratios) - 1, 1)])} times the speed of single ops, "
+        f"{_time(compiled)} instead of {_time(single)} {of}{some}.{expected}"
     )
 
 

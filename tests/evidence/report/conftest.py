@@ -11,7 +11,7 @@ import pytest
 import graphex
 from graphex.evidence.report.page import write_page
 from tests.harness import browser as browsers
-from tests.harness.reports import explain_llama, explain_missed_llama, large_report
+from tests.harness.reports import explain_llama, explain_missed_llama, large_report, report_on_breaks
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +52,11 @@ def missed() -> graphex.Report:
 @pytest.fixture(scope="session")
 def missed_page(missed: graphex.Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return missed.save(tmp_path_factory.mktemp("missed") / "report.html")
+
+
+@pytest.fixture(scope="session")
+def broken_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(report_on_breaks(), tmp_path_factory.mktemp("broken") / "report.html")
 
 
 @pytest.fixture(scope="session")

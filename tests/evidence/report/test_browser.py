@@ -15,7 +15,12 @@ from graphex.evidence.report.compare import compare
 from graphex.evidence.report.page import read_data, write_page
 from tests.harness.browser import Browser
 from tests.harness.processes import ROOT
-from tests.harness.reports import VERSIONS, explain_gate, explain_training
+from tests.harness.reports import (
+    VERSIONS,
+    explain_gate,
+    explain_training,
+    explain_without_a_rule,
+)
 
 TABS = ("overview", "graph", "rules", "memory", "streams", "captures", "source", "code")
 
@@ -60,6 +65,64 @@ def test_a_training_step_is_drawn_from_forward_to_backward(chrome: Browser, tmp_
     assert chrome.texts(".training-step tbody td:first-child") == ["forward", "backward"]
     chrome.click(".training-step .chip", "Sequential backward")
     assert chrome.texts("select[aria-label=Graph] option:checked") == ["Sequential backward"]
+
+
+# -- several graphs ------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_graphs_says_why_each_exists(chrome: Browser, broken_page: Path) -> None:
+    chrome.open(broken_page)
+    graphs = read_data(broken_page)["graphs"]
+    (place,) = {each["line"].partition(": ")[0] for graph in graphs for each in graph["breaks"]}
+    assert place.startswith("reports.py:")
+    assert chrome.texts("#graphs .because") == [
+        f"the first graph of broken; ends at the graph break at {place} (`print`)",
+        f"goes on after the graph break at {place}",
+        f"recompiled because size 0 of x changed from 2 to 3; ends at the graph break at {place} (`print`)",
+        "recompiled because size 0 of y changed from 2 to 3",
+    ]
+    chrome.click("#graphs .because .link", place)
+    (line,) = chrome.texts(".source-code .line.chosen")
+    assert 'print(end="")' in line
+
+
+def test_the_source_marks_the_lines_where_the_graph_breaks(chrome: Browser, broken_page: Path) -> None:
+    for graph in range(4):  # a break is not about one of the graphs
+        chrome.open(broken_page, f"tab=source&graph={graph}")
+        (line,) = chrome.texts(".source-code .line.broken")
+        assert 'print(end="")' in line
+    assert "the graph breaks here" in chrome.text(".line-panel")
+    chrome.click(".source-code .line.broken")
+    assert "The graph breaks here: `print`" in chrome.text(".line-panel")
+    assert "What would help" in chrome.text(".line-panel")
+
+
+def test_the_list_of_graphs_shows_the_graph_of_the_address(chrome: Browser, broken_page: Path) -> None:
+    for number, graph in enumerate(read_data(broken_page)["graphs"]):
+        chrome.open(broken_page, f"tab=captures&graph={number}")
+        assert chrome.texts("select[aria-label=Graph] option:checked") == [graph["name"]]
+        assert chrome.texts("#panel-captures tbody tr:first-child td:first-child")[0] == graph["name"]
+
+
+def test_after_a_rule_is_left_out_the_report_opens_on_what_runs_and_names_the_rule(
+    chrome: Browser, tmp_path: Path
+) -> None:
+    page = explain_without_a_rule().save(tmp_path / "report.html")
+    chrome.open(page)
+    name = "<lambda> inference without rule 'doubled'"
+    assert chrome.texts("select[aria-label=Graph] option:checked") == [name]
+    assert "by rule 'doubled' of 'fuse_patterns', which was left out" in chrome.texts(".summary li")[0]
+    ran, attempt = chrome.texts("#graphs .because")
+    assert ran.endswith("runs since verification left out rule 'doubled' of 'fuse_patterns'")
+    assert attempt == f"does not run: verification found it wrong, and '{name}' runs instead"
+    chrome.press("6")
+    running = chrome.texts("#panel-captures tbody tr:first-child td")
+    assert running[:2] == [name, "3"]
+    assert "rule 'doubled' of 'fuse_patterns'" in chrome.texts("#panel-captures tbody td")
+    chrome.press("8")
+    assert "cos" in chrome.text(".generated")
+    chrome.open(page, "tab=captures&graph=1")
+    assert f"The graph does not run: '{name}' runs instead." in chrome.text("#panel-captures")
 
 
 def test_a_view_that_several_modules_share_is_drawn_around_them(chrome: Browser, tmp_path: Path) -> None:

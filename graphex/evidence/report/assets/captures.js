@@ -88,6 +88,7 @@ function countTable(graph) {
       ...[calls, counts.captured || 0, counts.recaptured || 0, counts.replays || 0, counts.evicted || 0].map(String),
     ];
   });
+  if (!rows.length && graph.instead) return empty(`The graph does not run: '${graph.instead}' runs instead.`);
   if (!rows.length) return empty("The graph has not run yet.");
   return table(["graph", "calls", "captured", "captured again", "replayed", "evicted"], rows, {
     right: [1, 2, 3, 4, 5],
@@ -133,8 +134,8 @@ function verdictTable(graph) {
     each.status,
     each.reference,
     typeof each.worst_error === "number" ? each.worst_error.toPrecision(3) : each.worst_error,
-    each.pass_name,
+    each.blamed ?? each.pass_name,
     each.reason,
   ]);
-  return table(["verdict", "measured against", "worst error", "pass to blame", "reason"], rows, { right: [2] });
+  return table(["verdict", "measured against", "worst error", "to blame", "reason"], rows, { right: [2] });
 }

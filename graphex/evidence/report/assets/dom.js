@@ -36,6 +36,7 @@ function sizeText(count) {
 
 function timeText(seconds) {
   if (seconds >= 1) return `${seconds.toFixed(2)} s`;
+  if (seconds < 0.0005) return `${(seconds * 1e6).toFixed(0)} µs`;
   return `${(seconds * 1000).toFixed(seconds >= 0.01 ? 0 : 1)} ms`;
 }
 

@@ -6,7 +6,7 @@ function inspector(app, name, part) {
   const node = name && (model.byName(step.after).get(name) || model.byName(step.before).get(name));
   if (!node) {
     const hint = "Choose a node to see its shape, its memory, where it comes from and what was done with it.";
-    return el("div", { class: "panel-body" }, empty(hint), legend());
+    return el("div", { class: "panel-body" }, empty(hint), legend(EFFECTS));
   }
   return el(
     "div",
@@ -145,8 +145,8 @@ function groupPanel(app, part) {
   );
 }
 
-function legend() {
-  const items = Object.entries(EFFECTS).map(([effect, text]) =>
+function legend(effects) {
+  const items = Object.entries(effects).map(([effect, text]) =>
     el("li", {}, el("span", { class: `swatch e-${effect.replace(" ", "-")}` }), text),
   );
   return el("ul", { class: "legend" }, items);

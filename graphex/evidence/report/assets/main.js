@@ -352,6 +352,7 @@ class App {
     const mode = ["before", "diff", "after"].includes(asked.get("mode")) ? asked.get("mode") : "diff";
     Object.assign(this.state, { graph, mode, step: number("step", last, last), node: asked.get("node") || null });
     Object.assign(this.state, { file: number("file", data.files.length - 1, null), line: number("line", 1e7, 0) });
+    if (this.picker) this.picker.value = String(graph);
     this.stale = new Set(Object.keys(TABS));
     this.open(tab);
     return true;

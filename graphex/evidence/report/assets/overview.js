@@ -20,17 +20,18 @@ function summary(sentences, app) {
   return el("section", { class: "summary" }, el("h2", { class: "hidden" }, "Summary"), el("ul", {}, items));
 }
 
-// The text of a sentence, with a button for each part of it that leads somewhere.
+// The text of a sentence, with a link for each part of it that leads somewhere.
 function linked({ text, links }, app) {
   if (!app || !links) return text;
   const parts = [];
   let done = 0;
   for (const link of links) {
     const [start, end] = link.at;
-    parts.push(
-      text.slice(done, start),
-      el("button", { type: "button", class: "link", onclick: () => app.follow(link) }, text.slice(start, end)),
-    );
+    const follow = (event) => {
+      event.preventDefault();
+      app.follow(link);
+    };
+    parts.push(text.slice(done, start), el("a", { href: "#", class: "link", onclick: follow }, text.slice(start, end)));
     done = end;
   }
   return [...parts, text.slice(done)];
@@ -51,7 +52,7 @@ function compileTime() {
     ),
     timeText(seconds),
   ]);
-  const note = `${timeText(total)} in all graphs together, before the first result.`;
+  const note = `${timeText(total)} of compiling, all graphs together.`;
   return el(
     "div",
     { id: "compile-time" },
@@ -67,6 +68,7 @@ const STAGES = {
   program: "graphex writes the program that runs",
   kernels: "Triton compiles kernels",
   capture: "the device records the graphs that are replayed",
+  "other versions": "graphex rewrites the graph again, without what verification found wrong or on two streams",
 };
 
 function madeWith(app) {
@@ -97,18 +99,36 @@ function graphTable(app) {
   if (data.graphs.length < 2) return null;
   const rows = data.graphs.map((graph, number) => [
     chip(graph.name, () => app.chooseGraph(number), app.state.graph === number ? "chosen" : ""),
-    graph.phase,
-    nodeCount(graph),
-    graph.devices.join(", "),
+    el("span", { class: "because" }, linked(graph.because || { text: graph.reason || "" }, app)),
+    el("span", { class: "whole" }, nodeCount(graph)),
+    el("span", { class: "whole" }, opCount(graph)),
+    graph.memory.map(peakText),
     String(graph.rewrites.length),
     String(graph.refusals.filter((each) => !each.nothing_lost).length + graph.near_misses.length),
   ]);
-  const head = ["graph", "phase", "nodes", "devices", "rewrites", "refused or missed"];
-  return section(
-    "Graphs",
-    "Everything below and on the other pages is about the chosen one.",
-    table(head, rows, { right: [4, 5] }),
+  const head = ["graph", "why it exists", "nodes", "device ops", "peak memory", "rewrites", "refused or missed"];
+  const devices = [...new Set(data.graphs.flatMap((graph) => graph.devices))].join(", ");
+  return el(
+    "div",
+    { id: "graphs" },
+    section(
+      "Graphs",
+      `On ${devices}. Everything below and on the other pages is about the chosen one.`,
+      table(head, rows, { right: [5, 6] }),
+    ),
   );
+}
+
+function peakText({ peak_before: before, peak_after: after }) {
+  const text = before === after ? sizeText(before) : `${sizeText(before)} → ${sizeText(after)}`;
+  return el("span", { class: "whole" }, text);
+}
+
+function opCount(graph) {
+  if (!graph.pictures.length) return "";
+  const count = (picture, field) =>
+    picture.reduce((sum, place) => sum + (graph.nodes[place][field] ?? graph.nodes[place].computes), 0);
+  return `${count(graph.pictures[0], "given")} → ${count(graph.pictures[graph.runs], "computes")}`;
 }
 
 function nodeCount(graph) {

@@ -1,5 +1,7 @@
 // The user's source, with marks on the lines that something happened to.
 
+const MARKS = { ...EFFECTS, break: "the graph breaks here" };
+
 function lineText(file, number) {
   for (const block of (data.files[file] || { blocks: [] }).blocks) {
     const text = block.lines[number - block.first];
@@ -37,8 +39,19 @@ function lineMarks(model, file) {
       const [, name, line] = /^(.*?):(\d+)/.exec(record.line) || [];
       if (name === data.files[file].name) add(Number(line), "missed", record.node);
     }
+    for (const line of breaksByLine(file).keys()) add(line, "break", null);
     return marks;
   });
+}
+
+// The graph breaks of all graphs, by their line in a file: a break belongs to the graphs before and after it.
+function breaksByLine(file) {
+  const found = new Map();
+  for (const record of [...data.graphs.flatMap((graph) => graph.breaks), ...(data.breaks || [])]) {
+    const [, name, line] = /^(.*?):(\d+)/.exec(record.line) || [];
+    if (name === data.files[file].name) found.set(Number(line), record);
+  }
+  return found;
 }
 
 // How much happened in a file: the lines of it that have a mark.
@@ -87,7 +100,7 @@ function sourceBlock(app, model, file, block) {
       here ? "button" : "div",
       {
         type: here ? "button" : null,
-        class: `line ${here ? "marked" : ""} ${number === app.state.line ? "chosen" : ""}`,
+        class: `line ${here ? "marked" : ""} ${effects.includes("break") ? "broken" : ""} ${number === app.state.line ? "chosen" : ""}`,
         "data-line": number,
         onclick: here ? () => app.showSource(file, number) : null,
       },
@@ -95,7 +108,7 @@ function sourceBlock(app, model, file, block) {
       el(
         "span",
         { class: "line-marks" },
-        effects.map((effect) => el("i", { class: `dot e-${effect.replace(" ", "-")}`, title: EFFECTS[effect] })),
+        effects.map((effect) => el("i", { class: `dot e-${effect.replace(" ", "-")}`, title: MARKS[effect] })),
       ),
       el("span", { class: "line-text" }, text || " "),
     );
@@ -105,12 +118,13 @@ function sourceBlock(app, model, file, block) {
 
 function lineDetails(app, model, file, line) {
   const here = lineMarks(model, file).get(line);
-  if (!here) return empty("Choose a marked line to see what became of it.");
+  if (!here) return sourceLegend(model, file);
   const missing = [...model.graph.refusals, ...model.graph.near_misses].filter((record) =>
     record.line.startsWith(`${data.files[file].name}:${line}`),
   );
+  const broken = breaksByLine(file).get(line);
   const rows = [...here]
-    .filter(([effect]) => effect)
+    .filter(([effect]) => effect && effect !== "break")
     .map(([effect, names]) =>
       el(
         "div",
@@ -133,10 +147,32 @@ function lineDetails(app, model, file, line) {
     "div",
     {},
     el("h3", {}, `Line ${line}`),
+    broken ? breakDetails(broken) : null,
     ...misses,
     ...rows,
-    el("h4", {}, plural(all.length, "node")),
+    all.length ? el("h4", {}, plural(all.length, "node")) : null,
     el("p", {}, chips(app, model, all.slice(0, 40))),
+  );
+}
+
+function sourceLegend(model, file) {
+  const used = new Set([...lineMarks(model, file).values()].flatMap((marks) => [...marks.keys()]));
+  const shown = Object.entries(MARKS).filter(([effect]) => used.has(effect));
+  return el(
+    "div",
+    {},
+    empty("Choose a marked line to see what became of it."),
+    shown.length ? legend(Object.fromEntries(shown)) : null,
+  );
+}
+
+function breakDetails(record) {
+  return el(
+    "div",
+    { class: "event e-break" },
+    el("strong", {}, `The graph breaks here: ${record.cause}`),
+    el("p", {}, `${record.reason}.`),
+    record.edit ? el("p", { class: "edit" }, `What would help: ${record.edit}`) : null,
   );
 }
 
