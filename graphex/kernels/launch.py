@@ -46,7 +46,7 @@ _WITHOUT_PDL = {"PDL": False}
 
 @dataclass
 class Seen:
-    """Launches of a call that was only compiled: the names of kernels, and the kind and signature of its choices."""
+    """What a call would launch: the names of kernels, and the kind and signature of the choices that it asks for."""
 
     kernels: list[str] = field(default_factory=list)
     choices: list[tuple[str, str]] = field(default_factory=list)
@@ -86,7 +86,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...],
 
 
 def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """The options that a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
+    """What a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
     contracted with sums unless the constants say otherwise.
     """
     if "PDL" not in kernel.arg_names:
@@ -119,7 +119,7 @@ def only_compiling() -> Iterator[Seen]:
 
 
 def seen() -> Seen | None:
-    """The launches so far, while kernels are only compiled; None otherwise."""
+    """What was seen so far, while kernels are only compiled; None otherwise."""
     return _thread.seen
 
 
@@ -213,7 +213,7 @@ def _make_launcher(source: Any) -> None:
 
 
 class _NotCompiled:
-    """Metadata for a launcher whose kernel is not compiled yet: none of it is in the C code."""
+    """What a launcher asks of its kernel's metadata, before there are any: none of it is in the C code."""
 
     tensordesc_meta = None
 

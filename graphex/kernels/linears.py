@@ -30,7 +30,7 @@ ROWS_ADDED = 8  # by one program, where partial sums are added
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Layers to compute. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
     second.
     """
 

@@ -112,6 +112,15 @@ def _fake_linears(x: Tensor, weights: list[Tensor], biases: Biases, residual: Te
     return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
+def _check_gated(weights: Sequence[Tensor]) -> None:
+    require(len(weights) == 2, lambda: f"a gate and what it lets through are two weights; there are {len(weights)}")
+    gate, up = weights
+    require(
+        gate.shape[0] == up.shape[0],
+        lambda: f"a gate and what it lets through have as many rows; they have {gate.shape[0]} and {up.shape[0]}",
+    )
+
+
 @op(
     "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
     fake=_fake_linears,
@@ -184,7 +193,7 @@ def silu_mul_linears(
     kernel="linears.gated_linears",
     rows=RowRule("last_dim", ("x",)),
 )
-def gated_linears(*args: Any, **kwargs: Any) -> Tensor:
+def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tensor:
     """Two linear layers of the same x, a gate and what it lets through.
 
         gate, up = linears(x, weights, biases)
@@ -192,17 +201,8 @@ def gated_linears(*args: Any, **kwargs: Any) -> Tensor:
 
     A kernel may leave out the roundings of gate and up.
     """
-    return _gated(linears(*args, **kwargs))
-
-
-def _gated(results: list[Tensor]) -> Tensor:
-    require(len(results) == 2, lambda: f"a gate and what it lets through are two weights; there are {len(results)}")
-    gate, up = results
-    require(
-        gate.shape[-1] == up.shape[-1],
-        lambda: f"a gate and what it lets through have as many rows; they have {gate.shape[-1]} and {up.shape[-1]}",
-    )
-    made: Tensor = _silu_mul(gate, up)
+    _check_gated(weights)
+    made: Tensor = _silu_mul(*linears(x, weights, biases))
     return made
 
 
@@ -212,7 +212,15 @@ def _gated(results: list[Tensor]) -> Tensor:
     kernel="linears.rms_norm_gated_linears",
     rows=RowRule("last_dim", ("x",)),
 )
-def rms_norm_gated_linears(*args: Any, **kwargs: Any) -> Tensor:
+def rms_norm_gated_linears(
+    x: Tensor,
+    gain: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    weights: Sequence[Tensor],
+    biases: Biases,
+) -> Tensor:
     """`gated_linears` of an RMSNorm.
 
         gate, up = rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)
@@ -220,4 +228,7 @@ def rms_norm_gated_linears(*args: Any, **kwargs: Any) -> Tensor:
 
     A kernel may leave out the roundings of the norm, gate and up.
     """
-    return _gated(rms_norm_linears(*args, **kwargs))
+    _check_gated(weights)
+    norm = eps, weight_offset, cast_before_weight
+    made: Tensor = _silu_mul(*rms_norm_linears(x, gain, *norm, weights, biases))
+    return made

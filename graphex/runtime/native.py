@@ -1,4 +1,4 @@
-"""Preparations that a process makes once: the C++ that checks a replay, and Triton's own start.
+"""What a process prepares once: the C++ that checks a replay, and Triton's own start.
 
 The check of a replay looks at hundreds of inputs in every call. Its C++ is compiled on the machine it runs on, in a
 thread while the first graph is still being made (`get_ready_meanwhile`):
