@@ -52,13 +52,9 @@ _DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-# Ops that Inductor's C++ gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
-_INEXACT_ON_CPU = frozenset(
-    {
-        *(aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.floor_divide, aten.remainder),
-        *(aten.special_ndtr,),
-    }
-)
+# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
+_INEXACT = frozenset({aten.floor_divide, aten.remainder})
+_INEXACT_ON_CPU = frozenset({aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr})
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 
 
@@ -123,12 +119,24 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return ""
     if op.overloadpacket is aten.mul and any(type(arg) is int and arg == 0 for arg in node.args):
         return "Inductor takes the product with 0 for 0, and a nan would be lost"
-    if device.type != "cpu":
-        return ""
     floors = op.overloadpacket is aten.div and node.kwargs.get("rounding_mode") == "floor"
-    if floors or op.overloadpacket in _INEXACT_ON_CPU:
-        return "Inductor's code for a CPU is wrong near zero, or for large numbers"
+    if floors or op.overloadpacket in _INEXACT or (device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU):
+        return "Inductor's code for it is wrong near zero, or for large numbers"
+    if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
+        return "Inductor computes it in float32, where the next number is another one"
+    if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
+        return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
+
+
+def _is_in_range(node: Node, most: float) -> bool:
+    """Whether a node of 8 bits is no cast, or one of values that are clamped first."""
+    value = next(iter(node.all_input_nodes), None)
+    given = None if value is None else value.meta.get("val")
+    if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
+        return True
+    bounds = value.args[1:3] if value.target is aten.clamp.default else ()
+    return len(bounds) == 2 and all(isinstance(each, (int, float)) and abs(each) <= most for each in bounds)
 
 
 def _is_on(node: Node, device: torch.device) -> bool:
