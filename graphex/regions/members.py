@@ -2,7 +2,7 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding.
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _DTYPES = frozenset(
 # Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset({aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr})
+_CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
+_WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 
 
@@ -124,9 +126,28 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return "Inductor's code for it is wrong near zero, or for large numbers"
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
+    if _is_rounding(node):
+        return "it rounds a value for another type to compute with, and Inductor would not"
     if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
+
+
+def _is_rounding(node: Node) -> bool:
+    """Whether a node casts to 16 bits what is then computed in another floating type: Inductor would not round."""
+    op, value = operator_of(node), node.meta["val"]
+    given = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
+    if op is None or op.overloadpacket not in _CASTS or value.dtype not in _WIDENED or not isinstance(given, Tensor):
+        return False
+    is_narrowed = given.dtype.is_floating_point and given.dtype != value.dtype
+    return is_narrowed and any(is_generated(user) and _is_float_other_than(value, user) for user in _readers(node))
+
+
+def _is_float_other_than(value: Tensor, node: Node) -> bool:
+    return any(
+        isinstance(each, Tensor) and each.dtype.is_floating_point and each.dtype != value.dtype
+        for each in _values(node.meta.get("val"))
+    )
 
 
 def _is_in_range(node: Node, most: float) -> bool:
@@ -180,8 +201,8 @@ def inlined_ops(graph: Graph) -> dict[torch._ops.OpOverload, Callable[..., Any]]
     return {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
 
 
-def _joined_with(node: Node) -> Iterator[Node]:
-    """What reads the node's results, and what makes values for it alone, views left out."""
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads the node's results, views left out."""
     pending = list(node.users)
     while pending:
         user = pending.pop()
@@ -189,6 +210,11 @@ def _joined_with(node: Node) -> Iterator[Node]:
             pending += user.users
         else:
             yield user
+
+
+def _joined_with(node: Node) -> Iterator[Node]:
+    """What reads the node's results, and what makes values for it alone, views left out."""
+    yield from _readers(node)
     pending = [value for value in node.all_input_nodes if len(value.users) == 1]
     while pending:
         value = pending.pop()

@@ -478,6 +478,18 @@ def test_signs_of_zeros_are_eagers():
     assert regions(run)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_cast_there_and_back_rounds(narrow):
+    def program(x):
+        h = x * 2
+        return h.to(narrow).view(8, 8).float().sin(), (h + 1).to(narrow) * x
+
+    run, x = compiled(program), torch.randn(64)
+    close(run(x), program(x))
+    assert "it rounds a value for another type to compute with, and Inductor would not" in borders(run)
+    assert regions(run)
+
+
 def test_the_next_number_is_that_of_the_type():
     def program(x):
         return torch.nextafter(x * 2, x.new_tensor(inf)).abs() + x.sin()
