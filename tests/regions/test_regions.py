@@ -427,6 +427,34 @@ def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     assert record.reason == "RuntimeError: no room for another kernel"
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_code_that_raises_gives_way_to_its_nodes(monkeypatch):
+    def raises(args):
+        args.clear()
+        raise RuntimeError("a kernel was lost")
+
+    code = compiler.RegionCode(raises, "", ("kernel",), 0.0)
+    monkeypatch.setattr(stage, "compile_region", lambda body, patches: code)
+    run, x = compiled(chain), torch.randn(4, 8)
+    for _ in range(3):
+        assert torch.equal(run(x), chain(x))
+    (record,) = graphex.journal(run).fallbacks
+    assert "a kernel was lost" in record.reason
+
+
+def test_branches_stay_outside(uncompiled):
+    def program(x):
+        h = torch.sin(x * 2).cos()
+        h = torch.cond(h.sum() > 0, lambda h: h.exp() + 1, lambda h: h.tanh() - 1, (h,))
+        return (h * 3).relu() + x
+
+    run = compiled(program)
+    for x in (torch.zeros(4, 8), torch.full((4, 8), 1.5)):
+        assert torch.equal(run(x), program(x))
+    assert sum(region.calls for region in regions(run)) >= 5
+    assert not graphex.journal(run).fallbacks
+
+
 def test_without_a_compiler_code_is_straight_line(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
