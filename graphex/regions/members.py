@@ -127,27 +127,24 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
     if _is_rounding(node):
-        return "it rounds a value for another type to compute with, and Inductor would not"
+        return "it rounds a value that is cast on, and Inductor would not"
     if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
 
 
 def _is_rounding(node: Node) -> bool:
-    """Whether a node casts to 16 bits what is then computed in another floating type: Inductor would not round."""
-    op, value = operator_of(node), node.meta["val"]
-    given = node.all_input_nodes[0].meta.get("val") if node.all_input_nodes else None
-    if op is None or op.overloadpacket not in _CASTS or value.dtype not in _WIDENED or not isinstance(given, Tensor):
+    """Whether a node casts to 16 bits what is cast on to another floating type: to Inductor nothing happens between."""
+    return _is_float_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_float_cast, _readers(node)))
+
+
+def _is_float_cast(node: Node) -> bool:
+    op = operator_of(node)
+    if op is None or op.overloadpacket not in _CASTS:
         return False
-    is_narrowed = given.dtype.is_floating_point and given.dtype != value.dtype
-    return is_narrowed and any(is_generated(user) and _is_float_other_than(value, user) for user in _readers(node))
-
-
-def _is_float_other_than(value: Tensor, node: Node) -> bool:
-    return any(
-        isinstance(each, Tensor) and each.dtype.is_floating_point and each.dtype != value.dtype
-        for each in _values(node.meta.get("val"))
-    )
+    pair = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    types = {each.dtype for each in pair if isinstance(each, Tensor) and each.dtype.is_floating_point}
+    return len(types) == 2
 
 
 def _is_in_range(node: Node, most: float) -> bool:
