@@ -140,7 +140,10 @@ def _power(x: Tensor, exponent: Any) -> Any:
     return torch.rsqrt(x) if exponent == -0.5 and x.dtype.is_floating_point else NotImplemented
 
 
-SPELLINGS = {torch.ops.aten.neg.default: _negated, torch.ops.aten.pow.Tensor_Scalar: _power}
+SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.neg.default: _negated,
+    torch.ops.aten.pow.Tensor_Scalar: _power,
+}
 
 
 def _factors(node: Node) -> list[Any]:

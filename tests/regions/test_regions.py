@@ -336,6 +336,20 @@ def test_bfloat16_is_rounded_where_eager_rounds():
     assert regions(run)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+def test_inductor_knows_how_it_is_asked_to_round(uncompiled, monkeypatch, numerics):
+    asked, code_of = [], stage.compile_region
+
+    def noted(body, patches):
+        asked.append(patches)
+        return code_of(body, patches)
+
+    monkeypatch.setattr(stage, "compile_region", noted)
+    compiled(chain, region_numerics=numerics)(torch.randn(4, 8))
+    names = ("emulate_precision_casts", "eager_numerics.division_rounding")
+    assert [patches.get(name) for patches in asked for name in names] == [numerics == "eager"] * 2
+
+
 def test_max_autotune_is_inductors_for_regions():
     def product(x, w):
         return (torch.sin(x) * 2) @ w + 1
