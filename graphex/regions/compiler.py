@@ -98,7 +98,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "triton.autotune_at_compile_time": False,
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
-        "eager_numerics.disable_ftz": True,  # to `sinc`, a number that is flushed to zero makes a difference of 1
+        "eager_numerics.disable_ftz": exact,
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}

@@ -46,10 +46,11 @@ OUTSIDE = {
 }
 
 
-def extremes() -> Tensor:
-    return torch.tensor([*EXTREME, *(-value for value in EXTREME), torch.nan])
+def extremes(smallest: float = 0.0) -> Tensor:
+    values = [value for value in EXTREME if value >= smallest or not value]
+    return torch.tensor([*values, *(-value for value in values), torch.nan])
 
 
-def far_off(found: Tensor, wanted: Tensor, rounding: float = 1e-5) -> bool:
+def far_off(found: Tensor, wanted: Tensor, nothing: float = 1e-37) -> bool:
     """Whether a result differs by more than rounding: a nan is lost or made, or its first digits are others."""
-    return not torch.allclose(found, wanted, rtol=rounding, atol=1e-37, equal_nan=True)
+    return not torch.allclose(found, wanted, rtol=1e-5, atol=nothing, equal_nan=True)
