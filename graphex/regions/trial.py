@@ -29,7 +29,7 @@ from graphex.torch_private.symbolic import hint_of
 COMPILED, SINGLE = "compiled", "single kernels"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
-LONGEST = 1.0  # seconds for more rounds than the fewest
+LONGEST = 1.0  # seconds, after which no round is begun
 CLOSE = 1.2  # times that differ by less may be the other way round in the next round
 SMALLEST = 1.02  # how much faster single kernels have to be
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
@@ -97,7 +97,8 @@ def _shortest(runs: Sequence[Callable[[], object]]) -> list[float]:
             began = time.perf_counter()
             run()
             shortest[place] = min(shortest[place], time.perf_counter() - began)
-        if number >= ROUNDS and (max(shortest) > CLOSE * min(shortest) or time.perf_counter() > ends):
+        is_clear = number >= ROUNDS and max(shortest) > CLOSE * min(shortest)
+        if is_clear or time.perf_counter() > ends:
             break
     return shortest
 
