@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=0, help="8 on CUDA, 1 on the CPU; prompts are always one")
     made.add_argument("--seconds", type=float, default=480, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
+    made.add_argument("--turns", type=int, default=3, help="times that each row of a group is measured")
     made.add_argument("--warm", action="store_true", help="compile again in a second process, with the same caches")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
     made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
@@ -126,7 +127,7 @@ def measured(every: list[Job], options: argparse.Namespace) -> Rows:
     rows = Rows(options.json)
     end = time.perf_counter() + options.seconds
     together = options.together or whole_models(len({job.variant for job in every if not job.variant.autotunes}))
-    plan = Plan(end, together, say=_to_stderr, warm=options.warm, turns=3, timing=4.0)
+    plan = Plan(end, together, say=_to_stderr, warm=options.warm, turns=options.turns, timing=1.0 + options.turns)
     for job in measure(every, rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
     return rows

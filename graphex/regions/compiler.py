@@ -97,7 +97,8 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "triton.cudagraphs": False,
         "triton.autotune_at_compile_time": False,
         "emulate_precision_casts": exact,
-        "emulate_division_rounding": exact,
+        "eager_numerics.division_rounding": exact,
+        "eager_numerics.disable_ftz": exact,
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -110,7 +111,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     started = time.perf_counter()
     formulas = inlined_ops(body.graph)
     odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if _is_odd(*_factors(node))]
-    traced = {**formulas, MM: _in_two_parts} if odd else formulas
+    traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
     whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, traced)
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
@@ -123,6 +124,26 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     source = "\n\n".join(sources)
     about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": len(odd)}
     return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, **about)
+
+
+def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Ops of a graph that Inductor is given others for, because it would take the sign of a zero for another."""
+    return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
+
+
+def _negated(x: Tensor) -> Any:
+    """Triton subtracts from 0, so that the negative of 0 would be 0."""
+    return x * -1.0 if x.dtype.is_floating_point else NotImplemented
+
+
+def _power(x: Tensor, exponent: Any) -> Any:
+    return torch.rsqrt(x) if exponent == -0.5 and x.dtype.is_floating_point else NotImplemented
+
+
+SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.neg.default: _negated,
+    torch.ops.aten.pow.Tensor_Scalar: _power,
+}
 
 
 def _factors(node: Node) -> list[Any]:

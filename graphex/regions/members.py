@@ -2,7 +2,7 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding.
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ _DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-# Ops that Inductor's C++ gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
-_INEXACT_ON_CPU = frozenset(
-    {
-        *(aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.floor_divide, aten.remainder),
-        *(aten.special_ndtr,),
-    }
-)
+# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
+_INEXACT = frozenset({aten.floor_divide, aten.remainder})
+_INEXACT_ON_CPU = frozenset({aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr})
+_CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
+_WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 
 
@@ -125,12 +123,40 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return ""
     if op.overloadpacket is aten.mul and any(type(arg) is int and arg == 0 for arg in node.args):
         return "Inductor takes the product with 0 for 0, and a nan would be lost"
-    if device.type != "cpu":
-        return ""
     floors = op.overloadpacket is aten.div and node.kwargs.get("rounding_mode") == "floor"
-    if floors or op.overloadpacket in _INEXACT_ON_CPU:
-        return "Inductor's code for a CPU is wrong near zero, or for large numbers"
+    if floors or op.overloadpacket in _INEXACT or (device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU):
+        return "Inductor's code for it is wrong near zero, or for large numbers"
+    if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
+        return "Inductor computes it in float32, where the next number is another one"
+    if _is_rounding(node):
+        return "it rounds a value that is cast on, and Inductor would not"
+    if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
+        return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
+
+
+def _is_rounding(node: Node) -> bool:
+    """Whether a node casts to 16 bits what is cast on to another floating type: to Inductor nothing happens between."""
+    return _is_float_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_float_cast, _readers(node)))
+
+
+def _is_float_cast(node: Node) -> bool:
+    op = operator_of(node)
+    if op is None or op.overloadpacket not in _CASTS:
+        return False
+    pair = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    types = {each.dtype for each in pair if isinstance(each, Tensor) and each.dtype.is_floating_point}
+    return len(types) == 2
+
+
+def _is_in_range(node: Node, most: float) -> bool:
+    """Whether a node of 8 bits is no cast, or one of values that are clamped first."""
+    value = next(iter(node.all_input_nodes), None)
+    given = None if value is None else value.meta.get("val")
+    if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
+        return True
+    bounds = value.args[1:3] if value.target is aten.clamp.default else ()
+    return len(bounds) == 2 and all(isinstance(each, (int, float)) and abs(each) <= most for each in bounds)
 
 
 def _is_on(node: Node, device: torch.device) -> bool:
@@ -174,8 +200,8 @@ def inlined_ops(graph: Graph) -> dict[torch._ops.OpOverload, Callable[..., Any]]
     return {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
 
 
-def _joined_with(node: Node) -> Iterator[Node]:
-    """What reads the node's results, and what makes values for it alone, views left out."""
+def _readers(node: Node) -> Iterator[Node]:
+    """What reads the node's results, views left out."""
     pending = list(node.users)
     while pending:
         user = pending.pop()
@@ -183,6 +209,11 @@ def _joined_with(node: Node) -> Iterator[Node]:
             pending += user.users
         else:
             yield user
+
+
+def _joined_with(node: Node) -> Iterator[Node]:
+    """What reads the node's results, and what makes values for it alone, views left out."""
+    yield from _readers(node)
     pending = [value for value in node.all_input_nodes if len(value.users) == 1]
     while pending:
         value = pending.pop()

@@ -2,8 +2,7 @@
 
 On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
 (`graphex.kernels.tuning`). Code that launches a third less kernels than the nodes is certain to be faster there, and is
-taken untried. On a CPU both are called in turn, so that other work on the machine slows both, and the shortest call of
-each counts; compiled code stays unless it loses clearly. GRAPHEX_TUNING=off takes the compiled code untried.
+taken untried. On a CPU both are called in turns. GRAPHEX_TUNING=off takes the compiled code untried.
 
 Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +28,10 @@ from graphex.torch_private.symbolic import hint_of
 
 COMPILED, SINGLE = "compiled", "single kernels"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
-ROUNDS = 20  # calls of each, on a CPU
-LONGEST = 0.5  # seconds for the calls of a trial on a CPU, after which it ends
-CLEARLY = 1.05  # how much faster single kernels have to be on a CPU
+ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
+LONGEST = 1.0  # seconds, after which no round is begun
+CLOSE = 1.2  # times that differ by less may be the other way round in the next round
+SMALLEST = 1.02  # how much faster single kernels have to be
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
 KERNELS = 240  # in a graph that is timed
 
@@ -80,27 +80,27 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
     args = made_up(body, 2**30)
     if args is None:
         return Outcome()
-    compiled, single = _shortest(lambda: code.run(list(args)), lambda: body(*args))
-    return Outcome(compiled <= single * CLEARLY, compiled, single)
+    compiled, single = _shortest((lambda: code.run(list(args)), lambda: body(*args)))
+    return Outcome(compiled <= single * SMALLEST, compiled, single)
 
 
-def _shortest(*runs: Callable[[], object]) -> list[float]:
-    """The shortest call of each, called in turn after one call of each that warms up."""
+def _shortest(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """The shortest call of each, in rounds that call each once: whatever else the machine does slows all of them.
+
+    Rounds go on for as long as they are close.
+    """
     for run in runs:
-        run()
-    times = [math.inf] * len(runs)
-    began = time.perf_counter()
-    for _ in range(ROUNDS):
-        times = [min(known, _seconds(run)) for known, run in zip(times, runs, strict=True)]
-        if time.perf_counter() - began > LONGEST:
+        run()  # warms up
+    shortest, ends = [math.inf] * len(runs), time.perf_counter() + LONGEST
+    for number in range(1, MOST_ROUNDS + 1):
+        for place, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            shortest[place] = min(shortest[place], time.perf_counter() - began)
+        is_clear = number >= ROUNDS and max(shortest) > CLOSE * min(shortest)
+        if is_clear or time.perf_counter() > ends:
             break
-    return times
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    return shortest
 
 
 def made_up(body: GraphModule, room: int) -> list[Any] | None:

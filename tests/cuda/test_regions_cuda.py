@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import graphex
 from tests.harness.capture import count, reasons, replays
+from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
 pytestmark = pytest.mark.cuda
 
@@ -219,3 +220,40 @@ def test_max_autotune_tries_kernels_for_products():
     assert all(record.autotuned for record in graphex.journal(run).regions)
     assert torch._dynamo.utils.counters["inductor"]["select_algorithm_autotune"] > before
     assert replays(run) == CALLS - 1
+
+
+def test_extreme_numbers_give_what_eager_gives():
+    """Those below the smallest normal number count as zero, so that results of that size may be zero."""
+    inside = INSIDE | INSIDE_ON_GPU
+    x, ops = extremes(smallest=1e-20).cuda(), inside | OUTSIDE
+
+    def program(x):
+        return {name: op(x) for name, op in ops.items()}
+
+    run, wanted = compiled(program), program(x)
+    found = run(x)
+    assert [name for name in ops if far_off(found[name], wanted[name], nothing=1e-35)] == []
+    assert sum(region.generated for region in graphex.journal(run).regions) >= len(inside)
+
+
+def test_signs_of_zeros_are_eagers():
+    def program(x):
+        return 1 / -x, x**-0.5, (x * 2).sin()
+
+    run, x = compiled(program), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 4.0], device="cuda")
+    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    assert statuses(run) == ["compiled"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_too_large_for_eight_bits_become_what_eager_makes_of_them(dtype):
+    most = torch.finfo(dtype).max
+
+    def program(x):
+        h = torch.sin(x) + x
+        return h.to(dtype).float(), h.clamp(-most, most).to(dtype).float()
+
+    run, x = compiled(program), torch.tensor([1.0, 500.0, -1e6, torch.inf, torch.nan], device="cuda")
+    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    kept = [record.reason for record in graphex.journal(run).region_borders if "8 bits" in record.reason]
+    assert kept == ["numbers that are too large for 8 bits become the largest with Inductor"]

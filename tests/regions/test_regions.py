@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import graphex
 from graphex.regions import compiler, stage
 from tests.harness import host_ops
+from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -335,6 +336,20 @@ def test_bfloat16_is_rounded_where_eager_rounds():
     assert regions(run)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+def test_inductor_knows_how_it_is_asked_to_round(uncompiled, monkeypatch, numerics):
+    asked, code_of = [], stage.compile_region
+
+    def noted(body, patches):
+        asked.append(patches)
+        return code_of(body, patches)
+
+    monkeypatch.setattr(stage, "compile_region", noted)
+    compiled(chain, region_numerics=numerics)(torch.randn(4, 8))
+    names = ("emulate_precision_casts", "eager_numerics.division_rounding")
+    assert [patches.get(name) for patches in asked for name in names] == [numerics == "eager"] * 2
+
+
 def test_max_autotune_is_inductors_for_regions():
     def product(x, w):
         return (torch.sin(x) * 2) @ w + 1
@@ -426,6 +441,34 @@ def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     assert record.reason == "RuntimeError: no room for another kernel"
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_code_that_raises_gives_way_to_its_nodes(monkeypatch):
+    def raises(args):
+        args.clear()
+        raise RuntimeError("a kernel was lost")
+
+    code = compiler.RegionCode(raises, "", ("kernel",), 0.0)
+    monkeypatch.setattr(stage, "compile_region", lambda body, patches: code)
+    run, x = compiled(chain), torch.randn(4, 8)
+    for _ in range(3):
+        assert torch.equal(run(x), chain(x))
+    (record,) = graphex.journal(run).fallbacks
+    assert "a kernel was lost" in record.reason
+
+
+def test_branches_stay_outside(uncompiled):
+    def program(x):
+        h = torch.sin(x * 2).cos()
+        h = torch.cond(h.sum() > 0, lambda h: h.exp() + 1, lambda h: h.tanh() - 1, (h,))
+        return (h * 3).relu() + x
+
+    run = compiled(program)
+    for x in (torch.zeros(4, 8), torch.full((4, 8), 1.5)):
+        assert torch.equal(run(x), program(x))
+    assert sum(region.calls for region in regions(run)) >= 5
+    assert not graphex.journal(run).fallbacks
+
+
 def test_without_a_compiler_code_is_straight_line(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -452,47 +495,10 @@ def test_a_slower_region_is_not_used(monkeypatch):
 
 # -- numbers at the ends of what there is ------------------------------------------------------------------------------
 
-EXTREME = (0.0, 1e-45, 1e-38, 1e-20, 1e-8, 1e-4, 0.3, 0.7, 0.999, 1.001, 3.457, 88.0, 104.0, 65504.0, 1e10, 3e38, inf)
-UNARY = (
-    *("abs", "acos", "asin", "asinh", "atan", "ceil", "cos", "cosh", "digamma", "erfc", "exp", "exp2", "floor", "frac"),
-    *("lgamma", "log", "log10", "log1p", "log2", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh"),
-    *("sqrt", "square", "tan", "tanh", "trunc"),
-)
-ACTIVATIONS = ("hardshrink", "hardsigmoid", "hardswish", "leaky_relu", "logsigmoid", "mish", "relu", "silu", "softplus")
-INSIDE = (
-    {name: getattr(torch, name) for name in UNARY}
-    | {name: getattr(nn.functional, name) for name in ACTIVATIONS}
-    | {
-        "divide": lambda x: x / 0.7,
-        "fmod": lambda x: torch.fmod(x, 1.7),
-        "power": lambda x: x.abs() ** 0.3,
-        "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
-    }
-)
-OUTSIDE = {
-    "acosh": torch.acosh,
-    "atanh": torch.atanh,
-    "celu": nn.functional.celu,
-    "elu": nn.functional.elu,
-    "erf": torch.erf,
-    "expm1": torch.expm1,
-    "floored": lambda x: torch.div(x, 0.7, rounding_mode="floor"),
-    "floor divide": lambda x: x // 3.0,
-    "ndtr": torch.special.ndtr,
-    "remainder": lambda x: x % 1.7,
-    "selu": nn.functional.selu,
-    "softshrink": nn.functional.softshrink,
-    "zero": lambda x: x * 0 + 1,
-}
-
-
-def far_off(found: Tensor, wanted: Tensor) -> bool:
-    """Whether a result differs by more than rounding: a nan is lost or made, or its first digits are others."""
-    return not torch.allclose(found, wanted, rtol=1e-5, atol=1e-37, equal_nan=True)
-
 
 def test_extreme_numbers_give_what_eager_gives():
-    x, ops = torch.tensor([*EXTREME, *(-value for value in EXTREME), torch.nan]), INSIDE | OUTSIDE
+    inside, outside = INSIDE, OUTSIDE | INSIDE_ON_GPU
+    x, ops = extremes(), inside | outside
 
     def program(x):
         return {name: op(x) for name, op in ops.items()}
@@ -500,9 +506,39 @@ def test_extreme_numbers_give_what_eager_gives():
     run, wanted = compiled(program), program(x)
     found = run(x)
     assert [name for name in ops if far_off(found[name], wanted[name])] == []
-    assert sum(region.generated for region in regions(run)) >= len(INSIDE)
+    assert sum(region.generated for region in regions(run)) >= len(inside)
     kept = [record for record in graphex.journal(run).region_borders if record.reason.startswith("Inductor")]
-    assert sum(record.count for record in kept) == len(OUTSIDE) - 1  # softshrink multiplies by 0 too
+    assert sum(record.count for record in kept) == len(outside) - 1  # softshrink multiplies by 0 too
+
+
+def test_signs_of_zeros_are_eagers():
+    def program(x):
+        return 1 / -x, x**-0.5, (x * 2).sin()
+
+    run, x = compiled(program), torch.tensor([0.0, -0.0, inf, -inf, 4.0])
+    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    assert regions(run)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_cast_there_and_back_rounds(narrow):
+    def program(x):
+        h = x * 2
+        return h.to(narrow).view(8, 8).float().sin(), (h + 1).to(narrow).double()
+
+    run, x = compiled(program), torch.randn(64)
+    close(run(x), program(x))
+    assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
+    assert regions(run)
+
+
+def test_the_next_number_is_that_of_the_type():
+    def program(x):
+        return torch.nextafter(x * 2, x.new_tensor(inf)).abs() + x.sin()
+
+    run, x = compiled(program), torch.ones(4, dtype=torch.bfloat16)
+    assert torch.equal(run(x), program(x))
+    assert "Inductor computes it in float32, where the next number is another one" in borders(run)
 
 
 def test_whether_bytes_are_nonzero_is_a_byte():
