@@ -11,6 +11,7 @@ Rotary embedding takes pairs of neighbours apart first, as the checkpoints of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ INPLACE = (
 )
 
 _rms_norm, _attention = with_kernel("npu::npu_rms_norm"), with_kernel("graphex::attention")
+_paged_attention = with_kernel("graphex::paged_attention")
 LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
 _LEFT_UP, _RIGHT_DOWN = 2, 3
 
@@ -98,11 +100,16 @@ def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -
     return [row[:, :length] for row, length in zip(rows, lengths, strict=False)]
 
 
+def _pages(cache: Tensor, heads: int) -> Tensor:
+    """A view [blocks, heads, block size, size] of a cache [blocks, block size, heads * size], or of one like that."""
+    if cache.dim() == 4:
+        return cache
+    return cache.unflatten(-1, (heads, cache.shape[-1] // heads)).transpose(1, 2)
+
+
 def _paged(cache: Tensor, heads: int, block_table: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The same of a cache [blocks, block size, heads * size] or [blocks, heads, block size, size]."""
-    if cache.dim() == 3:
-        cache = cache.unflatten(-1, (heads, cache.shape[-1] // heads)).transpose(1, 2)
-    blocks = (cache[table.long()] for table in block_table)
+    """One tensor [heads, positions, size] for each sequence, read from pages."""
+    blocks = (_pages(cache, heads)[table.long()] for table in block_table)
     return [block.transpose(0, 1).flatten(1, 2)[:, :length] for block, length in zip(blocks, lengths, strict=False)]
 
 
@@ -133,15 +140,91 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     return weights @ value, lse
 
 
+def _attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The same without the sums, by `graphex::attention`."""
+    allowed = None if mask is None else ~mask[None, None]
+    result: Tensor = _attention(query[None], key[None], value[None], allowed, scale)[0]
+    return result
+
+
 def _attended_at_once(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sparse_mode: int, scale: float
 ) -> Tensor:
     """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
+    if sparse_mode == _LEFT_UP or (sparse_mode == _RIGHT_DOWN and query.shape[2] == key.shape[2]):
+        from_first: Tensor = _attention(query, key, value, None, scale, True)
+        return from_first
     numbers = range(query.shape[0]) if mask is not None and mask.dim() > 2 else (0,)
     found = [_mask_for(mask, sparse_mode, number, query[number], key[number]) for number in numbers]
     masks = [~each for each in found if each is not None]
     result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, scale)
     return result
+
+
+def _as_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on a device, without a copy from the host, which a device graph cannot hold."""
+    made, start = torch.empty(len(numbers), dtype=torch.int32, device=device), 0
+    for number, run in itertools.groupby(numbers):
+        end = start + len(list(run))
+        made[start:end].fill_(number)
+        start = end
+    return made
+
+
+def _queries_at_once(query: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> Tensor | None:
+    """A view [batch, heads, positions, size] of queries, if all sequences have the same number of them."""
+    if layout != "TND":
+        rows = _by_heads(query, layout, heads)
+        return rows if rows.shape[0] and (ends is None or set(ends) == {rows.shape[2]}) else None
+    steps = {end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)} if ends else set()
+    if len(steps) != 1 or not ends or ends[-1] != query.shape[0] or 0 in steps:
+        return None
+    return query.unflatten(0, (len(ends), -1)).transpose(1, 2)
+
+
+def _quickly(
+    queries: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: str,
+    kv_heads: int,
+    lengths: Sequence[int] | None,
+    block_table: Tensor | None,
+    mask: Tensor | None,
+    sparse_mode: int,
+    scale: float,
+) -> Tensor | None:
+    """[batch, heads, positions, size] by the ops that have kernels, where one of them is meant; else None.
+
+    A cache that is not in pages is one page for each sequence.
+    """
+    if block_table is None and layout == "TND":
+        return None
+    keys, values = (
+        _by_heads(cache, layout, kv_heads) if block_table is None else _pages(cache, kv_heads) for cache in (key, value)
+    )
+    if block_table is None and lengths is None:
+        return _attended_at_once(queries, keys, values, mask=mask, sparse_mode=sparse_mode, scale=scale)
+    is_causal, batch = sparse_mode == _RIGHT_DOWN and queries.shape[2] > 1, queries.shape[0]
+    if lengths is None or len(lengths) not in (1, batch) or sparse_mode == _LEFT_UP:
+        return None
+    if mask is not None and sparse_mode != _RIGHT_DOWN:
+        return None
+    if block_table is None:
+        block_table = torch.arange(batch, device=queries.device, dtype=torch.int32).unsqueeze(1)
+    room = keys.shape[2] * block_table.shape[1]
+    found = _as_tensor([min(length, room) for length in lengths] * (batch // len(lengths)), queries.device)
+    result: Tensor = _paged_attention(queries, keys, values, block_table[:batch], found, scale, is_causal)
+    return result
+
+
+def _laid_out(result: Tensor, layout: str) -> Tensor:
+    """[batch, heads, positions, size] in the layout of queries."""
+    if layout == "BNSD":
+        return result.contiguous()
+    result = result.transpose(1, 2)
+    return result.flatten(2) if layout == "BSH" else (result.flatten(0, 1) if layout == "TND" else result.contiguous())
 
 
 @op(
@@ -191,18 +274,22 @@ def npu_fused_infer_attention_score(
     refused = [pse_shift, *(each for each in others.values() if isinstance(each, (Tensor, list)))]
     _check_layout(input_layout, sparse_mode, refused)
     kv_heads = num_key_value_heads or num_heads
-    apart = actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope
-    if query.shape[0] and input_layout != "TND" and not softmax_lse_flag and all(each is None for each in apart):
-        read_by = (num_heads, kv_heads, kv_heads)
-        whole = _attended_at_once(
-            *(_by_heads(x, input_layout, count) for x, count in zip((query, key, value), read_by, strict=True)),
+    at_once = _queries_at_once(query, input_layout, num_heads, actual_seq_lengths)
+    if at_once is not None and query_rope is None and not softmax_lse_flag:
+        whole = _quickly(
+            at_once,
+            key,
+            value,
+            layout=input_layout,
+            kv_heads=kv_heads,
+            lengths=actual_seq_lengths_kv,
+            block_table=block_table,
             mask=atten_mask,
             sparse_mode=sparse_mode,
             scale=scale,
         )
-        result = whole if input_layout == "BNSD" else whole.transpose(1, 2)
-        result = result.flatten(2) if input_layout == "BSH" else result.contiguous()
-        return result, result.new_zeros(1, dtype=torch.float32)
+        if whole is not None:
+            return _laid_out(whole, input_layout), whole.new_zeros(1, dtype=torch.float32)
 
     def read(cache: Tensor) -> list[Tensor]:
         if block_table is None:
@@ -217,26 +304,35 @@ def npu_fused_infer_attention_score(
         turned = _sequences(query_rope, input_layout, num_heads, actual_seq_lengths), read(key_rope)
         queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
+    parts = list(zip(queries, keys, values, strict=False))
+    masks = [_mask_for(atten_mask, sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
     options: dict[str, Any] = {"block_table": block_table, "num_heads": num_heads, "num_key_value_heads": kv_heads}
     result, lse = _fake_npu_fused_infer_attention_score(
         query, key, value, input_layout=input_layout, softmax_lse_flag=True, **options
     )
-    result.zero_()
-    lse.zero_()
     by_heads = result.unflatten(-1, (num_heads, -1)) if input_layout == "BSH" else result
-    is_packed, heads_first = input_layout == "TND", input_layout == "BNSD"
+    if softmax_lse_flag:
+        both = [_attended(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)]
+        _fill(by_heads, [made for made, _ in both], input_layout)
+        _fill(lse, [sums for _, sums in both], "TND" if input_layout == "TND" else "BNSD")
+        return result, lse
+    made = [_attended_alone(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)]
+    _fill(by_heads, made, input_layout)
+    return result, lse.new_zeros(1)
+
+
+def _fill(place: Tensor, parts: Sequence[Tensor], layout: str) -> None:
+    """Write [heads, positions, size] of each sequence where they belong, and 0 behind them."""
+    place.zero_()
     start = 0
-    for number, parts in enumerate(zip(queries, keys, values, strict=False)):
-        mask = _mask_for(atten_mask, sparse_mode, number, parts[0], parts[1])
-        made, sums = _attended(*parts, mask, scale)
-        end = start + made.shape[1]
-        place = by_heads[start:end] if is_packed else by_heads[number].narrow(1 if heads_first else 0, 0, end - start)
-        place.copy_(made if heads_first else made.transpose(0, 1))
-        (lse[start:end] if is_packed else lse[number, :, : end - start]).copy_(
-            sums.transpose(0, 1) if is_packed else sums
-        )
-        start = end if is_packed else 0
-    return result, lse if softmax_lse_flag else lse.new_zeros(1)
+    for number, part in enumerate(parts):
+        if layout == "TND":
+            place[start : start + part.shape[1]].copy_(part.transpose(0, 1))
+            start += part.shape[1]
+        elif layout == "BNSD":
+            place[number, :, : part.shape[1]].copy_(part)
+        else:
+            place[number, : part.shape[1]].copy_(part.transpose(0, 1))
 
 
 _QUANTISED = (

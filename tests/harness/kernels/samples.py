@@ -309,6 +309,13 @@ def attention(make: Maker) -> Iterator[Sample]:
     yield Sample((*heads, make(2, 9, 2, 16).transpose(1, 2), hidden[:, :1].expand(2, 4, 3, 9), 0.5))
 
 
+def paged_attention(make: Maker) -> Iterator[Sample]:
+    pages, lengths = make.index(3, 1, 0, 2, 4, 0).view(2, 3), make.index(11, 5)
+    yield Sample((make(2, 4, 1, 16), make(5, 2, 4, 16), make(5, 2, 4, 8), pages, lengths, 0.25))
+    caches = (make(5, 4, 2, 16).transpose(1, 2) for _ in range(2))  # positions first
+    yield Sample((make(2, 4, 3, 16), *caches, pages.int(), lengths.int(), 0.25), {"is_causal": True})
+
+
 def rotary_attention_(make: Maker) -> Iterator[Sample]:
     def given(tokens: int, angles: int = 16) -> tuple[Any, ...]:
         rows = make(2, 4, tokens, 16), make(2, 2, tokens, 16), make(2, 2, tokens, 16)
@@ -553,6 +560,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rotary_write_": rotary_write_,
     "graphex::rotary_qkv_write_": rotary_qkv_write_,
     "graphex::attention": attention,
+    "graphex::paged_attention": paged_attention,
     "graphex::rotary_attention_": rotary_attention_,
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_add_rms_norm": npu_add_rms_norm,
