@@ -491,7 +491,8 @@ def npu_moe_gating_top_k_softmax(make: Maker) -> Iterator[Sample]:
 def npu_moe_gating_top_k(make: Maker) -> Iterator[Sample]:
     yield Sample((make(5, 8), 2))
     options = {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5}
-    yield Sample((make(5, 16), 3), {**options, "bias": make(16)})
+    yield Sample((make(5, 16), 3), {**options, "bias": make(16), "out_flag": True})
+    yield Sample((make(5, 16), 3), {**options, "group_select_mode": 0, "norm_type": 0, "renorm": 1})
 
 
 def npu_moe_init_routing(make: Maker) -> Iterator[Sample]:
@@ -530,6 +531,8 @@ def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
     quantised = {"scale": [make.positive(3, 4)], "per_token_scale": [make.positive(6)], "output_dtype": torch.float16}
     counted = {**grouped, **quantised, "group_list": make.index(1, 0, 4), "group_list_type": 1}
     yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 8, 4)]), counted)
+    shifted = {**counted, "bias": [_bytes(make, 3, 4).int()], "per_token_scale": None}
+    yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 4, 8).transpose(1, 2)]), shifted)
 
 
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
