@@ -1,4 +1,4 @@
-"""Ascend's ops on a GPU, by graphex's kernels, and scripts whose device "npu" is the GPU, in processes of their own: the
+"""Ascend's ops on a GPU, by graphex's kernels. Scripts whose device "npu" is the GPU have processes of their own: the
 mapping cannot be taken back.
 """
 
@@ -61,9 +61,8 @@ def test_one_matrix_of_bytes_is_exact_up_to_its_scales(rows, dtype):
     options = {"pertoken_scale": torch.rand(rows, device="cuda"), "bias": bias, "output_dtype": dtype}
     found = NPU.npu_quant_matmul(x, weight, scale, **options)
     wanted = SPECS["npu::npu_quant_matmul"].reference(x, weight, scale, **options)
-    torch.testing.assert_close(
-        found, wanted, rtol=8e-3 if dtype == torch.bfloat16 else 1e-6, atol=1 if dtype is None else 0
-    )
+    near = {torch.bfloat16: (8e-3, 0), torch.float32: (1e-6, 0), None: (0, 1)}[dtype]
+    torch.testing.assert_close(found, wanted, rtol=near[0], atol=near[1])
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BNSD", "TND"])
@@ -74,10 +73,9 @@ def test_attention_to_pages_reads_no_more_than_there_is(layout, positions):
     table = torch.randperm(40, device="cuda").view(4, 10).int()
     keys, values = (made(40, block, kv_heads, size) for _ in range(2))
     there = torch.zeros(40, block, dtype=torch.bool, device="cuda")
-    for number, length in enumerate(lengths):
-        there.view(-1)[
-            (table[number, :, None] * block + torch.arange(block, device="cuda")).view(-1)[:length].long()
-        ] = 1
+    slots = (table[..., None] * block + torch.arange(block, device="cuda")).flatten(1).long()
+    for mine, length in zip(slots, lengths, strict=True):
+        there.view(-1)[mine[:length]] = True
     dirty = [cache.masked_fill(~there[..., None, None], torch.nan) for cache in (keys, values)]
     options = {"block_table": table, "block_size": block, "actual_seq_lengths_kv": lengths, "scale": size**-0.5}
     options |= {"num_heads": heads, "num_key_value_heads": kv_heads, "input_layout": layout, "sparse_mode": 3}
