@@ -146,6 +146,8 @@ class Product(NamedTuple):
             return "rows that are not bytes are not scaled"
         if self.bias is not None and not (is_late or self.bias.dtype == torch.int32):
             return f"the bias is {self.bias.dtype}"
+        if any(each is not None and not each.is_floating_point() for each in (self.scale, self.row_scale)):
+            return "scales are packed"
         sizes = (self.scale, count * width), (self.bias, count * width), (self.row_scale, self.x.shape[0])
         one = self.scale is not None and count == 1 == self.scale.numel()
         if not all(each is None or each.numel() == size or (one and each is self.scale) for each, size in sizes):
@@ -215,7 +217,7 @@ def npu_grouped_matmul(call: Arguments) -> Any:
 
 def npu_quant_matmul(call: Arguments) -> Any:
     x, weight = call.x1, call.x2
-    if x.dim() < 2 or weight.dim() != 2 or call.group_sizes or not call.scale.is_floating_point():
+    if x.dim() < 2 or weight.dim() != 2 or call.group_sizes:
         return Declined("there is not one matrix of weights with scales of its columns")
     is_bytes = call.output_dtype in (None, torch.int8)
     dtype = torch.float32 if is_bytes else call.output_dtype

@@ -30,14 +30,18 @@ INPLACE = (
 
 _rms_norm, _attention = with_kernel("npu::npu_rms_norm"), with_kernel("graphex::attention")
 _paged_attention = with_kernel("graphex::paged_attention")
-LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
+# Of queries and results, where they differ: `BNSD_BSND`. Packed sequences are T positions.
+LAYOUTS = ("BSH", "BSND", "BNSD", "TND")
+RELAID = ("BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD", "NTD_TND")
+_NO_BAND = 2**31 - 1
 _LEFT_UP, _RIGHT_DOWN = 2, 3
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _check_layout(layout: str, sparse_mode: int, refused: Sequence[Any]) -> None:
-    require(layout in LAYOUTS, lambda: f"input_layout must be one of {', '.join(LAYOUTS)}; it is '{layout}'")
+    known = (*LAYOUTS, *RELAID)
+    require(layout in known, lambda: f"input_layout must be one of {', '.join(known)}; it is '{layout}'")
     require_implemented(
         sparse_mode in (0, 1, _LEFT_UP, _RIGHT_DOWN),
         lambda: f"npu_fused_infer_attention_score has no reference for sparse_mode {sparse_mode}: use 0 to 3",
@@ -46,6 +50,33 @@ def _check_layout(layout: str, sparse_mode: int, refused: Sequence[Any]) -> None
         all(each is None for each in refused),
         lambda: "npu_fused_infer_attention_score has no reference for quantised, padded or shared-prefix inputs",
     )
+
+
+def _check_band(mask: Tensor | None, pre_tokens: int, next_tokens: int) -> None:
+    """With sparse_mode 0 a mask counts from `pre_tokens` before a position to `next_tokens` behind it."""
+    require_implemented(
+        mask is None or min(pre_tokens, next_tokens) >= max(mask.shape[-2:]),
+        lambda: (
+            "npu_fused_infer_attention_score has no reference for masks within pre_tokens and next_tokens: say what "
+            "they leave out in the mask"
+        ),
+    )
+
+
+def _positions_first(x: Tensor | None, layout: str) -> Any:
+    """Packed heads, positions, sizes as positions, heads, sizes."""
+    return x.transpose(0, 1) if x is not None and layout == "NTD_TND" else x
+
+
+def _relaid(result: Tensor, layout: str, heads: int) -> Tensor:
+    """A result in the layout of the queries, as the layout behind the underscore says."""
+    of_query, _, wanted = layout.partition("_")
+    if not wanted or layout == "NTD_TND":
+        return result
+    if layout == "TND_NTD":
+        return result.transpose(0, 1).contiguous()
+    by_positions = _by_heads(result, of_query, heads).transpose(1, 2)
+    return (by_positions if wanted == "BSND" else by_positions.permute(2, 0, 1, 3)).contiguous()
 
 
 def _head_size(value: Tensor, layout: str, kv_heads: int, *, paged: bool) -> int:
@@ -68,17 +99,16 @@ def _fake_npu_fused_infer_attention_score(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_layout(input_layout, sparse_mode, ())
-    width = _head_size(value, input_layout, num_key_value_heads or num_heads, paged=block_table is not None)
+    query, of_query = _positions_first(query, input_layout), input_layout.partition("_")[0].replace("NTD", "TND")
+    width = _head_size(value, of_query, num_key_value_heads or num_heads, paged=block_table is not None)
     shape, rows = list(query.shape), list(query.shape)
-    if input_layout == "BSH":
+    if of_query == "BSH":
         shape[-1], rows = num_heads * width, [shape[0], num_heads, shape[1]]
     else:
         shape[-1] = width
-        rows = [shape[0], shape[2], shape[1]] if input_layout == "BSND" else shape[:-1]
-    if input_layout == "BNSD_BSND":
-        shape = [shape[0], shape[2], shape[1], width]
+        rows = [shape[0], shape[2], shape[1]] if of_query == "BSND" else shape[:-1]
     lse = [*rows, 1] if softmax_lse_flag else [1]
-    return query.new_empty(shape), query.new_empty(lse, dtype=torch.float32)
+    return _relaid(query.new_empty(shape), input_layout, num_heads), query.new_empty(lse, dtype=torch.float32)
 
 
 def _by_heads(x: Tensor, layout: str, heads: int) -> Tensor:
@@ -116,6 +146,8 @@ def _paged(cache: Tensor, heads: int, block_table: Tensor, lengths: Sequence[int
 def _mask_for(mask: Tensor | None, sparse_mode: int, number: int, query: Tensor, key: Tensor) -> Tensor | None:
     """Where query rows of sequence `number` do not look: [positions, keys]."""
     rows, columns = query.shape[1], key.shape[1]
+    if sparse_mode in (_LEFT_UP, _RIGHT_DOWN) and rows == 1:
+        return None  # a single query looks at all keys, in either mode
     if sparse_mode in (_LEFT_UP, _RIGHT_DOWN):
         past = columns - rows if sparse_mode == _RIGHT_DOWN else 0
         return torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(past + 1)
@@ -125,6 +157,8 @@ def _mask_for(mask: Tensor | None, sparse_mode: int, number: int, query: Tensor,
         mask = mask[number % mask.shape[0], 0]
     elif mask.dim() == 3:
         mask = mask[number % mask.shape[0]]
+    elif rows == 1:
+        mask = mask[number % mask.shape[0], None]  # of single queries: [batch, keys]
     return mask[:rows, :columns].to(torch.bool)
 
 
@@ -151,10 +185,12 @@ def _attended_at_once(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sparse_mode: int, scale: float
 ) -> Tensor:
     """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
-    if sparse_mode == _LEFT_UP or (sparse_mode == _RIGHT_DOWN and query.shape[2] == key.shape[2]):
+    positions, length = query.shape[2], key.shape[2]
+    if positions > 1 and (sparse_mode == _LEFT_UP or (sparse_mode == _RIGHT_DOWN and positions == length)):
         from_first: Tensor = _attention(query, key, value, None, scale, True)
         return from_first
-    numbers = range(query.shape[0]) if mask is not None and mask.dim() > 2 else (0,)
+    by_sequence = mask is not None and (mask.dim() > 2 or positions == 1)
+    numbers = range(query.shape[0]) if by_sequence else (0,)
     found = [_mask_for(mask, sparse_mode, number, query[number], key[number]) for number in numbers]
     masks = [~each for each in found if each is not None]
     result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, scale)
@@ -206,10 +242,10 @@ def _quickly(
     )
     if block_table is None and lengths is None:
         return _attended_at_once(queries, keys, values, mask=mask, sparse_mode=sparse_mode, scale=scale)
-    is_causal, batch = sparse_mode == _RIGHT_DOWN and queries.shape[2] > 1, queries.shape[0]
-    if lengths is None or len(lengths) not in (1, batch) or sparse_mode == _LEFT_UP:
-        return None
-    if mask is not None and sparse_mode != _RIGHT_DOWN:
+    batch, positions = queries.shape[0], queries.shape[2]
+    is_causal = sparse_mode == _RIGHT_DOWN and positions > 1
+    is_masked = mask is not None and sparse_mode not in (_LEFT_UP, _RIGHT_DOWN)
+    if lengths is None or len(lengths) not in (1, batch) or is_masked or (sparse_mode == _LEFT_UP and positions > 1):
         return None
     if block_table is None:
         block_table = torch.arange(batch, device=queries.device, dtype=torch.int32).unsqueeze(1)
@@ -260,6 +296,8 @@ def npu_fused_infer_attention_score(
     sparse_mode: int = 0,
     softmax_lse_flag: bool = False,
     pse_shift: Tensor | None = None,
+    pre_tokens: int = _NO_BAND,
+    next_tokens: int = _NO_BAND,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one or many queries to keys, whole or in pages, with grouped heads: (result, lse).
@@ -268,56 +306,89 @@ def npu_fused_infer_attention_score(
         result = softmax(scores in float32, where atten_mask is 0) @ value, in the type and layout of query
 
     sparse_mode 2 and 3 look at no later position, counted from the first and from the last one; the mask says nothing
-    then. `actual_seq_lengths` and `actual_seq_lengths_kv` are lengths, in the layout TND the ends of the sequences (of
-    keys in pages: lengths). `block_table[b]` has the pages of sequence b. lse is empty without `softmax_lse_flag`.
+    then, nor do they for single queries. A mask of single queries may be [batch, keys]. `actual_seq_lengths` and
+    `actual_seq_lengths_kv` are lengths, in the layout TND the ends of the sequences (of keys in pages: lengths).
+    `block_table[b]` has the pages of sequence b. lse is empty without `softmax_lse_flag`.
     """
     refused = [pse_shift, *(each for each in others.values() if isinstance(each, (Tensor, list)))]
     _check_layout(input_layout, sparse_mode, refused)
-    kv_heads = num_key_value_heads or num_heads
-    at_once = _queries_at_once(query, input_layout, num_heads, actual_seq_lengths)
-    if at_once is not None and query_rope is None and not softmax_lse_flag:
-        whole = _quickly(
-            at_once,
-            key,
-            value,
-            layout=input_layout,
-            kv_heads=kv_heads,
-            lengths=actual_seq_lengths_kv,
-            block_table=block_table,
-            mask=atten_mask,
-            sparse_mode=sparse_mode,
-            scale=scale,
-        )
+    if sparse_mode == 0 and (atten_mask is None or atten_mask.shape[-2] > 1):
+        _check_band(atten_mask, pre_tokens, next_tokens)
+    asked, turned = _positions_first(query, input_layout), _positions_first(query_rope, input_layout)
+    held: tuple[Any, ...] = (key, value, key_rope)
+    if block_table is None:
+        held = tuple(_positions_first(each, input_layout) for each in held)
+    found, lse = _scored(
+        asked,
+        *held,
+        turned,
+        mask=atten_mask,
+        ends=actual_seq_lengths,
+        lengths=actual_seq_lengths_kv,
+        block_table=block_table,
+        heads=num_heads,
+        kv_heads=num_key_value_heads or num_heads,
+        scale=scale,
+        layout=input_layout.partition("_")[0].replace("NTD", "TND"),
+        sparse_mode=sparse_mode,
+        wants_lse=softmax_lse_flag,
+    )
+    return _relaid(found, input_layout, num_heads), lse
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_rope: Tensor | None,
+    query_rope: Tensor | None,
+    *,
+    mask: Tensor | None,
+    ends: Sequence[int] | None,
+    lengths: Sequence[int] | None,
+    block_table: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    layout: str,
+    sparse_mode: int,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Results in the layout of the queries, at once where one op computes them, else one sequence after the other."""
+    at_once = _queries_at_once(query, layout, heads, ends)
+    if at_once is not None and query_rope is None and not wants_lse:
+        how = {"layout": layout, "kv_heads": kv_heads, "lengths": lengths, "block_table": block_table}
+        whole = _quickly(at_once, key, value, mask=mask, sparse_mode=sparse_mode, scale=scale, **how)
         if whole is not None:
-            return _laid_out(whole, input_layout), whole.new_zeros(1, dtype=torch.float32)
+            return _laid_out(whole, layout), whole.new_zeros(1, dtype=torch.float32)
 
     def read(cache: Tensor) -> list[Tensor]:
         if block_table is None:
-            return _sequences(cache, input_layout, kv_heads, actual_seq_lengths_kv)
-        require(actual_seq_lengths_kv is not None, lambda: "keys in pages need actual_seq_lengths_kv")
-        assert actual_seq_lengths_kv is not None
-        return _paged(cache, kv_heads, block_table, actual_seq_lengths_kv)
+            return _sequences(cache, layout, kv_heads, lengths)
+        require(lengths is not None, lambda: "keys in pages need actual_seq_lengths_kv")
+        assert lengths is not None
+        return _paged(cache, kv_heads, block_table, lengths)
 
-    queries = _sequences(query, input_layout, num_heads, actual_seq_lengths)
+    queries = _sequences(query, layout, heads, ends)
     keys, values = read(key), read(value)
     if query_rope is not None and key_rope is not None:
-        turned = _sequences(query_rope, input_layout, num_heads, actual_seq_lengths), read(key_rope)
+        turned = _sequences(query_rope, layout, heads, ends), read(key_rope)
         queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
     parts = list(zip(queries, keys, values, strict=False))
-    masks = [_mask_for(atten_mask, sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
-    options: dict[str, Any] = {"block_table": block_table, "num_heads": num_heads, "num_key_value_heads": kv_heads}
+    masks = [_mask_for(mask, sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
     result, lse = _fake_npu_fused_infer_attention_score(
-        query, key, value, input_layout=input_layout, softmax_lse_flag=True, **options
+        *(query, key, value),
+        **{"block_table": block_table, "num_heads": heads, "num_key_value_heads": kv_heads, "input_layout": layout},
+        softmax_lse_flag=True,
     )
-    by_heads = result.unflatten(-1, (num_heads, -1)) if input_layout == "BSH" else result
-    if softmax_lse_flag:
+    by_heads = result.unflatten(-1, (heads, -1)) if layout == "BSH" else result
+    if wants_lse:
         both = [_attended(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)]
-        _fill(by_heads, [made for made, _ in both], input_layout)
-        _fill(lse, [sums for _, sums in both], "TND" if input_layout == "TND" else "BNSD")
+        _fill(by_heads, [made for made, _ in both], layout)
+        _fill(lse, [sums for _, sums in both], "TND" if layout == "TND" else "BNSD")
         return result, lse
-    made = [_attended_alone(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)]
-    _fill(by_heads, made, input_layout)
+    _fill(by_heads, [_attended_alone(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)], layout)
     return result, lse.new_zeros(1)
 
 

@@ -92,10 +92,7 @@ def npu_quant_matmul(
 
     Without `output_dtype` the result is int8: y [+ offset], rounded and clamped.
     """
-    require_implemented(
-        not group_sizes and scale.is_floating_point(),
-        lambda: "npu_quant_matmul has no reference for scales of groups (group_sizes), nor for packed ones (int64)",
-    )
+    require_implemented(not group_sizes, lambda: "npu_quant_matmul has no reference for scales of groups (group_sizes)")
     if output_dtype not in (None, torch.int8):
         return _scaled(x1, x2, scale, pertoken_scale, bias, output_dtype)
     y = _scaled(x1, x2, scale, pertoken_scale, bias, torch.float32)
@@ -106,6 +103,10 @@ def _scaled(
     x: Tensor, weight: Tensor, scale: Tensor | None, row_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """A product of bytes: exact up to the scaling, which is in float32; not scaled as int32."""
+    require_implemented(
+        x.dtype == weight.dtype == torch.int8 and (scale is None or scale.is_floating_point()),
+        lambda: "there is no reference for products of packed numbers (int32), nor for packed scales (int64)",
+    )
     exact = x.to(torch.float64) @ weight.to(torch.float64)  # of int32: a CUDA device has no matmul of these
     is_late = bias is not None and bias.is_floating_point()
     if bias is not None and not is_late:
