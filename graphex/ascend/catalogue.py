@@ -117,7 +117,7 @@ NAMES: tuple[Name, ...] = (
         " npu_mla_prolog_v3 npu_mla_prolog_v3_functional scatter_update scatter_update_ npu_add_rms_norm_v2"
         " npu_add_rms_norm_v2_functional npu_quant_matmul npu_weight_quant_batchmatmul npu_moe_gating_top_k_softmax"
         " npu_moe_gating_top_k npu_moe_init_routing npu_moe_init_routing_v2 npu_moe_compute_expert_tokens"
-        " npu_moe_finalize_routing npu_grouped_matmul",
+        " npu_moe_finalize_routing npu_moe_token_permute npu_moe_token_unpermute npu_grouped_matmul",
         "docs/ops.md; a reference in plain ATen, which says what it does not take",
     ),
     *served("torch_npu", "torch.ops.npu", "save_npugraph_tensor", "the graph is cut there"),
@@ -270,6 +270,8 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "npu_moe_gating_top_k_softmax": (_DOCUMENTS, ""),
     "npu_moe_init_routing": (_DOCUMENTS, ""),
     "npu_moe_init_routing_v2": (_DOCUMENTS, ""),
+    "npu_moe_token_permute": (_SOURCES, ""),
+    "npu_moe_token_unpermute": (_SOURCES, ""),
     "npu_quant_matmul": (_CONVERTERS, "no `*_dtype` arguments"),
     "npu_quantize": (_CONVERTERS, ""),
     "npu_rms_norm": (_CONVERTERS, ""),

@@ -422,6 +422,69 @@ def npu_moe_finalize_routing(
     return out.to(expanded_permuted_rows.dtype)
 
 
+_finalize = with_kernel("npu::npu_moe_finalize_routing")
+
+
+def _kept(count: int, num_out_tokens: int | None) -> int:
+    """How many rows stay: all, so many, or all but so many."""
+    if not num_out_tokens:
+        return count
+    return min(count, num_out_tokens) if num_out_tokens > 0 else max(0, count + num_out_tokens)
+
+
+def _fake_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    count = indices.numel()
+    rows = tokens.new_empty((_kept(count, num_out_tokens), tokens.shape[-1]))
+    return rows, indices.new_empty(count, dtype=torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_permute(Tensor tokens, Tensor indices, SymInt? num_out_tokens=None, bool padded_mode=False)"
+    " -> (Tensor, Tensor)",
+    fake=_fake_token_permute,
+)
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their experts, `indices` [tokens] or [tokens, k]: (rows, place).
+
+    order = stable argsort(indices, flat);  rows[i] = tokens[order[i] // k];  place[order[i]] = i
+    `num_out_tokens` rows stay, if it is positive; all but so many, if it is negative.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_permute has no reference for padded_mode")
+    flat = indices.reshape(-1)
+    order = flat.sort(stable=True).indices
+    place = torch.zeros_like(order).scatter(0, order, torch.arange(flat.shape[0], device=flat.device))
+    times = 1 if indices.dim() == 1 else indices.shape[-1]
+    return tokens[order[: _kept(flat.shape[0], num_out_tokens)] // times], place.to(torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None,"
+    " bool padded_mode=False, SymInt[]? restore_shape=None) -> Tensor",
+    fake=lambda permuted_tokens, sorted_indices, probs=None, *_: permuted_tokens.new_empty(
+        (sorted_indices.shape[0] // (1 if probs is None else probs.shape[-1]), permuted_tokens.shape[-1])
+    ),
+)
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The way back from `npu_moe_token_permute`: out[i] = sum over j of probs[i, j] * row at sorted_indices[i * k + j].
+
+    Rows that did not stay count as 0.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_unpermute has no reference for padded_mode")
+    places = torch.where(sorted_indices < permuted_tokens.shape[0], sorted_indices, -1)
+    result: Tensor = _finalize(permuted_tokens, None, None, None, probs, places, None, 2)
+    return result
+
+
 # -- grouped matmul ----------------------------------------------------------------------------------------------------
 
 

@@ -152,7 +152,21 @@ def experts_layer_v2(x, router, up, down):
     return torch_npu.npu_moe_finalize_routing(out, x, None, None, weights, place, expert, 2)
 
 
-@pytest.mark.parametrize("layer", [experts_layer, experts_layer_v2], ids=lambda layer: layer.__name__)
+def experts_layer_permuted(x, router, up, down):
+    """The same by the ops that permute tokens."""
+    weights, expert, _ = torch_npu.npu_moe_gating_top_k_softmax(x @ router, k=2)
+    rows, place = torch_npu.npu_moe_token_permute(tokens=x, indices=expert, num_out_tokens=expert.numel())
+    tokens = (expert.reshape(-1, 1) == torch.arange(up.shape[0], device=x.device)).sum(0)
+    options = {"group_list": tokens, "group_list_type": 1, "split_item": 2, "group_type": 0}
+    (hidden,) = torch_npu.npu_grouped_matmul([rows], [up], **options)
+    (out,) = torch_npu.npu_grouped_matmul([torch_npu.npu_swiglu(hidden)], [down], **options)
+    return x + torch_npu.npu_moe_token_unpermute(permuted_tokens=out, sorted_indices=place, probs=weights)
+
+
+LAYERS = [experts_layer, experts_layer_v2, experts_layer_permuted]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_experts_are_the_sum_over_tokens_and_choices_and_are_captured(layer):
     arguments = torch.randn(5, 8), torch.randn(8, 4), torch.randn(4, 8, 12), torch.randn(4, 6, 8)
     x, router, up, down = arguments

@@ -524,6 +524,16 @@ def npu_moe_finalize_routing(make: Maker) -> Iterator[Sample]:
     yield Sample((make(6, 8), make(3, 8), make(3, 8), make(3, 8), make(3, 2), place, experts, 2))
 
 
+def npu_moe_token_permute(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 8), make.index(2, 0, 1, 2, 0, 1).view(3, 2).int()))
+    yield Sample((make(3, 8), make.index(2, 0, 1), -1))
+
+
+def npu_moe_token_unpermute(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(5, 8), make.index(0, 3, 1, 4, 2, 5).int(), make(3, 2)))
+    yield Sample((make(3, 8), make.index(2, 0, 1)))
+
+
 def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
     yield Sample(([make(2, 8), make(3, 8)], [make(8, 4), make(8, 4)]))
     grouped = {"split_item": 3, "group_type": 0, "group_list": make.index(1, 1, 5)}
@@ -599,6 +609,8 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "npu::npu_moe_init_routing_v2": npu_moe_init_routing_v2,
     "npu::npu_moe_compute_expert_tokens": npu_moe_compute_expert_tokens,
     "npu::npu_moe_finalize_routing": npu_moe_finalize_routing,
+    "npu::npu_moe_token_permute": npu_moe_token_permute,
+    "npu::npu_moe_token_unpermute": npu_moe_token_unpermute,
     "npu::npu_grouped_matmul": npu_grouped_matmul,
 }
 
