@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,19 +63,38 @@ def _check_band(mask: Tensor | None, pre_tokens: int, next_tokens: int) -> None:
     )
 
 
-def _positions_first(x: Tensor | None, layout: str) -> Any:
+class How(NamedTuple):
+    """How queries, keys and values of a call lie in memory, and what queries look at."""
+
+    layout: str  # of queries, and of keys that are not in pages
+    heads: int
+    kv_heads: int
+    ends: Sequence[int] | None  # of the queries of each sequence
+    lengths: Sequence[int] | None  # of its keys
+    block_table: Tensor | None
+    mask: Tensor | None
+    sparse_mode: int
+    scale: float
+
+
+def _positions_first(x: Tensor, layout: str) -> Tensor:
     """Packed heads, positions, sizes as positions, heads, sizes."""
-    return x.transpose(0, 1) if x is not None and layout == "NTD_TND" else x
+    return x.transpose(0, 1) if layout == "NTD_TND" else x
+
+
+def _of_query(layout: str) -> str:
+    """The layout of queries, once positions are first."""
+    return layout.partition("_")[0].replace("NTD", "TND")
 
 
 def _relaid(result: Tensor, layout: str, heads: int) -> Tensor:
     """A result in the layout of the queries, as the layout behind the underscore says."""
-    of_query, _, wanted = layout.partition("_")
+    wanted = layout.partition("_")[2]
     if not wanted or layout == "NTD_TND":
         return result
     if layout == "TND_NTD":
         return result.transpose(0, 1).contiguous()
-    by_positions = _by_heads(result, of_query, heads).transpose(1, 2)
+    by_positions = _by_heads(result, _of_query(layout), heads).transpose(1, 2)
     return (by_positions if wanted == "BSND" else by_positions.permute(2, 0, 1, 3)).contiguous()
 
 
@@ -99,7 +118,7 @@ def _fake_npu_fused_infer_attention_score(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_layout(input_layout, sparse_mode, ())
-    query, of_query = _positions_first(query, input_layout), input_layout.partition("_")[0].replace("NTD", "TND")
+    query, of_query = _positions_first(query, input_layout), _of_query(input_layout)
     width = _head_size(value, of_query, num_key_value_heads or num_heads, paged=block_table is not None)
     shape, rows = list(query.shape), list(query.shape)
     if of_query == "BSH":
@@ -132,9 +151,8 @@ def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -
 
 def _pages(cache: Tensor, heads: int) -> Tensor:
     """A view [blocks, heads, block size, size] of a cache [blocks, block size, heads * size], or of one like that."""
-    if cache.dim() == 4:
-        return cache
-    return cache.unflatten(-1, (heads, cache.shape[-1] // heads)).transpose(1, 2)
+    by_heads: Tensor = cache if cache.dim() == 4 else cache.unflatten(-1, (heads, cache.shape[-1] // heads))
+    return cache if cache.dim() == 4 else by_heads.transpose(1, 2)
 
 
 def _paged(cache: Tensor, heads: int, block_table: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -181,19 +199,17 @@ def _attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return result
 
 
-def _attended_at_once(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sparse_mode: int, scale: float
-) -> Tensor:
+def _attended_at_once(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
     """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
-    positions, length = query.shape[2], key.shape[2]
-    if positions > 1 and (sparse_mode == _LEFT_UP or (sparse_mode == _RIGHT_DOWN and positions == length)):
-        from_first: Tensor = _attention(query, key, value, None, scale, True)
+    positions, length, mask, mode = query.shape[2], key.shape[2], how.mask, how.sparse_mode
+    if positions > 1 and (mode == _LEFT_UP or (mode == _RIGHT_DOWN and positions == length)):
+        from_first: Tensor = _attention(query, key, value, None, how.scale, True)
         return from_first
     by_sequence = mask is not None and (mask.dim() > 2 or positions == 1)
     numbers = range(query.shape[0]) if by_sequence else (0,)
-    found = [_mask_for(mask, sparse_mode, number, query[number], key[number]) for number in numbers]
+    found = [_mask_for(mask, mode, number, query[number], key[number]) for number in numbers]
     masks = [~each for each in found if each is not None]
-    result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, scale)
+    result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, how.scale)
     return result
 
 
@@ -207,51 +223,43 @@ def _as_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
     return made
 
 
-def _queries_at_once(query: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -> Tensor | None:
+def _queries_at_once(query: Tensor, how: How) -> Tensor | None:
     """A view [batch, heads, positions, size] of queries, if all sequences have the same number of them."""
-    if layout != "TND":
-        rows = _by_heads(query, layout, heads)
+    ends = how.ends
+    if how.layout != "TND":
+        rows = _by_heads(query, how.layout, how.heads)
         return rows if rows.shape[0] and (ends is None or set(ends) == {rows.shape[2]}) else None
     steps = {end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)} if ends else set()
     if len(steps) != 1 or not ends or ends[-1] != query.shape[0] or 0 in steps:
         return None
-    return query.unflatten(0, (len(ends), -1)).transpose(1, 2)
+    by_sequence: Tensor = query.unflatten(0, (len(ends), -1))
+    return by_sequence.transpose(1, 2)
 
 
-def _quickly(
-    queries: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    layout: str,
-    kv_heads: int,
-    lengths: Sequence[int] | None,
-    block_table: Tensor | None,
-    mask: Tensor | None,
-    sparse_mode: int,
-    scale: float,
-) -> Tensor | None:
+def _quickly(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor | None:
     """[batch, heads, positions, size] by the ops that have kernels, where one of them is meant; else None.
 
     A cache that is not in pages is one page for each sequence.
     """
-    if block_table is None and layout == "TND":
+    queries, table, lengths = _queries_at_once(query, how), how.block_table, how.lengths
+    if queries is None or (table is None and how.layout == "TND"):
         return None
     keys, values = (
-        _by_heads(cache, layout, kv_heads) if block_table is None else _pages(cache, kv_heads) for cache in (key, value)
+        _by_heads(cache, how.layout, how.kv_heads) if table is None else _pages(cache, how.kv_heads)
+        for cache in (key, value)
     )
-    if block_table is None and lengths is None:
-        return _attended_at_once(queries, keys, values, mask=mask, sparse_mode=sparse_mode, scale=scale)
+    if table is None and lengths is None:
+        return _attended_at_once(queries, keys, values, how)
     batch, positions = queries.shape[0], queries.shape[2]
-    is_causal = sparse_mode == _RIGHT_DOWN and positions > 1
-    is_masked = mask is not None and sparse_mode not in (_LEFT_UP, _RIGHT_DOWN)
-    if lengths is None or len(lengths) not in (1, batch) or is_masked or (sparse_mode == _LEFT_UP and positions > 1):
+    by_mask = how.mask is not None and how.sparse_mode not in (_LEFT_UP, _RIGHT_DOWN)
+    if by_mask or (how.sparse_mode == _LEFT_UP and positions > 1) or not lengths or len(lengths) not in (1, batch):
         return None
-    if block_table is None:
-        block_table = torch.arange(batch, device=queries.device, dtype=torch.int32).unsqueeze(1)
-    room = keys.shape[2] * block_table.shape[1]
+    if table is None:
+        table = torch.arange(batch, device=queries.device, dtype=torch.int32).unsqueeze(1)
+    room = keys.shape[2] * table.shape[1]
     found = _as_tensor([min(length, room) for length in lengths] * (batch // len(lengths)), queries.device)
-    result: Tensor = _paged_attention(queries, keys, values, block_table[:batch], found, scale, is_causal)
+    is_causal = how.sparse_mode == _RIGHT_DOWN and positions > 1
+    result: Tensor = _paged_attention(queries, keys, values, table[:batch], found, how.scale, is_causal)
     return result
 
 
@@ -314,81 +322,66 @@ def npu_fused_infer_attention_score(
     _check_layout(input_layout, sparse_mode, refused)
     if sparse_mode == 0 and (atten_mask is None or atten_mask.shape[-2] > 1):
         _check_band(atten_mask, pre_tokens, next_tokens)
-    asked, turned = _positions_first(query, input_layout), _positions_first(query_rope, input_layout)
-    held: tuple[Any, ...] = (key, value, key_rope)
     if block_table is None:
-        held = tuple(_positions_first(each, input_layout) for each in held)
-    found, lse = _scored(
-        asked,
-        *held,
-        turned,
-        mask=atten_mask,
-        ends=actual_seq_lengths,
-        lengths=actual_seq_lengths_kv,
-        block_table=block_table,
-        heads=num_heads,
-        kv_heads=num_key_value_heads or num_heads,
-        scale=scale,
-        layout=input_layout.partition("_")[0].replace("NTD", "TND"),
-        sparse_mode=sparse_mode,
-        wants_lse=softmax_lse_flag,
-    )
+        key, value = _positions_first(key, input_layout), _positions_first(value, input_layout)
+        key_rope = None if key_rope is None else _positions_first(key_rope, input_layout)
+    query_rope = None if query_rope is None else _positions_first(query_rope, input_layout)
+    layout, kv_heads = _of_query(input_layout), num_key_value_heads or num_heads
+    counts = actual_seq_lengths, actual_seq_lengths_kv, block_table
+    how = How(layout, num_heads, kv_heads, *counts, atten_mask, sparse_mode, scale)
+    asked = _positions_first(query, input_layout)
+    if query_rope is None and not softmax_lse_flag and (whole := _quickly(asked, key, value, how)) is not None:
+        found, lse = _laid_out(whole, layout), whole.new_zeros(1, dtype=torch.float32)
+    else:
+        found, lse = _one_by_one(asked, key, value, query_rope, key_rope, how, wants_lse=softmax_lse_flag)
     return _relaid(found, input_layout, num_heads), lse
 
 
-def _scored(
+def _one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    key_rope: Tensor | None,
     query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    how: How,
     *,
-    mask: Tensor | None,
-    ends: Sequence[int] | None,
-    lengths: Sequence[int] | None,
-    block_table: Tensor | None,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    layout: str,
-    sparse_mode: int,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Results in the layout of the queries, at once where one op computes them, else one sequence after the other."""
-    at_once = _queries_at_once(query, layout, heads, ends)
-    if at_once is not None and query_rope is None and not wants_lse:
-        how = {"layout": layout, "kv_heads": kv_heads, "lengths": lengths, "block_table": block_table}
-        whole = _quickly(at_once, key, value, mask=mask, sparse_mode=sparse_mode, scale=scale, **how)
-        if whole is not None:
-            return _laid_out(whole, layout), whole.new_zeros(1, dtype=torch.float32)
+    """Attention of one sequence after the other, in the layout of the queries."""
 
     def read(cache: Tensor) -> list[Tensor]:
-        if block_table is None:
-            return _sequences(cache, layout, kv_heads, lengths)
-        require(lengths is not None, lambda: "keys in pages need actual_seq_lengths_kv")
-        assert lengths is not None
-        return _paged(cache, kv_heads, block_table, lengths)
+        if how.block_table is None:
+            return _sequences(cache, how.layout, how.kv_heads, how.lengths)
+        require(how.lengths is not None, lambda: "keys in pages need actual_seq_lengths_kv")
+        assert how.lengths is not None
+        return _paged(cache, how.kv_heads, how.block_table, how.lengths)
 
-    queries = _sequences(query, layout, heads, ends)
+    queries = _sequences(query, how.layout, how.heads, how.ends)
     keys, values = read(key), read(value)
     if query_rope is not None and key_rope is not None:
-        turned = _sequences(query_rope, layout, heads, ends), read(key_rope)
+        turned = _sequences(query_rope, how.layout, how.heads, how.ends), read(key_rope)
         queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
     parts = list(zip(queries, keys, values, strict=False))
-    masks = [_mask_for(mask, sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
+    masks = [_mask_for(how.mask, how.sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
     result, lse = _fake_npu_fused_infer_attention_score(
-        *(query, key, value),
-        **{"block_table": block_table, "num_heads": heads, "num_key_value_heads": kv_heads, "input_layout": layout},
+        query,
+        key,
+        value,
+        block_table=how.block_table,
+        num_heads=how.heads,
+        num_key_value_heads=how.kv_heads,
+        input_layout=how.layout,
         softmax_lse_flag=True,
     )
-    by_heads = result.unflatten(-1, (heads, -1)) if layout == "BSH" else result
+    by_heads = result.unflatten(-1, (how.heads, -1)) if how.layout == "BSH" else result
     if wants_lse:
-        both = [_attended(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)]
-        _fill(by_heads, [made for made, _ in both], layout)
-        _fill(lse, [sums for _, sums in both], "TND" if layout == "TND" else "BNSD")
+        both = [_attended(*each, mask, how.scale) for each, mask in zip(parts, masks, strict=True)]
+        _fill(by_heads, [made for made, _ in both], how.layout)
+        _fill(lse, [sums for _, sums in both], "TND" if how.layout == "TND" else "BNSD")
         return result, lse
-    _fill(by_heads, [_attended_alone(*each, mask, scale) for each, mask in zip(parts, masks, strict=True)], layout)
+    alone = [_attended_alone(*each, mask, how.scale) for each, mask in zip(parts, masks, strict=True)]
+    _fill(by_heads, alone, how.layout)
     return result, lse.new_zeros(1)
 
 
