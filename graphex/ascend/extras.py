@@ -127,7 +127,9 @@ def transfer_to_npu() -> None:
     npu = torch.npu  # type: ignore[attr-defined]
     for name, value in vars(npu).items():
         theirs = getattr(torch.cuda, name, None)
-        if isfunction(theirs) and isfunction(value) and not name.startswith("_"):
+        if name in ("Stream", "Event"):
+            setattr(torch.cuda, name, value)
+        elif isfunction(theirs) and isfunction(value) and not name.startswith("_"):
             setattr(torch.cuda, name, _for_scripts(theirs, value))
 
 
@@ -136,9 +138,10 @@ def _for_scripts(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callab
 
     @functools.wraps(theirs)
     def called(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if caller in _NOT_SCRIPTS:
-            return theirs(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if caller in _NOT_SCRIPTS:
+                return theirs(*args, **kwargs)
         return ours(*map(_npu_for, args), **{name: _npu_for(value) for name, value in kwargs.items()})
 
     return called

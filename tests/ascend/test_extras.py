@@ -158,8 +158,19 @@ from torch_npu.contrib import transfer_to_npu
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1
 torch.cuda.set_device("cuda:0")
 torch.cuda.synchronize()
-with torch.cuda.stream(torch.npu.Stream()):
-    assert torch.cuda.current_stream() != torch.npu.default_stream()
+with torch.cuda.stream(torch.cuda.Stream()):
+    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+
+def side(x):
+    s, ready = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(s):
+        y = x.sin()
+        ready.record(s)
+    ready.wait(torch.cuda.current_stream())
+    return y + 1
+
+with torch.no_grad():
+    assert torch.compile(side, backend="npugraph_ex", fullgraph=True)(torch.zeros(3, device="cuda")).sum() == 3
 model = torch.nn.Linear(4, 2).cuda()
 x = torch.randn(3, 4, device="cuda").to("cuda:0")
 compiled = torch.compile(model, backend="npugraph_ex")
