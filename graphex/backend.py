@@ -232,7 +232,7 @@ def _begin(
 
     config = _noted(config, journal).frozen()
     check_names(config)
-    files = open_debug_files(dynamo.debug_directory())
+    files = open_debug_files(dynamo.debug_directory(), journal.debug_names)
     if files.directory is not None and journal.history is None:
         journal.history = GraphHistory()
     compile_id = dynamo.compile_id()

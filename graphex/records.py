@@ -493,6 +493,7 @@ class Journal:
         self.counts: dict[str, Counter[str]] = {}
         self.pieces: dict[str, str] = {}  # the name of a piece -> the graph that was cut
         self.versions: dict[str, str] = {}  # the name of another version of a graph -> the graph
+        self.debug_names: dict[str, str] = {}  # what debug files call "model" and the phases, where not by these names
         self.history: Any = None  # a `graphex.debug.history.GraphHistory`, where a report was asked for
         self._warned: set[tuple[str, str]] = set()
 

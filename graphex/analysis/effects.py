@@ -263,7 +263,7 @@ _PLAIN = {
     *(aten._to_copy, aten.clone, aten.copy, aten.copy_),
     *(aten.full, aten.zeros, aten.ones, aten.empty, aten.empty_strided, aten.arange, aten.scalar_tensor),
 }
-_ATTENDING = {"graphex::attention", "graphex::rotary_attention_"}
+_ATTENDING = {"graphex::attention", "graphex::paged_attention", "graphex::rotary_attention_"}
 
 
 def libraries_of(graph: Graph) -> frozenset[str]:

@@ -22,6 +22,7 @@ from torch.profiler import schedule
 
 from graphex import scope
 from graphex.ascend.config import CompilerConfig, FlatConfig, Group, flat_config, translated
+from graphex.config import CompilerConfig as GraphexConfig
 from graphex.env import rank_and_size
 from graphex.errors import GraphexWarning, InputError
 from graphex.records import Journal
@@ -29,6 +30,7 @@ from graphex.torch_private.dynamo import debug_directory
 
 __all__ = ["schedule"]  # torch's own, served as torch_npu.profiler.schedule
 
+_PHASES = {"inference": "forward"}  # what npugraph_ex calls a graph without gradients in its debug files
 EVENT = 35  # the level of `AscendLogger.event`
 
 # -- backends and compilers --------------------------------------------------------------------------------------------
@@ -53,7 +55,9 @@ def get_npugraph_ex_backend(
     """`npugraph_ex.get_npu_backend`: the same with a flat configuration."""
     _name_debug_files("npugraph_ex")
     config = compiler_config if compiler_config is not None else FlatConfig()
-    return get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
+    backend = get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
+    backend.journal.debug_names = _PHASES
+    return backend
 
 
 def get_compiler(compiler_config: Group | None = None) -> Callable[[GraphModule, Sequence[Any]], Any]:
@@ -75,6 +79,7 @@ def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, opt
 
     _name_debug_files("npugraph_ex")
     journal = Journal()
+    journal.debug_names = {"model": "compile", "inference": "compile_fx"}
     given = options if isinstance(options, Group) else flat_config(options)
     return compile_aten_graph(gm, example_inputs, translated(given, journal), journal)
 
@@ -85,8 +90,12 @@ def npugraph_ex_backend(
     """The backend that `torch.compile(model, backend="npugraph_ex", options=...)` calls for every graph it finds."""
     from graphex.backend import compile_by_name
 
+    def configured(journal: Journal) -> GraphexConfig:
+        journal.debug_names = _PHASES
+        return translated(flat_config(options, mode), journal)
+
     _name_debug_files("npugraph_ex")
-    return compile_by_name(gm, example_inputs, lambda journal: translated(flat_config(options, mode), journal))
+    return compile_by_name(gm, example_inputs, configured)
 
 
 npugraph_ex_backend.is_graphex = True  # type: ignore[attr-defined]

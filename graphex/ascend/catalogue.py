@@ -94,7 +94,12 @@ NAMES: tuple[Name, ...] = (
     ),
     *served("torch_npu", ".extras", "__version__", "that of torch"),
     Name("torch_npu.npu", "torch:npu", "torch.npu"),
-    *served("torch_npu.contrib", ".extras", "transfer_to_npu", "`cuda` is `npu` from its import on, without a GPU"),
+    *served(
+        "torch_npu.contrib",
+        ".extras",
+        "transfer_to_npu",
+        "`cuda` is `npu` in scripts from its import on, unless the npu is the GPU",
+    ),
     # -- torch_npu ------------------------------------------------------------------------------------------------
     *served(
         "torch_npu",
@@ -112,7 +117,7 @@ NAMES: tuple[Name, ...] = (
         " npu_mla_prolog_v3 npu_mla_prolog_v3_functional scatter_update scatter_update_ npu_add_rms_norm_v2"
         " npu_add_rms_norm_v2_functional npu_quant_matmul npu_weight_quant_batchmatmul npu_moe_gating_top_k_softmax"
         " npu_moe_gating_top_k npu_moe_init_routing npu_moe_init_routing_v2 npu_moe_compute_expert_tokens"
-        " npu_moe_finalize_routing npu_grouped_matmul",
+        " npu_moe_finalize_routing npu_moe_token_permute npu_moe_token_unpermute npu_grouped_matmul",
         "docs/ops.md; a reference in plain ATen, which says what it does not take",
     ),
     *served("torch_npu", "torch.ops.npu", "save_npugraph_tensor", "the graph is cut there"),
@@ -237,7 +242,7 @@ NOT_OFFERED: dict[int, str] = {
 
 _CONVERTERS = "TorchAir's converters"
 _DOCUMENTS = "torch_npu's public documents"
-_UNSEEN = "**not verified**"
+_SOURCES = "op-plugin's sources and its users"
 
 # Op -> what its schema was compared with, and what is different. No reference has been compared with an NPU.
 SCHEMAS: dict[str, tuple[str, str]] = {
@@ -245,7 +250,7 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "npu_add_rms_norm": (_CONVERTERS, ""),
     "npu_add_rms_norm_cast": (_CONVERTERS, ""),
     "npu_add_rms_norm_dynamic_quant": (_CONVERTERS, ""),
-    "npu_add_rms_norm_quant": (_UNSEEN, "the order of beta, scales2 and zero_points2"),
+    "npu_add_rms_norm_quant": (_SOURCES, ""),
     "npu_add_rms_norm_v2": (_CONVERTERS, ""),
     "npu_add_rms_norm_v2_functional": (_CONVERTERS, ""),
     "npu_dynamic_quant": (_CONVERTERS, ""),
@@ -253,23 +258,25 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "npu_fused_infer_attention_score_v2": (_CONVERTERS, "no `*_dtype` arguments; lengths are lists of numbers"),
     "npu_grouped_matmul": (_DOCUMENTS, ""),
     "npu_kv_rmsnorm_rope_cache": (_DOCUMENTS, "the caches are marked as written"),
-    "npu_kv_rmsnorm_rope_cache_v2": (_UNSEEN, "its results; the arguments are those of the functional form"),
+    "npu_kv_rmsnorm_rope_cache_v2": (_SOURCES, "the caches are marked as written"),
     "npu_kv_rmsnorm_rope_cache_v2_functional": (_CONVERTERS, ""),
-    "npu_mla_prolog": (_UNSEEN, "written after `npu_mla_prolog_v2`"),
+    "npu_mla_prolog": (_CONVERTERS, "the caches are marked as written"),
     "npu_mla_prolog_v2": (_DOCUMENTS, "the caches are marked as written"),
     "npu_mla_prolog_v3": (_DOCUMENTS, ""),
-    "npu_mla_prolog_v3_functional": (_UNSEEN, "its results; the arguments are those of the form in place"),
+    "npu_mla_prolog_v3_functional": (_SOURCES, ""),
     "npu_moe_compute_expert_tokens": (_DOCUMENTS, ""),
     "npu_moe_finalize_routing": (_CONVERTERS, ""),
     "npu_moe_gating_top_k": (_DOCUMENTS, ""),
     "npu_moe_gating_top_k_softmax": (_DOCUMENTS, ""),
     "npu_moe_init_routing": (_DOCUMENTS, ""),
     "npu_moe_init_routing_v2": (_DOCUMENTS, ""),
+    "npu_moe_token_permute": (_SOURCES, ""),
+    "npu_moe_token_unpermute": (_SOURCES, ""),
     "npu_quant_matmul": (_CONVERTERS, "no `*_dtype` arguments"),
     "npu_quantize": (_CONVERTERS, ""),
     "npu_rms_norm": (_CONVERTERS, ""),
     "npu_rotary_mul": (_DOCUMENTS, "no argument `rotate`, which newer versions have"),
-    "npu_scatter_nd_update": (_UNSEEN, "the name of the first argument"),
+    "npu_scatter_nd_update": (_SOURCES, ""),
     "npu_scatter_nd_update_": (_CONVERTERS, "the first argument is called `input` there"),
     "npu_swiglu": (_DOCUMENTS, ""),
     "npu_transpose_batchmatmul": (_CONVERTERS, ""),

@@ -7,7 +7,9 @@ function a fallback in the journals of what is compiled after it; both say why.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -105,16 +107,44 @@ _FACTORIES = (
 )
 
 
+# Libraries whose own questions about torch.cuda are not meant for the npu.
+_NOT_SCRIPTS = ("torch", "graphex", "triton")
+
+
 @functools.cache
 def transfer_to_npu() -> None:
-    """From now on "cuda" is "npu" where a tensor or a module is made or moved, unless there is a GPU."""
-    if torch.cuda.is_available():
-        return  # what "cuda" means is there
+    """From now on "cuda" is "npu" where a script makes or moves a tensor or a module, or calls torch.cuda's functions.
+
+    Where the npu is the GPU there is nothing to do.
+    """
+    if torch.empty(0, device="npu").is_cuda:
+        return
     for name in _FACTORIES.split():
         setattr(torch, name, _moved(getattr(torch, name)))
     for owner in (Tensor, torch.nn.Module):
         owner.to = _moved(owner.to)  # type: ignore[method-assign]
         owner.cuda = _to_npu  # type: ignore[method-assign]
+    npu = torch.npu  # type: ignore[attr-defined]
+    for name, value in vars(npu).items():
+        theirs = getattr(torch.cuda, name, None)
+        if name in ("Stream", "Event"):
+            setattr(torch.cuda, name, value)
+        elif isfunction(theirs) and isfunction(value) and not name.startswith("_"):
+            setattr(torch.cuda, name, _for_scripts(theirs, value))
+
+
+def _for_scripts(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours` for scripts, `theirs` for torch itself."""
+
+    @functools.wraps(theirs)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if caller in _NOT_SCRIPTS:
+                return theirs(*args, **kwargs)
+        return ours(*map(_npu_for, args), **{name: _npu_for(value) for name, value in kwargs.items()})
+
+    return called
 
 
 def _to_npu(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ def install(target: str | None = None) -> None:
     target = _checked(target or os.environ.get(VARIABLE, TARGETS[0]))
     with _installing:
         if is_installed("torch_npu"):
+            import_module("torch_npu")  # which makes `torch.npu`, unless torch has done so by itself
             _let_dynamo_know(getattr(torch, "npu", None))
             return  # the real device brings the rest along
         if any(isinstance(finder, Finder) for finder in sys.meta_path):

@@ -309,5 +309,4 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        is_on = enabled and torch.cuda.is_available()
-        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, is_on)
+        super().__init__("cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled=False)

@@ -2,7 +2,8 @@
 
 A `Config` is a tile of the kernel, or torch's own kernels (`Library`). It prepares itself for the layout of one job
 and then runs all jobs that are laid out alike. `chosen_config` chooses; `attention` is the launcher. A `Step` of a
-decoder, for which `rotary_attention_` is the launcher, is such a job with a token that is new.
+decoder, for which `rotary_attention_` is the launcher, is such a job with a token that is new. `paged_attention` is one
+whose keys lie in `Pages`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
 from graphex.ops.definition import Arguments, Declined
+from graphex.ops.embedding import INDICES
 
 MOST_SPLITS = 64
 SHARED_MEMORY = 128 * 2**10  # bytes of keys and values that a program may have on their way
@@ -105,12 +107,25 @@ class New(NamedTuple):
         return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows, *norm
 
 
+class Pages(NamedTuple):
+    """Where keys lie that are not together: the pages of each sequence, and how many keys it has."""
+
+    numbers: Tensor
+    lengths: Tensor
+
+    def argument(self) -> tuple[Tensor | int, ...]:
+        """What the kernel takes."""
+        return self.numbers, self.lengths, self.numbers.stride(0)
+
+
 class Prepared(Protocol):
     def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
 
 
-class PreparedForToken(Protocol):
-    def __call__(self, job: Job, start: Start = launch, new: New | None = None) -> Tensor: ...
+class PreparedTile(Protocol):
+    def __call__(
+        self, job: Job, start: Start = launch, new: New | None = None, pages: Pages | None = None
+    ) -> Tensor: ...
 
 
 def steps(x: Tensor) -> tuple[int, ...]:
@@ -151,27 +166,30 @@ class Tile:
     def name(self) -> str:
         return f"splits={self.splits} block={self.block} warps={self.warps} stages={self.stages}"
 
-    def prepare(self, job: Job, new: New | None = None) -> PreparedForToken:
+    def prepare(self, job: Job, new: New | None = None, pages: Pages | None = None) -> PreparedTile:
         batch, _, positions, width = job.query.shape
-        value_width, rows, length = job.value.shape[3], job.rows, job.length
+        page = 0 if pages is None else job.key.shape[2]
+        length = job.length if pages is None else page * pages.numbers.shape[1]
+        value_width, rows = job.value.shape[3], job.rows
         chunk = blocks_of(blocks_of(length, self.splits), self.block) * self.block
         splits = blocks_of(length, chunk)
         strides = (*steps(job.query)[:3], *steps(job.key)[:3], *steps(job.value)[:3], *job.mask_strides())
         integers = (positions, length, chunk, *strides)
         shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
-        constants = shared | self._constants(job, chunk) | {"WIDTH": width, "SPLIT": splits > 1} | _rotation(new)
+        sizes = {"WIDTH": width, "PAGE": page, "SPLIT": splits > 1}
+        constants = shared | self._constants(job, chunk) | sizes | _rotation(new)
         joined = shared | {"SPLITS": next_power_of_2(splits), "num_warps": 2 if splits <= 16 else 4}
         scratch = batch * job.heads * splits * rows * (value_width + 2) if splits > 1 else 0
         grid, join_grid = (splits, job.heads, batch), (rows, job.heads, batch)
 
-        def run(job: Job, start: Start = launch, new: New | None = None) -> Tensor:
+        def run(job: Job, start: Start = launch, new: New | None = None, pages: Pages | None = None) -> Tensor:
             out = result_like(job.query, job.value)
             if not out.numel():
                 return out
             sums = out.new_empty(scratch, dtype=torch.float32) if scratch else None
             tensors = job.query, job.key, job.value, job.mask, out, sums, job.sinks
-            token = None if new is None else new.argument()
-            start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers, token), constants)
+            more = (each if each is None else each.argument() for each in (new, pages))
+            start(attention_kernel, grid, (*tensors, job.scale, job.softcap, *integers, *more), constants)
             if sums is not None:
                 start(combine_kernel, join_grid, (sums, job.sinks, out, positions, splits), joined)
             return out
@@ -346,6 +364,42 @@ def attention(call: Arguments) -> Any:
     job = Job(*call)
     key = signature(*job[:4], job.sinks), job.is_causal, job.softcap > 0
     return run_job(job, job.query, key, _PREPARED, _prepare)
+
+
+# -- attention to keys in pages ----------------------------------------------------------------------------------------
+# The tile is not measured: how many keys there are is known to the device alone.
+
+
+class PagedJob(NamedTuple):
+    """The arguments of a call."""
+
+    job: Job  # its keys are those of all sequences: [pages, heads, page size, width]
+    pages: Pages
+
+
+def _refusal_of_pages(of: PagedJob) -> str | None:
+    job, (numbers, lengths) = of
+    if any(each.dtype not in INDICES or each.device != job.query.device for each in of.pages):
+        return "the numbers of pages or keys are no integers on the device"
+    if (numbers.shape[1] > 1 and numbers.stride(1) != 1) or not lengths.is_contiguous():
+        return "the numbers of pages or keys are not adjacent"
+    if not numbers.shape[1]:
+        return "there are no pages"
+    return refusal_of(job)
+
+
+def _prepare_paged(of: PagedJob) -> tuple[Callable[[PagedJob], Any] | Declined, bool]:
+    if refusal := _refusal_of_pages(of):
+        return Declined(refusal), True
+    length = of.job.key.shape[2] * of.pages.numbers.shape[1]
+    run = tiles(of.job, next_power_of_2(length))[0].prepare(of.job, None, of.pages)
+    return lambda of: run(of.job, launch, None, of.pages), True
+
+
+def paged_attention(call: Arguments) -> Any:
+    query, key, value, numbers, lengths, scale, is_causal = call
+    of = PagedJob(Job(query, key, value, None, scale, is_causal, 0.0), Pages(numbers, lengths))
+    return run_job(of, query, (signature(*of.job[:3], *of.pages), is_causal), _PREPARED, _prepare_paged)
 
 
 # -- attention that rotates its query and adds a token to the caches first ---------------------------------------------

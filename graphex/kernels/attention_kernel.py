@@ -20,6 +20,9 @@ ROTATE says how a row is rotated, as in `rotary_kernel.py`:
 Key and angles are read as often as there are rows of the query: they are then where the query is, and sums along a row
 stay with few threads.
 
+Keys may lie in pages of PAGE positions: the tuple (numbers of a sequence's pages, how many keys it has, stride) says
+where. Causal positions are then counted from the last key.
+
 In order: scores and masks, the token, the kernel itself, the sum of the splits.
 """
 
@@ -248,6 +251,7 @@ def attention_kernel(
     mask_token,
     mask_position,
     new,
+    pages,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -262,6 +266,7 @@ def attention_kernel(
     CAPPED: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,  # of query and key: "none", "cast first", or "cast last"
+    PAGE: tl.constexpr,  # 0: the keys of a sequence are together
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -281,6 +286,12 @@ def attention_kernel(
         )
     start = split * chunk
     end = tl.minimum(start + chunk, length)
+    past = 0
+    if PAGE:
+        table, lengths, table_batch = pages
+        table += batch * table_batch
+        keys_here = tl.load(lengths + batch).to(tl.int32)
+        end, past = tl.minimum(end, keys_here), keys_here - positions
     if ROTATE != "none":
         is_here = (place >= start) & (place < end)
     if MASK != "none":
@@ -292,8 +303,10 @@ def attention_kernel(
         )
         start += (tl.maximum(first, start) - start) // BLOCK * BLOCK
     head_of_keys = head.to(tl.int64)
-    keys = key + batch * k_batch + head_of_keys * k_head + start.to(tl.int64) * k_position
-    values = value + batch * v_batch + head_of_keys * v_head + start.to(tl.int64) * v_position
+    keys, values = key + head_of_keys * k_head, value + head_of_keys * v_head
+    if not PAGE:
+        keys += batch * k_batch + start.to(tl.int64) * k_position
+        values += batch * v_batch + start.to(tl.int64) * v_position
     step = tl.arange(0, BLOCK)
     # `totals` are summed up at the end: within the loop warps would have to meet for it.
     if ROTATE == "none":
@@ -319,8 +332,13 @@ def attention_kernel(
         inside = position < end
         if ROTATE != "none":
             inside = inside & (step != place - begin)
+        k_at, v_at = step * k_position, step * v_position
+        if PAGE:
+            page = tl.maximum(tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64), 0)
+            in_page = (position % PAGE).to(tl.int64)
+            k_at, v_at = page * k_batch + in_page * k_position, page * v_batch + in_page * v_position
         k = tl.load(
-            keys + step[:, None] * k_position + column[None, :],
+            keys + k_at[:, None] + column[None, :],
             mask=inside[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
@@ -333,7 +351,7 @@ def attention_kernel(
             scores = tl.where(added == MINUS_INFINITY, MINUS_INFINITY, scores + added)
         else:
             if CAUSAL:
-                allowed = allowed & (position[None, :] <= token[:, None])
+                allowed = allowed & (position[None, :] <= token[:, None] + past)
             scores = tl.where(allowed, scores, MINUS_INFINITY)
         larger = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(larger == MINUS_INFINITY, 0.0, larger)  # -inf less -inf would be no number
@@ -341,14 +359,15 @@ def attention_kernel(
         fading = tl.exp2((largest - base) * LOG2_E)
         totals = totals * fading[:, None] + weights
         v = tl.load(
-            values + step[:, None] * v_position + value_column[None, :],
+            values + v_at[:, None] + value_column[None, :],
             mask=inside[:, None] & (value_column < VALUE_WIDTH)[None, :],
             other=0.0,
         )
         weighted = weighted * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = larger
-        keys += BLOCK * k_position
-        values += BLOCK * v_position
+        if not PAGE:
+            keys += BLOCK * k_position
+            values += BLOCK * v_position
     pdl_launch(PDL)
     total = tl.sum(totals, 1)
     heads = tl.num_programs(1) * GROUP

@@ -1,6 +1,7 @@
 """Attention of a few queries to many keys: grouped heads, any mask, soft-capped scores, sinks; inference alone.
 
-`attention` is the op by itself, `rotary_attention_` a whole decode step: it rotates and writes the caches first.
+`attention` is the op by itself, `paged_attention` that to keys in pages, `rotary_attention_` a whole decode step: it
+rotates and writes the caches first.
 """
 
 from __future__ import annotations
@@ -135,6 +136,38 @@ def _step_by_step(
 
 _attention, _rotary_qkv_write_ = with_kernel("graphex::attention"), with_kernel("graphex::rotary_qkv_write_")
 _rms_norm = with_kernel("graphex::rms_norm")
+
+
+def _together(cache: Tensor, pages: Tensor, is_there: Tensor) -> Tensor:
+    """The pages of each sequence one after the other, [B, H, L, D], and 0 where there is no key."""
+    found = cache[pages.clamp(0, cache.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+    return found.masked_fill(~is_there[:, None, :, None], 0.0)  # what lies there need not be a number
+
+
+@op(
+    "graphex::paged_attention(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor lengths, float scale, "
+    "bool is_causal=False) -> Tensor",
+    fake=lambda query, key, value, *_: result_like(query, value),
+    title="attention to pages",
+    kernel="attention.paged_attention",
+)
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, pages: Tensor, lengths: Tensor, scale: float, is_causal: bool = False
+) -> Tensor:
+    """`attention` of query [B, H, T, D] to keys and values in pages, [pages, Hkv, page size, D].
+
+    Sequence b has `lengths[b]` keys, in the pages `pages[b]`, one after the other; what lies behind them is not read.
+    `is_causal`: the last query attends to all keys, each one before it to one key less.
+    """
+    positions = torch.arange(pages.shape[1] * key.shape[2], device=query.device)
+    is_there = positions < lengths[:, None]
+    keys, values = (_together(cache, pages, is_there) for cache in (key, value))
+    mask = is_there[:, None, None]
+    if is_causal:
+        later = torch.arange(1 - query.shape[2], 1, device=query.device)
+        mask = mask & (positions < (lengths[:, None] + later)[:, None, :, None])
+    result: Tensor = _attention(query, keys, values, mask, scale)
+    return result
 
 
 @op(

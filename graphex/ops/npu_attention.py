@@ -11,8 +11,9 @@ Rotary embedding takes pairs of neighbours apart first, as the checkpoints of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +29,19 @@ INPLACE = (
 )
 
 _rms_norm, _attention = with_kernel("npu::npu_rms_norm"), with_kernel("graphex::attention")
-LAYOUTS = ("BSH", "BSND", "BNSD", "BNSD_BSND", "TND")
+_paged_attention = with_kernel("graphex::paged_attention")
+# Of queries and results, where they differ: `BNSD_BSND`. Packed sequences are T positions.
+LAYOUTS = ("BSH", "BSND", "BNSD", "TND")
+RELAID = ("BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD", "NTD_TND")
+_NO_BAND = 2**31 - 1
 _LEFT_UP, _RIGHT_DOWN = 2, 3
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
 def _check_layout(layout: str, sparse_mode: int, refused: Sequence[Any]) -> None:
-    require(layout in LAYOUTS, lambda: f"input_layout must be one of {', '.join(LAYOUTS)}; it is '{layout}'")
+    known = (*LAYOUTS, *RELAID)
+    require(layout in known, lambda: f"input_layout must be one of {', '.join(known)}; it is '{layout}'")
     require_implemented(
         sparse_mode in (0, 1, _LEFT_UP, _RIGHT_DOWN),
         lambda: f"npu_fused_infer_attention_score has no reference for sparse_mode {sparse_mode}: use 0 to 3",
@@ -44,6 +50,52 @@ def _check_layout(layout: str, sparse_mode: int, refused: Sequence[Any]) -> None
         all(each is None for each in refused),
         lambda: "npu_fused_infer_attention_score has no reference for quantised, padded or shared-prefix inputs",
     )
+
+
+def _check_band(mask: Tensor | None, pre_tokens: int, next_tokens: int) -> None:
+    """With sparse_mode 0 a mask counts from `pre_tokens` before a position to `next_tokens` behind it."""
+    require_implemented(
+        mask is None or min(pre_tokens, next_tokens) >= max(mask.shape[-2:]),
+        lambda: (
+            "npu_fused_infer_attention_score has no reference for masks within pre_tokens and next_tokens: say what "
+            "they leave out in the mask"
+        ),
+    )
+
+
+class How(NamedTuple):
+    """How queries, keys and values of a call lie in memory, and what queries look at."""
+
+    layout: str  # of queries, and of keys that are not in pages
+    heads: int
+    kv_heads: int
+    ends: Sequence[int] | None  # of the queries of each sequence
+    lengths: Sequence[int] | None  # of its keys
+    block_table: Tensor | None
+    mask: Tensor | None
+    sparse_mode: int
+    scale: float
+
+
+def _positions_first(x: Tensor, layout: str) -> Tensor:
+    """Packed heads, positions, sizes as positions, heads, sizes."""
+    return x.transpose(0, 1) if layout == "NTD_TND" else x
+
+
+def _of_query(layout: str) -> str:
+    """The layout of queries, once positions are first."""
+    return layout.partition("_")[0].replace("NTD", "TND")
+
+
+def _relaid(result: Tensor, layout: str, heads: int) -> Tensor:
+    """A result in the layout of the queries, as the layout behind the underscore says."""
+    wanted = layout.partition("_")[2]
+    if not wanted or layout == "NTD_TND":
+        return result
+    if layout == "TND_NTD":
+        return result.transpose(0, 1).contiguous()
+    by_positions = _by_heads(result, _of_query(layout), heads).transpose(1, 2)
+    return (by_positions if wanted == "BSND" else by_positions.permute(2, 0, 1, 3)).contiguous()
 
 
 def _head_size(value: Tensor, layout: str, kv_heads: int, *, paged: bool) -> int:
@@ -66,17 +118,16 @@ def _fake_npu_fused_infer_attention_score(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_layout(input_layout, sparse_mode, ())
-    width = _head_size(value, input_layout, num_key_value_heads or num_heads, paged=block_table is not None)
+    query, of_query = _positions_first(query, input_layout), _of_query(input_layout)
+    width = _head_size(value, of_query, num_key_value_heads or num_heads, paged=block_table is not None)
     shape, rows = list(query.shape), list(query.shape)
-    if input_layout == "BSH":
+    if of_query == "BSH":
         shape[-1], rows = num_heads * width, [shape[0], num_heads, shape[1]]
     else:
         shape[-1] = width
-        rows = [shape[0], shape[2], shape[1]] if input_layout == "BSND" else shape[:-1]
-    if input_layout == "BNSD_BSND":
-        shape = [shape[0], shape[2], shape[1], width]
+        rows = [shape[0], shape[2], shape[1]] if of_query == "BSND" else shape[:-1]
     lse = [*rows, 1] if softmax_lse_flag else [1]
-    return query.new_empty(shape), query.new_empty(lse, dtype=torch.float32)
+    return _relaid(query.new_empty(shape), input_layout, num_heads), query.new_empty(lse, dtype=torch.float32)
 
 
 def _by_heads(x: Tensor, layout: str, heads: int) -> Tensor:
@@ -98,17 +149,23 @@ def _sequences(x: Tensor, layout: str, heads: int, ends: Sequence[int] | None) -
     return [row[:, :length] for row, length in zip(rows, lengths, strict=False)]
 
 
+def _pages(cache: Tensor, heads: int) -> Tensor:
+    """A view [blocks, heads, block size, size] of a cache [blocks, block size, heads * size], or of one like that."""
+    by_heads: Tensor = cache if cache.dim() == 4 else cache.unflatten(-1, (heads, cache.shape[-1] // heads))
+    return cache if cache.dim() == 4 else by_heads.transpose(1, 2)
+
+
 def _paged(cache: Tensor, heads: int, block_table: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The same of a cache [blocks, block size, heads * size] or [blocks, heads, block size, size]."""
-    if cache.dim() == 3:
-        cache = cache.unflatten(-1, (heads, cache.shape[-1] // heads)).transpose(1, 2)
-    blocks = (cache[table.long()] for table in block_table)
+    """One tensor [heads, positions, size] for each sequence, read from pages."""
+    blocks = (_pages(cache, heads)[table.long()] for table in block_table)
     return [block.transpose(0, 1).flatten(1, 2)[:, :length] for block, length in zip(blocks, lengths, strict=False)]
 
 
 def _mask_for(mask: Tensor | None, sparse_mode: int, number: int, query: Tensor, key: Tensor) -> Tensor | None:
     """Where query rows of sequence `number` do not look: [positions, keys]."""
     rows, columns = query.shape[1], key.shape[1]
+    if sparse_mode in (_LEFT_UP, _RIGHT_DOWN) and rows == 1:
+        return None  # a single query looks at all keys, in either mode
     if sparse_mode in (_LEFT_UP, _RIGHT_DOWN):
         past = columns - rows if sparse_mode == _RIGHT_DOWN else 0
         return torch.ones(rows, columns, dtype=torch.bool, device=query.device).triu(past + 1)
@@ -118,6 +175,8 @@ def _mask_for(mask: Tensor | None, sparse_mode: int, number: int, query: Tensor,
         mask = mask[number % mask.shape[0], 0]
     elif mask.dim() == 3:
         mask = mask[number % mask.shape[0]]
+    elif rows == 1:
+        mask = mask[number % mask.shape[0], None]  # of single queries: [batch, keys]
     return mask[:rows, :columns].to(torch.bool)
 
 
@@ -133,15 +192,83 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     return weights @ value, lse
 
 
-def _attended_at_once(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, sparse_mode: int, scale: float
-) -> Tensor:
-    """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
-    numbers = range(query.shape[0]) if mask is not None and mask.dim() > 2 else (0,)
-    found = [_mask_for(mask, sparse_mode, number, query[number], key[number]) for number in numbers]
-    masks = [~each for each in found if each is not None]
-    result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, scale)
+def _attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The same without the sums, by `graphex::attention`."""
+    allowed = None if mask is None else ~mask[None, None]
+    result: Tensor = _attention(query[None], key[None], value[None], allowed, scale)[0]
     return result
+
+
+def _attended_at_once(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    """Attention of sequences of one length, [batch, heads, positions, size] each: by `graphex::attention`."""
+    positions, length, mask, mode = query.shape[2], key.shape[2], how.mask, how.sparse_mode
+    if positions > 1 and (mode == _LEFT_UP or (mode == _RIGHT_DOWN and positions == length)):
+        from_first: Tensor = _attention(query, key, value, None, how.scale, True)
+        return from_first
+    by_sequence = mask is not None and (mask.dim() > 2 or positions == 1)
+    numbers = range(query.shape[0]) if by_sequence else (0,)
+    found = [_mask_for(mask, mode, number, query[number], key[number]) for number in numbers]
+    masks = [~each for each in found if each is not None]
+    result: Tensor = _attention(query, key, value, torch.stack(masks).unsqueeze(1) if masks else None, how.scale)
+    return result
+
+
+def _as_tensor(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on a device, without a copy from the host, which a device graph cannot hold."""
+    made, start = torch.empty(len(numbers), dtype=torch.int32, device=device), 0
+    for number, run in itertools.groupby(numbers):
+        end = start + len(list(run))
+        made[start:end].fill_(number)
+        start = end
+    return made
+
+
+def _queries_at_once(query: Tensor, how: How) -> Tensor | None:
+    """A view [batch, heads, positions, size] of queries, if all sequences have the same number of them."""
+    ends = how.ends
+    if how.layout != "TND":
+        rows = _by_heads(query, how.layout, how.heads)
+        return rows if rows.shape[0] and (ends is None or set(ends) == {rows.shape[2]}) else None
+    steps = {end - start for start, end in zip((0, *ends[:-1]), ends, strict=True)} if ends else set()
+    if len(steps) != 1 or not ends or ends[-1] != query.shape[0] or 0 in steps:
+        return None
+    by_sequence: Tensor = query.unflatten(0, (len(ends), -1))
+    return by_sequence.transpose(1, 2)
+
+
+def _quickly(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor | None:
+    """[batch, heads, positions, size] by the ops that have kernels, where one of them is meant; else None.
+
+    A cache that is not in pages is one page for each sequence.
+    """
+    queries, table, lengths = _queries_at_once(query, how), how.block_table, how.lengths
+    if queries is None or (table is None and how.layout == "TND"):
+        return None
+    keys, values = (
+        _by_heads(cache, how.layout, how.kv_heads) if table is None else _pages(cache, how.kv_heads)
+        for cache in (key, value)
+    )
+    if table is None and lengths is None:
+        return _attended_at_once(queries, keys, values, how)
+    batch, positions = queries.shape[0], queries.shape[2]
+    by_mask = how.mask is not None and how.sparse_mode not in (_LEFT_UP, _RIGHT_DOWN)
+    if by_mask or (how.sparse_mode == _LEFT_UP and positions > 1) or not lengths or len(lengths) not in (1, batch):
+        return None
+    if table is None:
+        table = torch.arange(batch, device=queries.device, dtype=torch.int32).unsqueeze(1)
+    room = keys.shape[2] * table.shape[1]
+    found = _as_tensor([min(length, room) for length in lengths] * (batch // len(lengths)), queries.device)
+    is_causal = how.sparse_mode == _RIGHT_DOWN and positions > 1
+    result: Tensor = _paged_attention(queries, keys, values, table[:batch], found, how.scale, is_causal)
+    return result
+
+
+def _laid_out(result: Tensor, layout: str) -> Tensor:
+    """[batch, heads, positions, size] in the layout of queries."""
+    if layout == "BNSD":
+        return result.contiguous()
+    result = result.transpose(1, 2)
+    return result.flatten(2) if layout == "BSH" else (result.flatten(0, 1) if layout == "TND" else result.contiguous())
 
 
 @op(
@@ -177,6 +304,8 @@ def npu_fused_infer_attention_score(
     sparse_mode: int = 0,
     softmax_lse_flag: bool = False,
     pse_shift: Tensor | None = None,
+    pre_tokens: int = _NO_BAND,
+    next_tokens: int = _NO_BAND,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one or many queries to keys, whole or in pages, with grouped heads: (result, lse).
@@ -185,58 +314,89 @@ def npu_fused_infer_attention_score(
         result = softmax(scores in float32, where atten_mask is 0) @ value, in the type and layout of query
 
     sparse_mode 2 and 3 look at no later position, counted from the first and from the last one; the mask says nothing
-    then. `actual_seq_lengths` and `actual_seq_lengths_kv` are lengths, in the layout TND the ends of the sequences (of
-    keys in pages: lengths). `block_table[b]` has the pages of sequence b. lse is empty without `softmax_lse_flag`.
+    then, nor do they for single queries. A mask of single queries may be [batch, keys]. `actual_seq_lengths` and
+    `actual_seq_lengths_kv` are lengths, in the layout TND the ends of the sequences (of keys in pages: lengths).
+    `block_table[b]` has the pages of sequence b. lse is empty without `softmax_lse_flag`.
     """
     refused = [pse_shift, *(each for each in others.values() if isinstance(each, (Tensor, list)))]
     _check_layout(input_layout, sparse_mode, refused)
-    kv_heads = num_key_value_heads or num_heads
-    apart = actual_seq_lengths, actual_seq_lengths_kv, block_table, query_rope
-    if query.shape[0] and input_layout != "TND" and not softmax_lse_flag and all(each is None for each in apart):
-        read_by = (num_heads, kv_heads, kv_heads)
-        whole = _attended_at_once(
-            *(_by_heads(x, input_layout, count) for x, count in zip((query, key, value), read_by, strict=True)),
-            mask=atten_mask,
-            sparse_mode=sparse_mode,
-            scale=scale,
-        )
-        result = whole if input_layout == "BNSD" else whole.transpose(1, 2)
-        result = result.flatten(2) if input_layout == "BSH" else result.contiguous()
-        return result, result.new_zeros(1, dtype=torch.float32)
+    if sparse_mode == 0 and (atten_mask is None or atten_mask.shape[-2] > 1):
+        _check_band(atten_mask, pre_tokens, next_tokens)
+    if block_table is None:
+        key, value = _positions_first(key, input_layout), _positions_first(value, input_layout)
+        key_rope = None if key_rope is None else _positions_first(key_rope, input_layout)
+    query_rope = None if query_rope is None else _positions_first(query_rope, input_layout)
+    layout, kv_heads = _of_query(input_layout), num_key_value_heads or num_heads
+    counts = actual_seq_lengths, actual_seq_lengths_kv, block_table
+    how = How(layout, num_heads, kv_heads, *counts, atten_mask, sparse_mode, scale)
+    asked = _positions_first(query, input_layout)
+    if query_rope is None and not softmax_lse_flag and (whole := _quickly(asked, key, value, how)) is not None:
+        found, lse = _laid_out(whole, layout), whole.new_zeros(1, dtype=torch.float32)
+    else:
+        found, lse = _one_by_one(asked, key, value, query_rope, key_rope, how, wants_lse=softmax_lse_flag)
+    return _relaid(found, input_layout, num_heads), lse
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_rope: Tensor | None,
+    key_rope: Tensor | None,
+    how: How,
+    *,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence after the other, in the layout of the queries."""
 
     def read(cache: Tensor) -> list[Tensor]:
-        if block_table is None:
-            return _sequences(cache, input_layout, kv_heads, actual_seq_lengths_kv)
-        require(actual_seq_lengths_kv is not None, lambda: "keys in pages need actual_seq_lengths_kv")
-        assert actual_seq_lengths_kv is not None
-        return _paged(cache, kv_heads, block_table, actual_seq_lengths_kv)
+        if how.block_table is None:
+            return _sequences(cache, how.layout, how.kv_heads, how.lengths)
+        require(how.lengths is not None, lambda: "keys in pages need actual_seq_lengths_kv")
+        assert how.lengths is not None
+        return _paged(cache, how.kv_heads, how.block_table, how.lengths)
 
-    queries = _sequences(query, input_layout, num_heads, actual_seq_lengths)
+    queries = _sequences(query, how.layout, how.heads, how.ends)
     keys, values = read(key), read(value)
     if query_rope is not None and key_rope is not None:
-        turned = _sequences(query_rope, input_layout, num_heads, actual_seq_lengths), read(key_rope)
+        turned = _sequences(query_rope, how.layout, how.heads, how.ends), read(key_rope)
         queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
         keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
-    options: dict[str, Any] = {"block_table": block_table, "num_heads": num_heads, "num_key_value_heads": kv_heads}
+    parts = list(zip(queries, keys, values, strict=False))
+    masks = [_mask_for(how.mask, how.sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
     result, lse = _fake_npu_fused_infer_attention_score(
-        query, key, value, input_layout=input_layout, softmax_lse_flag=True, **options
+        query,
+        key,
+        value,
+        block_table=how.block_table,
+        num_heads=how.heads,
+        num_key_value_heads=how.kv_heads,
+        input_layout=how.layout,
+        softmax_lse_flag=True,
     )
-    result.zero_()
-    lse.zero_()
-    by_heads = result.unflatten(-1, (num_heads, -1)) if input_layout == "BSH" else result
-    is_packed, heads_first = input_layout == "TND", input_layout == "BNSD"
+    by_heads = result.unflatten(-1, (how.heads, -1)) if how.layout == "BSH" else result
+    if wants_lse:
+        both = [_attended(*each, mask, how.scale) for each, mask in zip(parts, masks, strict=True)]
+        _fill(by_heads, [made for made, _ in both], how.layout)
+        _fill(lse, [sums for _, sums in both], "TND" if how.layout == "TND" else "BNSD")
+        return result, lse
+    alone = [_attended_alone(*each, mask, how.scale) for each, mask in zip(parts, masks, strict=True)]
+    _fill(by_heads, alone, how.layout)
+    return result, lse.new_zeros(1)
+
+
+def _fill(place: Tensor, parts: Sequence[Tensor], layout: str) -> None:
+    """Write [heads, positions, size] of each sequence where they belong, and 0 behind them."""
+    place.zero_()
     start = 0
-    for number, parts in enumerate(zip(queries, keys, values, strict=False)):
-        mask = _mask_for(atten_mask, sparse_mode, number, parts[0], parts[1])
-        made, sums = _attended(*parts, mask, scale)
-        end = start + made.shape[1]
-        place = by_heads[start:end] if is_packed else by_heads[number].narrow(1 if heads_first else 0, 0, end - start)
-        place.copy_(made if heads_first else made.transpose(0, 1))
-        (lse[start:end] if is_packed else lse[number, :, : end - start]).copy_(
-            sums.transpose(0, 1) if is_packed else sums
-        )
-        start = end if is_packed else 0
-    return result, lse if softmax_lse_flag else lse.new_zeros(1)
+    for number, part in enumerate(parts):
+        if layout == "TND":
+            place[start : start + part.shape[1]].copy_(part.transpose(0, 1))
+            start += part.shape[1]
+        elif layout == "BNSD":
+            place[number, :, : part.shape[1]].copy_(part)
+        else:
+            place[number, : part.shape[1]].copy_(part.transpose(0, 1))
 
 
 _QUANTISED = (

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.ops import npu  # noqa: F401  (defines the norms)
+from graphex.ops import experts as _experts  # noqa: F401  (their ops are parts of those here)
+from graphex.ops import npu  # noqa: F401
 from graphex.ops.definition import op, with_kernel
 from graphex.ops.norms import wide_dtype
 from graphex.ops.quant import ranged
 from graphex.torch_private.schemas import require, require_implemented
 
 INPLACE = (("npu_add_rms_norm_v2_functional", "npu_add_rms_norm_v2"),)
-_add_rms_norm = with_kernel("npu::npu_add_rms_norm")
+_add_rms_norm, _route = with_kernel("npu::npu_add_rms_norm"), with_kernel("graphex::route")
 
 # -- norm in place -----------------------------------------------------------------------------------------------------
 
@@ -72,6 +73,7 @@ def _fake_npu_quant_matmul(
     "npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, Tensor? pertoken_scale=None,"
     " Tensor? bias=None, ScalarType? output_dtype=None, SymInt[]? group_sizes=None) -> Tensor",
     fake=_fake_npu_quant_matmul,
+    kernel="grouped.npu_quant_matmul",
 )
 def npu_quant_matmul(
     x1: Tensor,
@@ -91,19 +93,34 @@ def npu_quant_matmul(
     Without `output_dtype` the result is int8: y [+ offset], rounded and clamped.
     """
     require_implemented(not group_sizes, lambda: "npu_quant_matmul has no reference for scales of groups (group_sizes)")
-    exact = x1.to(torch.float64) @ x2.to(torch.float64)  # of int32: a CUDA device has no matmul of these
-    if bias is not None and not bias.dtype.is_floating_point:
+    if output_dtype not in (None, torch.int8):
+        return _scaled(x1, x2, scale, pertoken_scale, bias, output_dtype)
+    y = _scaled(x1, x2, scale, pertoken_scale, bias, torch.float32)
+    return ranged(y if offset is None else y + offset.to(torch.float32), -128.0, 127.0, torch.int8)
+
+
+def _scaled(
+    x: Tensor, weight: Tensor, scale: Tensor | None, row_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """A product of bytes: exact up to the scaling, which is in float32; not scaled as int32."""
+    require_implemented(
+        x.dtype == weight.dtype == torch.int8 and (scale is None or scale.is_floating_point()),
+        lambda: "there is no reference for products of packed numbers (int32), nor for packed scales (int64)",
+    )
+    exact = x.to(torch.float64) @ weight.to(torch.float64)  # of int32: a CUDA device has no matmul of these
+    is_late = bias is not None and bias.is_floating_point()
+    if bias is not None and not is_late:
         exact = exact + bias
-    y = exact.to(torch.float32) * scale.to(torch.float32)
-    if pertoken_scale is not None:
-        y = y * pertoken_scale.to(torch.float32).unsqueeze(-1)
-    if bias is not None and bias.dtype.is_floating_point:
-        y = y + bias.to(torch.float32)
-    if output_dtype in (None, torch.int8):
-        return ranged(y if offset is None else y + offset.to(torch.float32), -128.0, 127.0, torch.int8)
-    if output_dtype == torch.int32:
+    if dtype == torch.int32:
         return exact.to(torch.int32)
-    return y.to(output_dtype)
+    y = exact.to(torch.float32)
+    if scale is not None:
+        y = y * scale.to(torch.float32)
+    if row_scale is not None:
+        y = y * row_scale.to(torch.float32).unsqueeze(-1)
+    if bias is not None and is_late:
+        y = y + bias.to(torch.float32)
+    return y.to(dtype)
 
 
 def _fake_npu_weight_quant_batchmatmul(
@@ -176,12 +193,13 @@ def npu_moe_gating_top_k_softmax(
     y, expert = topk(softmax(x in float32), k);  row[i, j] = j * tokens + i
     Tokens that are `finished` get the number behind the last expert.
     """
-    y, expert = x.to(torch.float32).softmax(-1).topk(k, -1)
+    found = _route(x.reshape(-1, x.shape[-1]), None, k, "softmax", x.dtype)
+    y, expert = (each.view(*x.shape[:-1], k) for each in found)
     expert = expert.to(torch.int32)
     if finished is not None:
         expert = torch.where(finished.unsqueeze(-1), x.shape[-1], expert).to(torch.int32)
     row = _row_numbers(x.numel() // max(x.shape[-1], 1), k, x.device)
-    return y.to(x.dtype), expert, row.view(expert.shape)
+    return y, expert, row.view(expert.shape)
 
 
 def _fake_gating(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,20 +232,37 @@ def npu_moe_gating_top_k(
     scores = softmax(x) (norm_type 0) or sigmoid(x) (1), in float32;  chosen by scores [+ bias]
     a group counts by its largest score (group_select_mode 0) or by its two largest (1); `k_group` groups stay
     y      = scores of the chosen [/ (their sum + eps), for sigmoid or with renorm] * routed_scaling_factor
+
+    Without `out_flag` the third result is zeros.
     """
-    scores = x.to(torch.float32)
-    scores = scores.sigmoid() if norm_type == 1 else scores.softmax(-1)
+    by_largest = group_count > 1 and group_select_mode == 0
+    scores = x.to(torch.float32) if out_flag or by_largest else None
+    if scores is not None:
+        scores = scores.sigmoid() if norm_type == 1 else scores.softmax(-1)
+    if by_largest:
+        assert scores is not None
+        y, expert = _chosen_by_largest(scores, k, bias, k_group, group_count)
+        if norm_type == 1 or renorm:
+            y = y / (y.sum(-1, keepdim=True) + eps)
+        y = (y * routed_scaling_factor).to(x.dtype)
+    else:
+        correction = None if bias is None else bias.to(torch.float32)
+        how = "sigmoid" if norm_type == 1 else "softmax", x.dtype, bool(norm_type == 1 or renorm), eps
+        y, expert = _route(x, correction, k, *how, routed_scaling_factor, group_count, k_group)
+    shown = scores.clone() if scores is not None and out_flag else x.new_zeros(x.shape, dtype=torch.float32)
+    return y, expert.to(torch.int32), shown
+
+
+def _chosen_by_largest(
+    scores: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int
+) -> tuple[Tensor, Tensor]:
+    """Scores and numbers of k experts, of the groups whose largest scores are largest."""
     choice = scores if bias is None else scores + bias.to(torch.float32)
-    if group_count > 1:
-        groups = choice.unflatten(-1, (group_count, -1))
-        worth = groups.amax(-1) if group_select_mode == 0 else groups.topk(2, -1).values.sum(-1)
-        stay = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(k_group, -1).indices, True)
-        choice = groups.masked_fill(~stay.unsqueeze(-1), -torch.inf).flatten(-2)
-    expert = choice.topk(k, -1).indices
-    y = scores.gather(-1, expert)
-    if norm_type == 1 or renorm:
-        y = y / (y.sum(-1, keepdim=True) + eps)
-    return (y * routed_scaling_factor).to(x.dtype), expert.to(torch.int32), scores.clone()
+    groups = choice.unflatten(-1, (group_count, -1))
+    best = groups.amax(-1).topk(k_group, -1).indices
+    stay = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    expert = groups.masked_fill(~stay.unsqueeze(-1), -torch.inf).flatten(-2).topk(k, -1).indices
+    return scores.gather(-1, expert), expert
 
 
 def _fake_init_routing(
@@ -349,6 +384,7 @@ def _fake_finalize(
     "npu::npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias,"
     " Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0) -> Tensor",
     fake=_fake_finalize,
+    kernel="grouped.npu_moe_finalize_routing",
 )
 def npu_moe_finalize_routing(
     expanded_permuted_rows: Tensor,
@@ -386,6 +422,69 @@ def npu_moe_finalize_routing(
     return out.to(expanded_permuted_rows.dtype)
 
 
+_finalize = with_kernel("npu::npu_moe_finalize_routing")
+
+
+def _kept(count: int, num_out_tokens: int | None) -> int:
+    """How many rows stay: all, so many, or all but so many."""
+    if not num_out_tokens:
+        return count
+    return min(count, num_out_tokens) if num_out_tokens > 0 else max(0, count + num_out_tokens)
+
+
+def _fake_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    count = indices.numel()
+    rows = tokens.new_empty((_kept(count, num_out_tokens), tokens.shape[-1]))
+    return rows, indices.new_empty(count, dtype=torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_permute(Tensor tokens, Tensor indices, SymInt? num_out_tokens=None, bool padded_mode=False)"
+    " -> (Tensor, Tensor)",
+    fake=_fake_token_permute,
+)
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their experts, `indices` [tokens] or [tokens, k]: (rows, place).
+
+    order = stable argsort(indices, flat);  rows[i] = tokens[order[i] // k];  place[order[i]] = i
+    `num_out_tokens` rows stay, if it is positive; all but so many, if it is negative.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_permute has no reference for padded_mode")
+    flat = indices.reshape(-1)
+    order = flat.sort(stable=True).indices
+    place = torch.zeros_like(order).scatter(0, order, torch.arange(flat.shape[0], device=flat.device))
+    times = 1 if indices.dim() == 1 else indices.shape[-1]
+    return tokens[order[: _kept(flat.shape[0], num_out_tokens)] // times], place.to(torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None,"
+    " bool padded_mode=False, SymInt[]? restore_shape=None) -> Tensor",
+    fake=lambda permuted_tokens, sorted_indices, probs=None, *_: permuted_tokens.new_empty(
+        (sorted_indices.shape[0] // (1 if probs is None else probs.shape[-1]), permuted_tokens.shape[-1])
+    ),
+)
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The way back from `npu_moe_token_permute`: out[i] = sum over j of probs[i, j] * row at sorted_indices[i * k + j].
+
+    Rows that did not stay count as 0.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_unpermute has no reference for padded_mode")
+    places = torch.where(sorted_indices < permuted_tokens.shape[0], sorted_indices, -1)
+    result: Tensor = _finalize(permuted_tokens, None, None, None, probs, places, None, 2)
+    return result
+
+
 # -- grouped matmul ----------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +511,7 @@ def _fake_npu_grouped_matmul(
     " int? group_type=-1, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None,"
     " ScalarType? output_dtype=None) -> Tensor[]",
     fake=_fake_npu_grouped_matmul,
+    kernel="grouped.npu_grouped_matmul",
 )
 def npu_grouped_matmul(
     x: Sequence[Tensor],
@@ -431,29 +531,30 @@ def npu_grouped_matmul(
 ) -> list[Tensor]:
     """Matmuls of groups of rows, each with a weight of its own: one result, or one for each x.
 
-        rows of group g:  x @ weight[g] [* scale[g] * per_token_scale, if x is int8] [+ bias[g]]
+        rows of group g:  x @ weight[g] [+ bias[g]]
+        of bytes:         (x @ weight[g] [+ bias[g], if it is int32]) * scale[g] [* per_token_scale] [+ bias[g]]
 
     `group_list` says where each group ends (group_list_type 0) or how long it is (1); rows behind the last group are
-    zero. Several x are groups of their own and need no list.
+    zero. Several x are groups of their own and need no list. Bytes need an `output_dtype`.
     """
     require_implemented(
         not act_type and all(each is None for each in others.values()) and group_list_type in (0, 1),
         lambda: "npu_grouped_matmul has no reference for activations, offsets and antiquantisation",
     )
     matrices, dtype = _weights(weight), output_dtype or x[0].dtype
+    require_implemented(
+        dtype != torch.int8, lambda: "npu_grouped_matmul has no reference for results in int8: say an output_dtype"
+    )
     biases = _weights_or_none(bias, len(matrices))
     scales = _weights_or_none(scale, len(matrices))
 
     def product(rows: Tensor, group: int) -> Tensor:
-        if rows.dtype != torch.int8:
-            y = rows @ matrices[group]
-        else:
-            y = (rows.to(torch.float64) @ matrices[group].to(torch.float64)).to(torch.float32)
-            if scales is not None:
-                y = y * scales[group].to(torch.float32)
-            if per_token_scale is not None:
-                y = y * per_token_scale[0].to(torch.float32).reshape(-1, 1)
-        return (y if biases is None else y + biases[group]).to(dtype)
+        shift = None if biases is None else biases[group]
+        if rows.dtype == torch.int8:
+            each = None if scales is None else scales[group]
+            return _scaled(rows, matrices[group], each, _only(per_token_scale), shift, dtype)
+        y = rows @ matrices[group]
+        return (y if shift is None else y + shift).to(dtype)
 
     if len(x) > 1 or len(matrices) == 1:
         return [product(rows, group) for group, rows in enumerate(x)]
@@ -465,6 +566,10 @@ def npu_grouped_matmul(
     for group in range(len(matrices)):
         result = torch.where((group_of == group).unsqueeze(-1), product(x[0], group), result)
     return [result]
+
+
+def _only(values: Sequence[Tensor] | None) -> Tensor | None:
+    return values[0] if values else None
 
 
 def _weights_or_none(values: Sequence[Tensor] | None, count: int) -> list[Tensor] | None:

@@ -62,8 +62,9 @@ log = logging.getLogger("graphex")
 class DebugFiles:
     """Where one compilation writes; writes nothing unless there is a directory or a structured trace."""
 
-    def __init__(self, root: Path | None = None) -> None:
-        self.directory = None if root is None else _next_model(root)
+    def __init__(self, root: Path | None = None, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+        self.directory = None if root is None else _next_folder(root, self._names.get("model", "model"))
         self._numbers: dict[str, itertools.count[int]] = {}
 
     @property
@@ -74,9 +75,13 @@ class DebugFiles:
         """The graph as given, or ``after_`` a pass, numbered in the order the passes ran: the names of npugraph_ex."""
         number = next(self._numbers.setdefault(phase, itertools.count()))
         after = "" if moment == "original" else f"_{file_name(moment)}"
+        phase = self._names.get(phase, phase)
         self.text(f"{phase}/{number:03d}_aot_{phase}_graph{after}.txt", text)
 
     def text(self, name: str, text: str) -> None:
+        """A file by its name, with the folder of a phase before it."""
+        phase, _, rest = name.partition("/")
+        name = f"{self._names.get(phase, phase)}/{rest}" if rest else name
         text = text.encode(errors="backslashreplace").decode()  # half a character, which no file can hold
         if self.directory is not None:
             path = self.directory / name
@@ -94,7 +99,8 @@ class DebugFiles:
             journal.write_report(compile_id, self.directory / "report.html")
 
 
-def open_debug_files(debug_directory: Path | None) -> DebugFiles:
+def open_debug_files(debug_directory: Path | None, names: Mapping[str, str]) -> DebugFiles:
+    """`names`: what files and folders are called, where not as at the top of this module."""
     if debug_directory is None:
         return DebugFiles()
     rank, size = rank_and_size()
@@ -102,7 +108,7 @@ def open_debug_files(debug_directory: Path | None) -> DebugFiles:
     root.mkdir(parents=True, exist_ok=True)
     _log_to(root / "debug.log")
     _say_where(root.resolve())
-    return DebugFiles(root)
+    return DebugFiles(root, names)
 
 
 @cache
@@ -111,9 +117,9 @@ def _say_where(root: Path) -> None:
     print(f"graphex: TORCH_COMPILE_DEBUG=1 writes debug files to {root}", file=sys.stderr)
 
 
-def _next_model(root: Path) -> Path:
+def _next_folder(root: Path, name: str) -> Path:
     for number in itertools.count():
-        path = root / f"model__{number}"
+        path = root / f"{name}__{number}"
         try:
             path.mkdir()
         except FileExistsError:

@@ -58,6 +58,7 @@ def test_scenario_39_record_stream_of_model_code():
     def f(x):
         y = x + 1
         y.record_stream(side)
+        side.wait_stream(torch.npu.current_stream())
         with torch.npu.stream(side):
             z = y * 2
         torch.npu.current_stream().wait_stream(side)

@@ -129,6 +129,16 @@ def test_tensors_and_modules_are_saved_and_loaded():
     assert torch.load(file, map_location="cpu")["view"].device.type == "cpu"
 
 
+def test_all_memory_of_the_host_is_pinned():
+    pinned = X.pin_memory()
+    assert pinned.is_pinned()
+    assert pinned.data_ptr() != X.data_ptr()
+    assert torch.equal(pinned.npu(non_blocking=True).cpu(), X)
+    assert not X.npu().is_pinned()
+    (rows,) = torch.utils.data.DataLoader(X, batch_size=4, pin_memory=True)
+    assert torch.equal(rows, X)
+
+
 def test_devices_are_not_mixed():
     with pytest.raises(RuntimeError, match="same device"):
         X.npu() + Y

@@ -155,6 +155,22 @@ import graphex.ascend
 graphex.ascend.serve()
 import torch, torch_npu
 from torch_npu.contrib import transfer_to_npu
+assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+torch.cuda.set_device("cuda:0")
+torch.cuda.synchronize()
+with torch.cuda.stream(torch.cuda.Stream()):
+    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+
+def side(x):
+    s, ready = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(s):
+        y = x.sin()
+        ready.record(s)
+    ready.wait(torch.cuda.current_stream())
+    return y + 1
+
+with torch.no_grad():
+    assert torch.compile(side, backend="npugraph_ex", fullgraph=True)(torch.zeros(3, device="cuda")).sum() == 3
 model = torch.nn.Linear(4, 2).cuda()
 x = torch.randn(3, 4, device="cuda").to("cuda:0")
 compiled = torch.compile(model, backend="npugraph_ex")
@@ -169,12 +185,18 @@ def test_debug_files_are_where_the_originals_documents_say(by, tmp_path):
     code = """
 import graphex.ascend
 graphex.ascend.serve()
-import torch
-torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.randn(3).npu())
+import torch, npugraph_ex
+from torch.fx.experimental.proxy_tensor import make_fx
+x = torch.randn(3).npu()
+torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(x)
+npugraph_ex.compile_fx(make_fx(lambda x: x.sin() + 1)(x), [x])(x)
 """
-    made = {"name": "'npugraph_ex'", "object": "__import__('npugraph_ex').get_npu_backend()"}[by]
+    made = {"name": "'npugraph_ex'", "object": "npugraph_ex.get_npu_backend()"}[by]
     in_folder(code.replace("BACKEND", made), tmp_path, TORCH_COMPILE_DEBUG="1")
     (folder,) = (tmp_path / "torch_compile_debug").glob("run_*/npugraph_ex")
     assert (folder / "debug.log").exists()
     assert (folder / "model__0" / "dynamo_out_graph.txt").exists()
-    assert (folder / "model__0" / "inference" / "000_aot_inference_graph.txt").exists()
+    for place, phase in (("model__0", "forward"), ("compile__0", "compile_fx")):
+        assert (folder / place / phase / f"000_aot_{phase}_graph.txt").exists()
+        assert (folder / place / phase / "output_code.py").exists()
+        assert not (folder / place / "inference").exists()

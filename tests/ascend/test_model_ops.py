@@ -46,6 +46,59 @@ def test_plain_attention(layout, causal):
     assert lse.shape == (2, HEADS, 3, 1)
 
 
+@pytest.mark.parametrize("flag", [False, True], ids=["quickly", "with sums"])
+def test_masks_of_single_queries_are_those_of_their_sequences(flag):
+    q, k, v = torch.randn(2, HEADS, 1, SIZE), *(torch.randn(2, KV_HEADS, 6, SIZE) for _ in range(2))
+    mask = torch.rand(2, 6) > 0.5
+    options = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "scale": 0.3, "input_layout": "BNSD"}
+    found, _ = torch_npu.npu_fused_infer_attention_score(q, k, v, atten_mask=mask, softmax_lse_flag=flag, **options)
+    many = [each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v)]
+    wanted = functional.scaled_dot_product_attention(q, *many, attn_mask=~mask[:, None, None], scale=0.3)
+    torch.testing.assert_close(found, wanted)
+    for mode in (2, 3):  # says nothing of them
+        found, _ = torch_npu.npu_fused_infer_attention_score(
+            q, k, v, sparse_mode=mode, softmax_lse_flag=flag, actual_seq_lengths_kv=[6, 6], **options
+        )
+        torch.testing.assert_close(found, functional.scaled_dot_product_attention(q, *many, scale=0.3))
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["quickly", "with sums"])
+@pytest.mark.parametrize("layout", ["BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD", "NTD_TND"])
+def test_results_in_another_layout(layout, flag):
+    q, k, v = torch.randn(2, HEADS, 3, SIZE), *(torch.randn(2, KV_HEADS, 3, SIZE) for _ in range(2))
+
+    def laid_out(x, layout):
+        by_letter = {"BSH": x.transpose(1, 2).flatten(2), "BSND": x.transpose(1, 2), "BNSD": x}
+        by_letter |= {"NBSD": x.transpose(0, 1), "NTD": x.transpose(0, 1).flatten(1, 2)}
+        return by_letter[layout] if layout in by_letter else x.transpose(1, 2).flatten(0, 1)
+
+    given, _, wanted = layout.partition("_")
+    ends = {"actual_seq_lengths": [3, 6], "actual_seq_lengths_kv": [3, 6]} if "T" in layout else {}
+    found, _ = torch_npu.npu_fused_infer_attention_score(
+        *(laid_out(each, given) for each in (q, k, v)),
+        **{"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "scale": 0.3, "input_layout": layout, **ends},
+        softmax_lse_flag=flag,
+    )
+    whole = torch.stack([dense(q[b], k[b], v[b], 0.3, 3) for b in range(2)])
+    torch.testing.assert_close(found, laid_out(whole, wanted))
+
+
+def test_what_would_be_computed_otherwise_is_refused():
+    q, k, mask = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
+    options = {"num_heads": 2, "input_layout": "BNSD"}
+    with pytest.raises(NotImplementedError, match="pre_tokens"):
+        torch_npu.npu_fused_infer_attention_score(q, k, k, atten_mask=mask, next_tokens=0, **options)
+    with pytest.raises(NotImplementedError, match="sparse_mode 4"):
+        torch_npu.npu_fused_infer_attention_score(q, k, k, sparse_mode=4, **options)
+    x, w = torch.zeros(2, 4, dtype=torch.int8), torch.zeros(4, 2, dtype=torch.int8)
+    with pytest.raises(NotImplementedError, match="packed"):
+        torch_npu.npu_quant_matmul(x.int(), w.int(), torch.ones(2), output_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="packed"):
+        torch_npu.npu_quant_matmul(x, w, torch.ones(2, dtype=torch.int64), output_dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="int8"):
+        torch_npu.npu_grouped_matmul([x], [w[None]], scale=[torch.ones(1, 2)])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_to_pages(packed):
     lengths, table = [7, 5], torch.tensor([[3, 1], [0, 2]])
@@ -99,7 +152,21 @@ def experts_layer_v2(x, router, up, down):
     return torch_npu.npu_moe_finalize_routing(out, x, None, None, weights, place, expert, 2)
 
 
-@pytest.mark.parametrize("layer", [experts_layer, experts_layer_v2], ids=lambda layer: layer.__name__)
+def experts_layer_permuted(x, router, up, down):
+    """The same by the ops that permute tokens."""
+    weights, expert, _ = torch_npu.npu_moe_gating_top_k_softmax(x @ router, k=2)
+    rows, place = torch_npu.npu_moe_token_permute(tokens=x, indices=expert, num_out_tokens=expert.numel())
+    tokens = (expert.reshape(-1, 1) == torch.arange(up.shape[0], device=x.device)).sum(0)
+    options = {"group_list": tokens, "group_list_type": 1, "split_item": 2, "group_type": 0}
+    (hidden,) = torch_npu.npu_grouped_matmul([rows], [up], **options)
+    (out,) = torch_npu.npu_grouped_matmul([torch_npu.npu_swiglu(hidden)], [down], **options)
+    return x + torch_npu.npu_moe_token_unpermute(permuted_tokens=out, sorted_indices=place, probs=weights)
+
+
+LAYERS = [experts_layer, experts_layer_v2, experts_layer_permuted]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_experts_are_the_sum_over_tokens_and_choices_and_are_captured(layer):
     arguments = torch.randn(5, 8), torch.randn(8, 4), torch.randn(4, 8, 12), torch.randn(4, 6, 8)
     x, router, up, down = arguments

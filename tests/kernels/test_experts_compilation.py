@@ -33,6 +33,18 @@ def test_weights_are_read_in_wide_pieces(tokens, transposed, monkeypatch):
         assert "griddepcontrol.wait" in code
 
 
+@pytest.mark.parametrize(("rows", "dtype"), [(12, torch.bfloat16), (600, torch.int8)], ids=str)
+def test_groups_of_rows_go_through_the_tensor_cores(rows, dtype, monkeypatch):
+    x, weight = torch.zeros(rows, 1024).to(dtype), torch.zeros(3, 512, 1024).to(dtype).transpose(1, 2)
+    scales = {"scale": [torch.ones(3, 512)], "per_token_scale": [torch.ones(rows)], "output_dtype": torch.bfloat16}
+    given = {"group_list": torch.tensor([1, 5, rows]), **(scales if dtype == torch.int8 else {})}
+    (code,) = all_compiled("npu::npu_grouped_matmul", Sample(([x], [weight]), given), monkeypatch)
+    assert "wgmma" in code
+    assert "cp.async" in code
+    assert "atom." not in code
+    assert "griddepcontrol.wait" in code
+
+
 def test_experts_are_chosen_by_one_warp(monkeypatch):
     logits = torch.zeros(4, 64, dtype=torch.bfloat16)
     how = {"normalised": True, "groups": 4, "top_groups": 2}

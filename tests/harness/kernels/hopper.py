@@ -34,6 +34,7 @@ MODULES = {
     "gated": ("gated", "silu_mul_kernel"),
     "embedding": ("embedding", "embedding_kernel"),
     "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
+    "grouped": ("grouped", "grouped_kernel", "finalize_kernel"),
     "rotary": ("rotary", "rotary_kernel"),
 }
 

@@ -309,6 +309,13 @@ def attention(make: Maker) -> Iterator[Sample]:
     yield Sample((*heads, make(2, 9, 2, 16).transpose(1, 2), hidden[:, :1].expand(2, 4, 3, 9), 0.5))
 
 
+def paged_attention(make: Maker) -> Iterator[Sample]:
+    pages, lengths = make.index(3, 1, 0, 2, 4, 0).view(2, 3), make.index(11, 5)
+    yield Sample((make(2, 4, 1, 16), make(5, 2, 4, 16), make(5, 2, 4, 8), pages, lengths, 0.25))
+    caches = (make(5, 4, 2, 16).transpose(1, 2) for _ in range(2))  # positions first
+    yield Sample((make(2, 4, 3, 16), *caches, pages.int(), lengths.int(), 0.25), {"is_causal": True})
+
+
 def rotary_attention_(make: Maker) -> Iterator[Sample]:
     def given(tokens: int, angles: int = 16) -> tuple[Any, ...]:
         rows = make(2, 4, tokens, 16), make(2, 2, tokens, 16), make(2, 2, tokens, 16)
@@ -484,7 +491,8 @@ def npu_moe_gating_top_k_softmax(make: Maker) -> Iterator[Sample]:
 def npu_moe_gating_top_k(make: Maker) -> Iterator[Sample]:
     yield Sample((make(5, 8), 2))
     options = {"k_group": 2, "group_count": 4, "group_select_mode": 1, "norm_type": 1, "routed_scaling_factor": 2.5}
-    yield Sample((make(5, 16), 3), {**options, "bias": make(16)})
+    yield Sample((make(5, 16), 3), {**options, "bias": make(16), "out_flag": True})
+    yield Sample((make(5, 16), 3), {**options, "group_select_mode": 0, "norm_type": 0, "renorm": 1})
 
 
 def npu_moe_init_routing(make: Maker) -> Iterator[Sample]:
@@ -516,6 +524,16 @@ def npu_moe_finalize_routing(make: Maker) -> Iterator[Sample]:
     yield Sample((make(6, 8), make(3, 8), make(3, 8), make(3, 8), make(3, 2), place, experts, 2))
 
 
+def npu_moe_token_permute(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(3, 8), make.index(2, 0, 1, 2, 0, 1).view(3, 2).int()))
+    yield Sample((make(3, 8), make.index(2, 0, 1), -1))
+
+
+def npu_moe_token_unpermute(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(5, 8), make.index(0, 3, 1, 4, 2, 5).int(), make(3, 2)))
+    yield Sample((make(3, 8), make.index(2, 0, 1)))
+
+
 def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
     yield Sample(([make(2, 8), make(3, 8)], [make(8, 4), make(8, 4)]))
     grouped = {"split_item": 3, "group_type": 0, "group_list": make.index(1, 1, 5)}
@@ -523,6 +541,8 @@ def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
     quantised = {"scale": [make.positive(3, 4)], "per_token_scale": [make.positive(6)], "output_dtype": torch.float16}
     counted = {**grouped, **quantised, "group_list": make.index(1, 0, 4), "group_list_type": 1}
     yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 8, 4)]), counted)
+    shifted = {**counted, "bias": [_bytes(make, 3, 4).int()], "per_token_scale": None}
+    yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 4, 8).transpose(1, 2)]), shifted)
 
 
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
@@ -553,6 +573,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rotary_write_": rotary_write_,
     "graphex::rotary_qkv_write_": rotary_qkv_write_,
     "graphex::attention": attention,
+    "graphex::paged_attention": paged_attention,
     "graphex::rotary_attention_": rotary_attention_,
     "npu::npu_rms_norm": npu_rms_norm,
     "npu::npu_add_rms_norm": npu_add_rms_norm,
@@ -588,6 +609,8 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "npu::npu_moe_init_routing_v2": npu_moe_init_routing_v2,
     "npu::npu_moe_compute_expert_tokens": npu_moe_compute_expert_tokens,
     "npu::npu_moe_finalize_routing": npu_moe_finalize_routing,
+    "npu::npu_moe_token_permute": npu_moe_token_permute,
+    "npu::npu_moe_token_unpermute": npu_moe_token_unpermute,
     "npu::npu_grouped_matmul": npu_grouped_matmul,
 }
 

@@ -204,3 +204,22 @@ def test_a_cache_that_grows_keeps_its_choice():
     assert description(job(length=1100)) == description(job(length=1101))
     assert description(job(length=1100)) != description(job(length=2100))
     assert description(job(mask="prefix")) != description(job(mask="by head", group=2))
+
+
+@pytest.mark.parametrize(("positions", "is_causal"), [(1, False), (3, True)])
+@pytest.mark.parametrize("lengths", [[41, 0], [7, 64]], ids=str)
+def test_keys_in_pages_are_read_where_they_are_and_no_more_of_them(positions, is_causal, lengths):
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, positions, 16).half()
+    keys, values = (torch.randn(9, 8, 2, 16).half().transpose(1, 2) for _ in range(2))
+    pages = torch.randperm(9)[:8].view(1, 8).repeat(2, 1)
+    given = pages, torch.tensor(lengths), 0.25, is_causal
+    wanted = SPECS["graphex::paged_attention"].reference(query, keys, values, *given)
+    used = pages[0, : -(-max(lengths) // 8)]
+    unused = torch.ones(9, dtype=torch.bool).index_fill(0, used, False)
+    dirty = [cache.masked_fill(unused[:, None, None, None], torch.nan) for cache in (keys, values)]
+    pages[:, len(used) :] = -1  # no page at all
+    found = launcher("graphex::paged_attention")(query, *dirty, *given)
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+    again = SPECS["graphex::paged_attention"].reference(query, *dirty, *given)
+    torch.testing.assert_close(again, wanted)

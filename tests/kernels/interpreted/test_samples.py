@@ -22,6 +22,10 @@ DECLINED = {
     "graphex::rms_norm_gated_linears": {ONLY_16_BIT},
     "graphex::rotary_attention_": {"there is more than one token"},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
+    "npu::npu_grouped_matmul": {
+        "there is not one x, with one stack of weights and a list of groups",
+        "x is torch.float32, the weights are torch.float32",
+    },
     "npu::npu_quantize": {"scales along a dimension other than the last"},
 }
 
