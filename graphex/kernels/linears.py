@@ -25,6 +25,7 @@ from graphex.ops.definition import Arguments, Declined
 
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
+PREFETCHED = 1024  # programs of one row: about as many as are on the device at a time
 ROWS_ADDED = 8  # by one program, where partial sums are added
 
 
@@ -146,6 +147,7 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
+            "PREFETCHED": PREFETCHED,
             "num_warps": self.warps,
         }
         parts = _parts(job, self.bn)
