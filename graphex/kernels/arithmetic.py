@@ -296,6 +296,7 @@ _PREFETCH = tl.constexpr(
     .reg .b32 thread;
     .reg .b64 start;
     mov.u32 thread, %tid.x;
+    or.b32 thread, thread, $3;
     setp.eq.u32 first, thread, 0;
     and.b64 start, $1, -16;
     @first cp.async.bulk.prefetch.L2.global [start], $2;
@@ -305,13 +306,13 @@ _PREFETCH = tl.constexpr(
 
 
 @triton.jit
-def prefetch(pointer, count, PDL: tl.constexpr):
-    """Let the device's cache read `count` elements, while this program waits for the kernels before it.
+def prefetch(pointer, count, unless, PDL: tl.constexpr):
+    """Let the device's cache read `count` elements while this program waits, if `unless` is 0.
 
-    It is right for memory that these kernels write, too: they write to the same cache.
+    Everything is read and written through this cache: what the kernels before write there is right, too. There is no
+    branch, around which a program could pass by the waiting.
     """
     if PDL:
         size = (count * (pointer.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16).to(tl.int32)
-        tl.inline_asm_elementwise(
-            _PREFETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
-        )
+        arguments = [pointer.to(tl.int64), size, unless]
+        tl.inline_asm_elementwise(_PREFETCH, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)

@@ -61,12 +61,13 @@ def read_weight(pointers, ok, EVEN_K: tl.constexpr):
 def prefetch_rows(block, weight, size, stride, other, other_stride, K, BN: tl.constexpr, GATED: tl.constexpr,
                   PREFETCHED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The rows of a block are on their way while its program waits. Later programs have nothing to wait for."""
-    if PDL and tl.program_id(0) < PREFETCHED:
+    if PDL and PREFETCHED:
+        late = tl.maximum(tl.program_id(0) - (PREFETCHED - 1), 0)
         for i in tl.static_range(BN):
             row = tl.minimum(block * BN + i, size - 1).to(tl.int64)
-            prefetch(weight + row * stride, K, PDL)
+            prefetch(weight + row * stride, K, late, PDL)
             if GATED:
-                prefetch(other + row * other_stride, K, PDL)
+                prefetch(other + row * other_stride, K, late, PDL)
 
 
 @triton.jit
