@@ -31,8 +31,8 @@ ROWS_ADDED = 8  # by one program, where partial sums are added
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
-    second.
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: this activation of the first layer,
+    times the second.
     """
 
     prologue: str  # "none", "rms_norm", "silu_mul"
@@ -45,7 +45,7 @@ class Job:
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
     residual: Tensor | None
-    gated: bool = False
+    gated: str = ""
 
     @property
     def rows(self) -> int:
@@ -98,7 +98,9 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
         return []
     done = with_prologue_done(job)
     results = reference.linears(done.x, done.weights, done.biases, done.residual)
-    return [called("graphex::silu_mul", *results)] if job.gated else results
+    if job.gated == "silu":
+        return [called("graphex::silu_mul", *results)]
+    return [reference.gate_mul(*results, job.gated)] if job.gated else results
 
 
 class Part(NamedTuple):
@@ -390,7 +392,7 @@ def description(job: Job) -> str:
     sizes = "+".join(str(w.shape[0]) for w in job.weights)
     words = [
         job.prologue,
-        *(["gated"] if job.gated else []),
+        *([f"gated by {job.gated}"] if job.gated else []),
         str(job.x.dtype).removeprefix("torch."),
         f"{rows}x{job.x.shape[-1]} -> {sizes}",
     ]
@@ -400,12 +402,13 @@ def description(job: Job) -> str:
     return " ".join(words)
 
 
-def _run(call: Arguments, prologue: str = "none", gated: bool = False) -> Any:
+def _run(call: Arguments, prologue: str = "none") -> Any:
     """The results of a call of any op of the family: what an op has no argument for is as good as absent."""
     given = partial(getattr, call)
     x = call.gate if prologue == "silu_mul" else call.x
     norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
     up, gain, residual = given("up", None), given("gain", None), given("residual", None)
+    gated = given("activation", "")
     job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated)
     key = prologue, gated, len(job.weights), signature(*job.tensors())
     result = run_job(job, x, key, _PREPARED, _prepare)
@@ -422,11 +425,3 @@ def rms_norm_linears(call: Arguments) -> Any:
 
 def silu_mul_linears(call: Arguments) -> Any:
     return _run(call, "silu_mul")
-
-
-def gated_linears(call: Arguments) -> Any:
-    return _run(call, gated=True)
-
-
-def rms_norm_gated_linears(call: Arguments) -> Any:
-    return _run(call, "rms_norm", gated=True)

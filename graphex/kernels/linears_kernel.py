@@ -5,7 +5,8 @@
     combine_kernel    adds the partial sums of a skinny_kernel that splits K
 
 Several weights share a launch: blocks of rows are numbered through all of them, and a program finds its own. GATED is
-different: a program has the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
+different: a program has the same rows of two weights, a gate and what it lets through, and stores their product. It is
+the activation of the gate, or empty.
 
 `gemv_kernel` reads the weights once and keeps them nowhere. It makes the norm or activation before the layer from x
 while it reads, and never rounds it: an RMSNorm scales the sums at the end, by the squares that were summed beside them.
@@ -71,13 +72,18 @@ def prefetch_rows(block, weight, size, stride, other, other_stride, K, BN: tl.co
 
 
 @triton.jit
-def gated(gate, up, biases, n, ok):
-    """silu(gate) * up of two sums of products, with their biases."""
+def gated(gate, up, biases, n, ok, GATED: tl.constexpr):
+    """The activation of the gate times up, of two sums of products with their biases."""
     if biases[0] is not None:
         gate += tl.load(biases[0] + n, mask=ok, other=0.0).to(tl.float32)
     if biases[1] is not None:
         up += tl.load(biases[1] + n, mask=ok, other=0.0).to(tl.float32)
-    return silu(gate, False) * up
+    if GATED == "silu":
+        return silu(gate, False) * up
+    elif GATED == "gelu_tanh":  # the tanh as a sigmoid, in which nothing cancels
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    else:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
 
 
 @triton.jit
@@ -158,7 +164,7 @@ def gemv_kernel(
         total *= rstd
         up_total *= rstd
     if GATED:
-        total = gated(total, up_total, biases, n, n < size)
+        total = gated(total, up_total, biases, n, n < size, GATED)
     for i in tl.static_range(len(outs)):
         if which == i:
             ok = n < size
@@ -274,7 +280,7 @@ def skinny_kernel(
     row_ok = row < rows
     n_ok = (n < size)[None, :]
     if GATED:
-        total = gated(total, up_total, biases, n[None, :], n_ok)
+        total = gated(total, up_total, biases, n[None, :], n_ok, GATED)
     if partial is None:
         _store_results(
             total,
