@@ -60,6 +60,8 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, scores: Tensor) -> Any:
         weights, chosen, *others = self.choose(scores)
         rows, numbers = x.repeat_interleave(2, dim=0), chosen.reshape(-1)
+        if self.also.startswith("clamped"):
+            numbers = numbers.clamp(0, 3 if self.also == "clamped" else 1)
         inner = torch.bmm(self.up[numbers], rows.unsqueeze(-1)).squeeze(-1)
         gate, up = inner.chunk(2, dim=-1)
         found = torch.bmm(self.down[numbers], (self.gate(gate) * up).unsqueeze(-1)).squeeze(-1)
@@ -127,10 +129,12 @@ def test_a_residual_is_added_inside():
     assert torch.ops.aten.add.Tensor not in observer.targets
 
 
-def test_a_choice_without_transformers():
-    observer, found, wanted = seen_in(Softmax(), torch.randn(3, 8))
+@pytest.mark.parametrize("also", ["", "clamped"])
+def test_a_choice_without_transformers(also):
+    observer, found, wanted = seen_in(Softmax(also), torch.randn(3, 8))
     torch.testing.assert_close(found, wanted)
     assert router in observer.targets
+    assert torch.ops.aten.clamp.default not in observer.targets
 
 
 @pytest.mark.parametrize(
@@ -138,9 +142,10 @@ def test_a_choice_without_transformers():
     [
         (Mixture(), "its experts are chosen in a form that is not known"),
         (Softmax("largest"), "its experts are chosen in a form that is not known"),
+        (Softmax("clamped to two"), "its experts are chosen in a form that is not known"),
         (Softmax("best"), "is also used by 'output'"),
     ],
-    ids=["scores", "another scale", "used elsewhere"],
+    ids=["scores", "another scale", "other experts", "used elsewhere"],
 )
 def test_another_choice_is_left_alone(model, reason):
     journal = explained(model).journal
