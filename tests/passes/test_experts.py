@@ -44,6 +44,21 @@ def test_every_mixture_of_a_decode_step_is_one_op(name, batch):
     assert {verdict.status for verdict in journal.verifications} == {"equal"}
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_mixture_of_a_prompt_is_one_op(name):
+    """The form of transformers with grouped products, which it takes for prompts; on a CPU for all."""
+    model, seen = FAMILIES[name].build("cpu").to(torch.bfloat16), Observer()
+    model.set_experts_implementation("grouped_mm")
+    options = {"lift_idioms": "always", "verify": True, "post_grad_custom_post_pass": seen}
+    options["disable_rules"] = ["lift_sink_attention"]  # rounds less than GPT-OSS does in bfloat16
+    compiled = torch.compile(model, backend="graphex", fullgraph=True, options=options)
+    with torch.no_grad():
+        compiled(torch.arange(3, 13).view(2, 5), use_cache=False)
+    assert seen.targets.count(op) == seen.targets.count(router) == SPARSE[name]
+    assert not {torch.ops.aten._grouped_mm.default, torch.ops.aten.sort.default} & set(seen.targets)
+    assert {verdict.status for verdict in graphex.journal(compiled).verifications} == {"equal"}
+
+
 class Mixture(nn.Module):
     """As transformers writes it; `also` is another use of what is inside."""
 
