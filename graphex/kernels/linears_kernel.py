@@ -332,6 +332,7 @@ def combine_kernel(
     total = tl.zeros((ROWS, BN), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(partial + at + part * columns * rows, mask=ok, other=0.0)
+    pdl_launch(PDL)
     n = block_here * BN + column
     _store_results(
         total,
