@@ -100,7 +100,7 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
     results = reference.linears(done.x, done.weights, done.biases, done.residual)
     if job.gated == "silu":
         return [called("graphex::silu_mul", *results)]
-    return [reference.gate_mul(*results, job.gated)] if job.gated else results
+    return [reference.gate_mul(results[0], results[1], job.gated)] if job.gated else results
 
 
 class Part(NamedTuple):
