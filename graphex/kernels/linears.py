@@ -128,16 +128,18 @@ def _parts(job: Job, bn: int) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """One row: tiles of `bn` rows of a weight and `bk` columns."""
+    """One row: tiles of `bn` rows of a weight and `bk` columns; `prefetch`: asked for while the kernel before runs."""
 
     bn: int
     bk: int
     warps: int
     stages: int = 1
+    prefetch: bool = False
 
     @property
     def name(self) -> str:
-        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
+        more = (f" {self.stages}s" if self.stages > 1 else "") + (" prefetch" if self.prefetch else "")
+        return f"gemv {self.bn}x{self.bk} {self.warps}w{more}"
 
     def prepare(self, job: Job) -> Prepared:
         columns = job.x.shape[-1]
@@ -149,7 +151,7 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
-            "PREFETCHED": PREFETCHED,
+            "PREFETCHED": PREFETCHED if self.prefetch else 0,
             "num_warps": self.warps,
         }
         parts = _parts(job, self.bn)
@@ -251,6 +253,8 @@ GEMVS = (
     Gemv(4, 2048, 8),
     Gemv(2, 2048, 4),
     Gemv(4, 1024, 8),
+    Gemv(4, 1024, 4, prefetch=True),
+    Gemv(2, 2048, 4, prefetch=True),
     Gemv(8, 512, 4, 4),
 )
 # By the rows of a tile.
@@ -289,7 +293,13 @@ SKINNIES = {
     ),
 }
 # A program of these has twice its tile of weights under config.
-GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
+GATED_GEMVS = (
+    Gemv(2, 1024, 4),
+    Gemv(2, 2048, 8),
+    Gemv(2, 1024, 4, prefetch=True),
+    Gemv(4, 512, 4, 3),
+    Gemv(4, 512, 4, 4),
+)
 _MANY_GATED = (
     Skinny(32, 128, 4, 4),
     Skinny(32, 64, 4, 5),

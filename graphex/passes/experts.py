@@ -14,6 +14,8 @@ Its other form ("grouped_mm") sorts the pairs of a token and an expert first, an
     experts -> sort -> counted (histc, cumsum)
     x[order // k] -> _grouped_mm(gate_up, counted) -> (+ bias) -> gate -> _grouped_mm(down, counted) -> (+ bias)
       -> times weights[order] -> [order backwards] -> view [T, k, H] -> sum over k ...
+
+It may put zeros where an expert is none of those there are. No such number comes from a `topk` among all of them.
 """
 
 from __future__ import annotations
@@ -209,7 +211,38 @@ class Order:
     experts: Node
     numbers: Node
     places: Node
-    inner: set[Node]
+
+    def unmasked(self, node: Any, inner: set[Node]) -> Any:
+        """What `masked_fill(rows, numbers >= E, 0)` leaves as it is, since all experts are below E."""
+        filled = called(node, aten.masked_fill.Scalar)
+        spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
+        beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
+        if filled is None or beyond is None or filled.args[2] != 0 or beyond.args[0] is not self.numbers:
+            return node
+        if spread.args[1] not in (-1, 1) or not _chosen_among(self.experts, beyond.args[1]):
+            return node
+        inner |= {filled, spread, beyond}
+        return filled.args[0]
+
+    def is_sorted_by(self, index: Any, inner: set[Node]) -> bool:
+        """Whether an index is that of the sorted pairs: their experts, which may be limited to those that there are."""
+        clamp = called(index, aten.clamp.default)
+        if clamp is not None and clamp.args[0] is self.numbers and clamp.args[1] is None and len(clamp.args) == 3:
+            inner.add(clamp)
+            return _chosen_among(self.experts, clamp.args[2] + 1)
+        return index is self.numbers
+
+
+def _chosen_among(experts: Any, count: Any) -> bool:
+    """Whether the numbers of experts are flat results of a `topk` among so many."""
+    view = called(experts, aten.view.default)
+    chosen = None if view is None else called(view.args[0], operator.getitem)
+    top = None if chosen is None or chosen.args[1] != 1 else called(chosen.args[0], aten.topk.default)
+    if top is None:
+        return False
+    among = top.args[0].meta["val"]
+    dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
+    return dim % among.dim() == among.dim() - 1 and among.shape[-1] == count
 
 
 def _sorted(node: Any, inner: set[Node]) -> Order | None:
@@ -227,9 +260,8 @@ def _sorted(node: Any, inner: set[Node]) -> Order | None:
     numbers = next((user for user in sort.users if user.target is operator.getitem and user.args[1] == 0), None)
     if numbers is None or sort.args[0].meta["val"].dim() != 1:
         return None
-    found = {rows, back, back.args[0], counting, places, sort, numbers}
-    inner |= found
-    return Order(sort.args[0], numbers, places, found)
+    inner |= {rows, back, back.args[0], counting, places, sort, numbers}
+    return Order(sort.args[0], numbers, places)
 
 
 def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
@@ -244,7 +276,7 @@ def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
 
 def _gathered(node: Any, order: Order, inner: set[Node], times: Any) -> Node | None:
     """The tokens of sorted pairs, of which each token has so many: `x[places // times]`."""
-    rows = called(node, aten.index.Tensor)
+    rows = called(order.unmasked(node, inner), aten.index.Tensor)
     token = None if rows is None else called(_only_index(rows), aten.floor_divide.default)
     if rows is None or token is None or token.args != (order.places, times) or rows.args[0].meta["val"].dim() != 2:
         return None
@@ -276,7 +308,7 @@ def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]
 def _linear(node: Any, order: Order | None) -> Linear | None:
     """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias; or of sorted rows."""
     inner: set[Node] = set()
-    node = _through(node, inner)
+    node = _through(node if order is None else order.unmasked(node, inner), inner)
     bias = None
     if (added := called(node, aten.add.Tensor)) is not None and not added.kwargs:
         bias = called(added.args[1], aten.index.Tensor)
@@ -285,7 +317,7 @@ def _linear(node: Any, order: Order | None) -> Linear | None:
         inner |= {added, bias}
         node = added.args[0]
     if order is not None:
-        known = bias is None or _only_index(bias) is order.numbers
+        known = bias is None or order.is_sorted_by(_only_index(bias), inner)
         return _grouped_linear(node, order, None if bias is None else bias.args[0], inner) if known else None
     squeezed = called(node, aten.squeeze.dim)
     product = None if squeezed is None else called(squeezed.args[0], aten.bmm.default)

