@@ -1,4 +1,5 @@
-"""Tokens a second of whole generations: eager, transformers' own compile, graphex step by step, graphex's loop.
+"""Tokens a second of whole generations: eager, transformers' own compile, graphex step by step, graphex's loop, and the
+loop with compiled prompts (`prefill`).
 
     PYTHONPATH=. python benchmarks/generate.py [--models llama-3-8b ...] [--batch 1 8 32] [--variants loop ...]
                                                [--layers 8] [--rows llama-3-8b:1:loop ...] [--together 4]

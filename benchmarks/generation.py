@@ -100,7 +100,9 @@ VARIANTS = {  # who generates, and a generous estimate of the seconds of a row
     "stock": Variant("stock", "inductor", seconds=60),
     "step": Variant("step", "graphex", seconds=40),
     "loop": Variant("loop", "graphex", seconds=35),
+    "prefill": Variant("prefill", "graphex", seconds=60),
 }
+LOOPS = ("loop", "prefill")  # the second compiles its prompts, too
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,8 @@ def build(setting: Setting) -> Any:
 def arguments(setting: Setting) -> dict[str, Any]:
     from transformers import CompileConfig
 
-    if setting.variant == "loop":
-        return {"custom_generate": graphex.generate}
+    if setting.variant in LOOPS:
+        return {"custom_generate": graphex.generate, "graphex_prefill": setting.variant == "prefill"}
     if setting.variant == "eager":
         return {}
     config = CompileConfig(backend="graphex", mode=None) if setting.variant == "step" else CompileConfig()
@@ -242,7 +244,7 @@ def stages(setting: Setting, rounds: int = 3) -> Iterator[dict[str, Any]]:
     whole = min(seconds(lambda: run(setting.tokens)) for _ in range(rounds))
     first = min(seconds(lambda: run(1)) for _ in range(rounds))
     found: dict[str, Any] = {"token": (whole - first) / max(1, setting.tokens - 1), "first": first}
-    if setting.variant == "loop":
+    if setting.variant in LOOPS:
         report = graphex.generation(model)
         found |= {"said": [each.reason for each in report.journal.fallbacks], "device": report.device_seconds or 0.0}
     read = floor_bytes(model, setting.batch, setting.prompt + setting.tokens // 2)

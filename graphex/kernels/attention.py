@@ -30,6 +30,7 @@ from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import INDICES
 
 MOST_SPLITS = 64
+WIDE = 512  # columns of a key and a value, from which on four warps run out of registers
 SHARED_MEMORY = 128 * 2**10  # bytes of keys and values that a program may have on their way
 FEWEST_POSITIONS = 128  # of a split: below, its own cost counts for more than what it shares
 PROGRAMS = 4  # for each multiprocessor, so that loads of some go on while others begin and end
@@ -44,6 +45,7 @@ TILES = (
     (FEW, 64, 8, 3),
     (FEW, 128, 8, 3),
 )
+WIDE_TILES = ((PROGRAMS, 64, 8, 3), (8, 64, 8, 2))
 
 
 class Job(NamedTuple):
@@ -231,7 +233,7 @@ def tiles(job: Job, length: int) -> list[Tile]:
     width = columns_for(job.query.shape[3]) + columns_for(job.value.shape[3])
     outer = max(1, job.query.shape[0] * job.heads)
     found: dict[Tile, None] = {}
-    for programs, block, warps, stages in TILES:
+    for programs, block, warps, stages in (*TILES, *WIDE_TILES) if width >= WIDE else TILES:
         while block > 16 and block * width * job.key.element_size() * (stages - 1) > SHARED_MEMORY:
             block //= 2
         wanted = math.ceil(programs * _multiprocessors(job.query.get_device()) / outer)

@@ -419,6 +419,7 @@ def combine_kernel(
     fading = tl.exp2((largest - tl.where(base == MINUS_INFINITY, 0.0, base)) * LOG2_E)
     used = (there & (largest != MINUS_INFINITY))[:, None] & (value_column < VALUE_WIDTH)[None, :]
     weighted = tl.load(sums + place[:, None] * VALUE_WIDTH + value_column[None, :], mask=used, other=0.0)
+    pdl_launch(PDL)
     everything = tl.sum(total * fading, 0)
     query_head = head * GROUP + row % GROUP
     result = tl.sum(weighted * fading[:, None], 0)

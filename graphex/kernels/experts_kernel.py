@@ -109,6 +109,90 @@ def summed(
     return tl.sum(total, axis=2), tl.sum(more, axis=2)
 
 
+@triton.jit
+def dotted(
+    x, row, weight, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times some columns of a matrix, [rows, columns]; and `second` columns further, if TWICE.
+
+    The tensor cores take 64 rows at a time from one side, which is that of the weights.
+    """
+    total = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
+    more = total
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        k = tile * BLOCK + tl.arange(0, BLOCK)
+        ok = (k < size)[None, :]
+        at = weight + (column * n_stride)[:, None] + (k * k_stride)[None, :]
+        if EVEN_K:
+            a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
+        else:
+            a = tl.load(x + row[:, None] + k[None, :], mask=ok, other=0.0, eviction_policy="evict_last")
+        total = tl.dot(read_weight(at, ok, EVEN_K), tl.trans(a), total)
+        if TWICE:
+            more = tl.dot(read_weight(at + second, ok, EVEN_K), tl.trans(a), more)
+    return tl.trans(total), tl.trans(more)
+
+
+@triton.jit
+def products(
+    x, row, weight, matrix, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr, DOTS: tl.constexpr,
+):  # fmt: skip
+    """`summed`, or `dotted` where all rows have one matrix."""
+    if DOTS:
+        return dotted(
+            x, row, weight + matrix, column, second, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, TWICE
+        )
+    else:
+        return summed(
+            x, row, weight, matrix, column, second, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, TWICE
+        )
+
+
+@triton.jit
+def projected(
+    x, pair, expert, weight, bias, like, times, size, width, x_stride, e_stride, n_stride, k_stride, alpha, limit,
+    GATE: tl.constexpr, DOTS: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pairs, each through some columns of its expert, [pairs, columns]: with the bias, and activated by a GATE.
+
+    DOTS: all pairs are of one expert, which is a single number.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
+    if DOTS:
+        biases = expert * width
+    else:
+        biases = expert[:, None] * width
+    if GATE == "":
+        found, _ = products(
+            x, pair * x_stride, weight, expert * e_stride, read, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES,
+            STAGES, False, DOTS,
+        )  # fmt: skip
+        return with_bias(found, bias, biases + column[None, :], ok, like)
+    else:
+        row = (pair // times) * x_stride
+        biases *= 2
+        if GATE == "silu":
+            gate, up = products(
+                x, row, weight, expert * e_stride, read, width * n_stride, n_stride, k_stride, size, EVEN_K, BLOCK,
+                TILES, STAGES, True, DOTS,
+            )  # fmt: skip
+            gate = with_bias(gate, bias, biases + column[None, :], ok, like)
+            up = with_bias(up, bias, biases + width + column[None, :], ok, like)
+        else:
+            both = last_again(tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS), 2 * width, EVEN_N)
+            total, _ = products(
+                x, row, weight, expert * e_stride, both, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES,
+                False, DOTS,
+            )  # fmt: skip
+            total = with_bias(total, bias, biases + both[None, :], both[None, :] >= 0, like)
+            gate, up = tl.split(tl.reshape(total, (total.shape[0], COLUMNS, 2)))
+        return activated(gate, up, like, alpha, limit, GATE)
+
+
 @triton.jit(do_not_specialize=["count"])
 def few_kernel(
     x,
@@ -149,34 +233,12 @@ def few_kernel(
         pair, there = token * times + tl.minimum(each, times - 1), each < times
     expert = expert_of(experts, pair, pair >= 0, count)
     inside_all(expert, count)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
-    matrix, biases = expert * e_stride, expert[:, None] * width
-    if GATE != "":
-        row = (pair // times) * x_stride
-        biases *= 2
-        if GATE == "silu":
-            gate, up = summed(
-                x, row, weight, matrix, read, width * n_stride, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES,
-                True,
-            )  # fmt: skip
-            gate = with_bias(gate, bias, biases + column[None, :], ok, out)
-            up = with_bias(up, bias, biases + width + column[None, :], ok, out)
-        else:
-            both = last_again(tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS), 2 * width, EVEN_N)
-            total, _ = summed(
-                x, row, weight, matrix, both, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
-            )
-            total = with_bias(total, bias, biases + both[None, :], both[None, :] >= 0, out)
-            gate, up = tl.split(tl.reshape(total, (EXPERTS, COLUMNS, 2)))
-        found = activated(gate, up, out, alpha, limit, GATE)
-    else:
-        row = pair * x_stride
-        found, _ = summed(
-            x, row, weight, matrix, read, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
-        )
-        found = with_bias(found, bias, biases + column[None, :], ok, out)
+    found = projected(
+        x, pair, expert, weight, bias, out, times, size, width, x_stride, e_stride, n_stride, k_stride, alpha, limit,
+        GATE, False, EVEN_K, EVEN_N, COLUMNS, BLOCK, TILES, STAGES,
+    )  # fmt: skip
     pdl_launch(PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if WEIGHTED:
         found *= tl.load(weights + pair).to(tl.float32)[:, None]
         if ROUNDED:
@@ -184,7 +246,11 @@ def few_kernel(
         total = tl.sum(tl.where(there[:, None], found, 0.0), axis=0)
         store_sum(total, residual, out, token * width + column, column < width)
     else:
-        tl.store(out + pair[:, None] * width + column[None, :], found.to(out.dtype.element_ty), mask=ok)
+        tl.store(
+            out + pair[:, None] * width + column[None, :],
+            found.to(out.dtype.element_ty),
+            mask=(column < width)[None, :],
+        )
 
 
 @triton.jit
@@ -202,31 +268,6 @@ def chosen(match, place, first, TILE: tl.constexpr):
     wanted = first + tl.arange(0, TILE)
     hit = match[None, :] & (rank[None, :] == wanted[:, None])
     return tl.sum(tl.where(hit, place[None, :], 0), axis=1)
-
-
-@triton.jit
-def dotted(
-    x, row, weight, column, second, n_stride, k_stride, size, EVEN_K: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, TWICE: tl.constexpr,
-):  # fmt: skip
-    """Rows of x times some columns of a matrix, [rows, columns]; and `second` columns further, if TWICE.
-
-    The tensor cores take 64 rows at a time from one side, which is that of the weights.
-    """
-    total = tl.zeros((column.shape[0], row.shape[0]), tl.float32)
-    more = total
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        k = tile * BLOCK + tl.arange(0, BLOCK)
-        ok = (k < size)[None, :]
-        at = weight + (column * n_stride)[:, None] + (k * k_stride)[None, :]
-        if EVEN_K:
-            a = tl.load(x + row[:, None] + k[None, :], eviction_policy="evict_last")
-        else:
-            a = tl.load(x + row[:, None] + k[None, :], mask=ok, other=0.0, eviction_policy="evict_last")
-        total = tl.dot(read_weight(at, ok, EVEN_K), tl.trans(a), total)
-        if TWICE:
-            more = tl.dot(read_weight(at + second, ok, EVEN_K), tl.trans(a), more)
-    return tl.trans(total), tl.trans(more)
 
 
 @triton.jit(do_not_specialize=["count", "pairs"])
@@ -268,32 +309,13 @@ def many_kernel(
     match = there & (given == expert)
     total = tl.sum(match.to(tl.int32), axis=0)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok, read = (column < width)[None, :], last_again(column, width, EVEN_N)
-    matrix = weight + expert * e_stride
     for first in range(0, bound(total), TILE):
         pair = chosen(match, place, first, TILE).to(tl.int64)
-        mask = (first + tl.arange(0, TILE) < total)[:, None] & ok
-        if GATE != "":
-            row, biases = (pair // times) * x_stride, expert * 2 * width
-            if GATE == "silu":
-                gate, up = dotted(
-                    x, row, matrix, read, width * n_stride, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, True
-                )
-                gate = with_bias(gate, bias, biases + column[None, :], ok, out)
-                up = with_bias(up, bias, biases + width + column[None, :], ok, out)
-            else:
-                both = last_again(tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS), 2 * width, EVEN_N)
-                found, _ = dotted(
-                    x, row, matrix, both, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
-                )
-                found = with_bias(found, bias, biases + both[None, :], both[None, :] >= 0, out)
-                gate, up = tl.split(tl.reshape(found, (TILE, COLUMNS, 2)))
-            found = activated(gate, up, out, alpha, limit, GATE)
-        else:
-            found, _ = dotted(
-                x, pair * x_stride, matrix, read, 0, n_stride, k_stride, size, EVEN_K, BLOCK, TILES, STAGES, False
-            )
-            found = with_bias(found, bias, expert * width + column[None, :], ok, out)
+        found = projected(
+            x, pair, expert, weight, bias, out, times, size, width, x_stride, e_stride, n_stride, k_stride, alpha,
+            limit, GATE, True, EVEN_K, EVEN_N, COLUMNS, BLOCK, TILES, STAGES,
+        )  # fmt: skip
+        mask = (first + tl.arange(0, TILE) < total)[:, None] & (column < width)[None, :]
         tl.store(out + pair[:, None] * width + column[None, :], found.to(out.dtype.element_ty), mask=mask)
     pdl_launch(PDL)
 

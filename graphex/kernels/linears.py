@@ -25,13 +25,14 @@ from graphex.ops.definition import Arguments, Declined
 
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
+PREFETCHED = 1024  # programs of one row: about as many as are on the device at a time
 ROWS_ADDED = 8  # by one program, where partial sums are added
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: silu of the first layer, times the
-    second.
+    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: this activation of the first layer,
+    times the second.
     """
 
     prologue: str  # "none", "rms_norm", "silu_mul"
@@ -44,7 +45,7 @@ class Job:
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
     residual: Tensor | None
-    gated: bool = False
+    gated: str = ""
 
     @property
     def rows(self) -> int:
@@ -97,7 +98,9 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
         return []
     done = with_prologue_done(job)
     results = reference.linears(done.x, done.weights, done.biases, done.residual)
-    return [called("graphex::silu_mul", *results)] if job.gated else results
+    if job.gated == "silu":
+        return [called("graphex::silu_mul", *results)]
+    return [reference.gate_mul(results[0], results[1], job.gated)] if job.gated else results
 
 
 class Part(NamedTuple):
@@ -125,16 +128,18 @@ def _parts(job: Job, bn: int) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """One row: tiles of `bn` rows of a weight and `bk` columns."""
+    """One row: tiles of `bn` rows of a weight and `bk` columns; `prefetch`: asked for while the kernel before runs."""
 
     bn: int
     bk: int
     warps: int
     stages: int = 1
+    prefetch: bool = False
 
     @property
     def name(self) -> str:
-        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
+        more = (f" {self.stages}s" if self.stages > 1 else "") + (" prefetch" if self.prefetch else "")
+        return f"gemv {self.bn}x{self.bk} {self.warps}w{more}"
 
     def prepare(self, job: Job) -> Prepared:
         columns = job.x.shape[-1]
@@ -146,6 +151,7 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
+            "PREFETCHED": PREFETCHED if self.prefetch else 0,
             "num_warps": self.warps,
         }
         parts = _parts(job, self.bn)
@@ -247,6 +253,8 @@ GEMVS = (
     Gemv(4, 2048, 8),
     Gemv(2, 2048, 4),
     Gemv(4, 1024, 8),
+    Gemv(4, 1024, 4, prefetch=True),
+    Gemv(2, 2048, 4, prefetch=True),
     Gemv(8, 512, 4, 4),
 )
 # By the rows of a tile.
@@ -285,7 +293,13 @@ SKINNIES = {
     ),
 }
 # A program of these has twice its tile of weights under config.
-GATED_GEMVS = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
+GATED_GEMVS = (
+    Gemv(2, 1024, 4),
+    Gemv(2, 2048, 8),
+    Gemv(2, 1024, 4, prefetch=True),
+    Gemv(4, 512, 4, 3),
+    Gemv(4, 512, 4, 4),
+)
 _MANY_GATED = (
     Skinny(32, 128, 4, 4),
     Skinny(32, 64, 4, 5),
@@ -388,7 +402,7 @@ def description(job: Job) -> str:
     sizes = "+".join(str(w.shape[0]) for w in job.weights)
     words = [
         job.prologue,
-        *(["gated"] if job.gated else []),
+        *([f"gated by {job.gated}"] if job.gated else []),
         str(job.x.dtype).removeprefix("torch."),
         f"{rows}x{job.x.shape[-1]} -> {sizes}",
     ]
@@ -398,12 +412,13 @@ def description(job: Job) -> str:
     return " ".join(words)
 
 
-def _run(call: Arguments, prologue: str = "none", gated: bool = False) -> Any:
+def _run(call: Arguments, prologue: str = "none") -> Any:
     """The results of a call of any op of the family: what an op has no argument for is as good as absent."""
     given = partial(getattr, call)
     x = call.gate if prologue == "silu_mul" else call.x
     norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
     up, gain, residual = given("up", None), given("gain", None), given("residual", None)
+    gated = given("activation", "")
     job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated)
     key = prologue, gated, len(job.weights), signature(*job.tensors())
     result = run_job(job, x, key, _PREPARED, _prepare)
@@ -420,11 +435,3 @@ def rms_norm_linears(call: Arguments) -> Any:
 
 def silu_mul_linears(call: Arguments) -> Any:
     return _run(call, "silu_mul")
-
-
-def gated_linears(call: Arguments) -> Any:
-    return _run(call, gated=True)
-
-
-def rms_norm_gated_linears(call: Arguments) -> Any:
-    return _run(call, "rms_norm", gated=True)

@@ -5,7 +5,8 @@
     combine_kernel    adds the partial sums of a skinny_kernel that splits K
 
 Several weights share a launch: blocks of rows are numbered through all of them, and a program finds its own. GATED is
-different: a program has the same rows of two weights, a gate and what it lets through, and stores silu(gate) * up.
+different: a program has the same rows of two weights, a gate and what it lets through, and stores their product. It is
+the activation of the gate, or empty.
 
 `gemv_kernel` reads the weights once and keeps them nowhere. It makes the norm or activation before the layer from x
 while it reads, and never rounds it: an RMSNorm scales the sums at the end, by the squares that were summed beside them.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu
+from graphex.kernels.arithmetic import pdl_launch, pdl_wait, prefetch, row_start, silu
 
 
 @triton.jit
@@ -58,13 +59,31 @@ def read_weight(pointers, ok, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, biases, n, ok):
-    """silu(gate) * up of two sums of products, with their biases."""
+def prefetch_rows(block, weight, size, stride, other, other_stride, K, BN: tl.constexpr, GATED: tl.constexpr,
+                  PREFETCHED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The rows of a block are on their way while its program waits. Later programs have nothing to wait for."""
+    if PDL and PREFETCHED:
+        late = tl.maximum(tl.program_id(0) - (PREFETCHED - 1), 0)
+        for i in tl.static_range(BN):
+            row = tl.minimum(block * BN + i, size - 1).to(tl.int64)
+            prefetch(weight + row * stride, K, late, PDL)
+            if GATED:
+                prefetch(other + row * other_stride, K, late, PDL)
+
+
+@triton.jit
+def gated(gate, up, biases, n, ok, GATED: tl.constexpr):
+    """The activation of the gate times up, of two sums of products with their biases."""
     if biases[0] is not None:
         gate += tl.load(biases[0] + n, mask=ok, other=0.0).to(tl.float32)
     if biases[1] is not None:
         up += tl.load(biases[1] + n, mask=ok, other=0.0).to(tl.float32)
-    return silu(gate, False) * up
+    if GATED == "silu":
+        return silu(gate, False) * up
+    elif GATED == "gelu_tanh":  # the tanh as a sigmoid, in which nothing cancels
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    else:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
 
 
 @triton.jit
@@ -111,10 +130,12 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_wait(PDL)
     which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
+    prefetch_rows(block, weight, size, stride, weights[-1], strides[-1], K, BN, GATED, PREFETCHED, PDL)
+    pdl_wait(PDL)
     n = block * BN + tl.arange(0, BN)
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
     row = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * stride
@@ -143,7 +164,7 @@ def gemv_kernel(
         total *= rstd
         up_total *= rstd
     if GATED:
-        total = gated(total, up_total, biases, n, n < size)
+        total = gated(total, up_total, biases, n, n < size, GATED)
     for i in tl.static_range(len(outs)):
         if which == i:
             ok = n < size
@@ -259,7 +280,7 @@ def skinny_kernel(
     row_ok = row < rows
     n_ok = (n < size)[None, :]
     if GATED:
-        total = gated(total, up_total, biases, n[None, :], n_ok)
+        total = gated(total, up_total, biases, n[None, :], n_ok, GATED)
     if partial is None:
         _store_results(
             total,
@@ -311,6 +332,7 @@ def combine_kernel(
     total = tl.zeros((ROWS, BN), tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(partial + at + part * columns * rows, mask=ok, other=0.0)
+    pdl_launch(PDL)
     n = block_here * BN + column
     n_ok = n < size
     _store_results(

@@ -20,6 +20,7 @@ from graphex.kernels.arithmetic import (
     TRITON_TYPES,
     larger,
     of_columns,
+    pdl_launch,
     pdl_wait,
     quantised,
     rounded,
@@ -151,6 +152,7 @@ def norm_kernel(
         ok = row_ok & (column < columns)
         value = _summed(x1, x2, total, start1 + column, start2 + column, start + column, ok, X)
         squares += value * value
+    pdl_launch(PDL)
     rstd = tl.rsqrt(tl.div_rn(tl.sum(squares, 1, keep_dims=True), columns * 1.0) + eps)
     if rstd_out is not None:
         tl.store(rstd_out + one, rstd, mask=row_ok)

@@ -65,6 +65,8 @@ def generate(
     if _from_caller("assistant_model") is not None or generation_config.prompt_lookup_num_tokens is not None:
         record = FellBack("generation", "tokens are not guessed ahead", "the loop has no use for an assistant")
         sessions.journal.fall_back(record)
+    if model_kwargs.get("attention_mask") is None and _counts_by_mask(model):
+        model_kwargs["attention_mask"] = _nothing_masked(input_ids, model_kwargs)
     wanted = Wanted.of(*given, model_kwargs, partial(_users, sessions, model, input_ids))
     if isinstance(wanted, str):
         return _left_to_transformers(sessions, wanted, model, given, synced_gpus, streamer, model_kwargs)
@@ -105,6 +107,19 @@ def why_not(
         return "the model and the prompt are not on one device"
     others = [name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and isinstance(value, Tensor)]
     return f"the model is called with '{others[0]}'" if others else ""
+
+
+def _counts_by_mask(model: Any) -> bool:
+    """Whether a model that gets no mask makes one, as long as the cache says on the host: OPT and its like."""
+    forwards = (inspect.signature(each.forward) for each in model.modules())
+    return any("past_key_values_length" in each.parameters for each in forwards)
+
+
+def _nothing_masked(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    embeds = model_kwargs.get("inputs_embeds")
+    prompt = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    past = int(model_kwargs["past_key_values"].get_seq_length())
+    return input_ids.new_ones((input_ids.shape[0], past + prompt))
 
 
 def _users(sessions: Sessions, model: Any, input_ids: Tensor, processor: Any) -> tuple[Process, Hashable] | str:

@@ -4,7 +4,7 @@
     linears             query, key and value of one hidden state; a projection and the residual added to its result
     rms_norm_linears    the same, of an RMSNorm: the gain and the scale of a row can be folded into the products
     silu_mul_linears    the projection after a gated activation
-    gated_linears, rms_norm_gated_linears      the two before it: silu of the first, times the second
+    gated_linears, rms_norm_gated_linears      the two before it: the activation of the first, times the second
 
 The weights stay where they are: nothing is joined, copied or assumed constant. The linear layers
 are for inference: they have no derivative.
@@ -51,6 +51,18 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""
     check_alike("gate and up", gate, up)
     return functional.silu(gate) * up
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""Of a gate: torch's `silu` and `gelu`, and `gelu` with `approximate="tanh"`."""
+
+
+def gate_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What a gate lets through."""
+    if activation == "silu":
+        made: Tensor = _silu_mul(gate, up)
+        return made
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 _rms_norm, _silu_mul = with_kernel("graphex::rms_norm"), with_kernel("graphex::silu_mul")
@@ -112,7 +124,8 @@ def _fake_linears(x: Tensor, weights: list[Tensor], biases: Biases, residual: Te
     return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
-def _check_gated(weights: Sequence[Tensor]) -> None:
+def _check_gated(weights: Sequence[Tensor], activation: str) -> None:
+    require(activation in ACTIVATIONS, lambda: f"the activation of a gate is one of {ACTIVATIONS}; got {activation!r}")
     require(len(weights) == 2, lambda: f"a gate and what it lets through are two weights; there are {len(weights)}")
     gate, up = weights
     require(
@@ -189,27 +202,27 @@ def silu_mul_linears(
 
 
 @op(
-    "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
-    kernel="linears.gated_linears",
+    "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases, str activation='silu') -> Tensor",
+    kernel="linears.linears",
     rows=RowRule("last_dim", ("x",)),
 )
-def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tensor:
+def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: str = "silu") -> Tensor:
     """Two linear layers of the same x, a gate and what it lets through.
 
         gate, up = linears(x, weights, biases)
-        h        = silu_mul(gate, up)
+        h        = silu(gate) * up                      or `gelu`, or `gelu_tanh`
 
     A kernel may leave out the roundings of gate and up.
     """
-    _check_gated(weights)
-    made: Tensor = _silu_mul(*linears(x, weights, biases))
-    return made
+    _check_gated(weights, activation)
+    gate, up = linears(x, weights, biases)
+    return gate_mul(gate, up, activation)
 
 
 @op(
     "graphex::rms_norm_gated_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
-    "Tensor[] weights, Tensor?[] biases) -> Tensor",
-    kernel="linears.rms_norm_gated_linears",
+    "Tensor[] weights, Tensor?[] biases, str activation='silu') -> Tensor",
+    kernel="linears.rms_norm_linears",
     rows=RowRule("last_dim", ("x",)),
 )
 def rms_norm_gated_linears(
@@ -220,15 +233,15 @@ def rms_norm_gated_linears(
     cast_before_weight: bool,
     weights: Sequence[Tensor],
     biases: Biases,
+    activation: str = "silu",
 ) -> Tensor:
     """`gated_linears` of an RMSNorm.
 
         gate, up = rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)
-        h        = silu_mul(gate, up)
+        h        = silu(gate) * up                      or `gelu`, or `gelu_tanh`
 
     A kernel may leave out the roundings of the norm, gate and up.
     """
-    _check_gated(weights)
-    norm = eps, weight_offset, cast_before_weight
-    made: Tensor = _silu_mul(*rms_norm_linears(x, gain, *norm, weights, biases))
-    return made
+    _check_gated(weights, activation)
+    gate, up = rms_norm_linears(x, gain, eps, weight_offset, cast_before_weight, weights, biases)
+    return gate_mul(gate, up, activation)

@@ -8,6 +8,14 @@
 `gate_up[experts]` copies the weights of every chosen expert of every token before they are multiplied with, which takes
 longer than all else. The form is that of transformers ("batched_mm"); how tokens choose experts does not matter. Gates
 are `silu(gate) * up` of two halves, and GPT-OSS's, which alternate and are limited.
+
+Its other form ("grouped_mm") sorts the pairs of a token and an expert first, and undoes that at the end:
+
+    experts -> sort -> counted (histc, cumsum)
+    x[order // k] -> _grouped_mm(gate_up, counted) -> (+ bias) -> gate -> _grouped_mm(down, counted) -> (+ bias)
+      -> times weights[order] -> [order backwards] -> view [T, k, H] -> sum over k ...
+
+It may put zeros where an expert is none of those there are. No such number comes from a `topk` among all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ class LiftExperts(IdiomPass):
     rule = "lift_experts"
 
     def concerns(self, graph: Graph) -> bool:
-        return any(node.target is aten.bmm.default for node in graph.nodes)
+        return any(node.target in (aten.bmm.default, aten._grouped_mm.default) for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
         if work.phase != "inference" or not work.allows(self.rule):
@@ -151,22 +159,28 @@ def _site(node: Any) -> Site | None:
     if node.target is not aten.sum.dim_IntList or list(node.args[1]) != [1] or len(node.args) > 2 or node.kwargs:
         return None
     view = called(node.args[0], aten.view.default)
-    times = None if view is None else called(view.args[0], aten.mul.Tensor)
-    if view is None or times is None or len(view.meta["val"].shape) != 3:
+    if view is None or len(view.meta["val"].shape) != 3:
         return None
-    weights = called(times.args[1], aten.unsqueeze.default)
-    down = _linear(times.args[0])
-    if weights is None or down is None or weights.args[1] not in (-1, 1) or weights.args[0].meta["val"].dim() != 1:
+    inner = {node, view}
+    order = _sorted(view.args[0], inner)
+    times = called(view.args[0] if order is None else view.args[0].args[0], aten.mul.Tensor)
+    spread = None if times is None else called(times.args[1], aten.unsqueeze.default)
+    if times is None or spread is None or spread.args[1] not in (-1, 1) or spread.args[0].meta["val"].dim() != 1:
         return None
-    inner = {node, view, times, weights, *down.inner}
+    weights = spread.args[0] if order is None else _indexed(spread.args[0], order.places, inner)
+    down = _linear(times.args[0], order)
+    if weights is None or down is None:
+        return None
+    inner |= {times, spread, *down.inner}
     gate = _silu(down.x, inner) or _clamped(down.x, inner)
     if gate is None:
         return None
     projected, activation, numbers = gate
-    up = _linear(projected)
+    up = _linear(projected, order)
     if up is None:
         return None
-    x = _repeated(up.x, inner, view.meta["val"].shape[1])
+    count = view.meta["val"].shape[1]
+    x = _repeated(up.x, inner, count) if order is None else _gathered(up.x, order, inner, count)
     if x is None:
         return None
     cast = _only_user(node)
@@ -174,7 +188,7 @@ def _site(node: Any) -> Site | None:
     if cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) == {"dtype"}:
         end = cast
         inner.add(cast)
-    return Site(end, inner | up.inner, x, down.experts, weights.args[0], up, down, activation, *numbers)
+    return Site(end, inner | up.inner, x, down.experts, weights, up, down, activation, *numbers)
 
 
 def _only_user(node: Node) -> Node | None:
@@ -193,10 +207,111 @@ def called(node: Any, target: Any) -> Any:
     return node if isinstance(node, Node) and node.target is target else None
 
 
-def _linear(node: Any) -> Linear | None:
-    """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias."""
+@dataclass
+class Order:
+    """Pairs of a token and an expert, sorted by expert: `sort(experts)` are the `numbers` and their `places`."""
+
+    experts: Node
+    numbers: Node
+    places: Node
+
+    def unmasked(self, node: Any, inner: set[Node]) -> Any:
+        """What `masked_fill(rows, numbers >= E, 0)` leaves as it is, since all experts are below E."""
+        filled = called(node, aten.masked_fill.Scalar)
+        spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
+        beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
+        if filled is None or beyond is None or filled.args[2] != 0 or beyond.args[0] is not self.numbers:
+            return node
+        if spread.args[1] not in (-1, 1) or not _chosen_among(self.experts, beyond.args[1]):
+            return node
+        inner |= {filled, spread, beyond}
+        return filled.args[0]
+
+    def is_sorted_by(self, index: Any, inner: set[Node]) -> bool:
+        """Whether an index is that of the sorted pairs: their experts, which may be limited to those that there are."""
+        clamp = called(index, aten.clamp.default)
+        if clamp is not None and clamp.args[0] is self.numbers and clamp.args[1] is None and len(clamp.args) == 3:
+            inner.add(clamp)
+            return _chosen_among(self.experts, clamp.args[2] + 1)
+        return index is self.numbers
+
+
+def _chosen_among(experts: Any, count: Any) -> bool:
+    """Whether the numbers of experts are flat results of a `topk` among so many."""
+    view = called(experts, aten.view.default)
+    chosen = None if view is None else called(view.args[0], operator.getitem)
+    top = None if chosen is None or chosen.args[1] != 1 else called(chosen.args[0], aten.topk.default)
+    if top is None:
+        return False
+    among = top.args[0].meta["val"]
+    dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
+    return dim % among.dim() == among.dim() - 1 and among.shape[-1] == count
+
+
+def _sorted(node: Any, inner: set[Node]) -> Order | None:
+    """The order that `node`, the rows of pairs, is brought back from: `rows[empty.index_put(places, 0, 1, ...)]`."""
+    rows = called(node, aten.index.Tensor)
+    back = None if rows is None else called(_only_index(rows), aten.index_put.default)
+    if back is None or len(back.args) != 3 or back.kwargs or called(back.args[0], aten.empty_like.default) is None:
+        return None
+    counting, places = called(back.args[2], aten.arange.default), called(_only_index(back), operator.getitem)
+    sort = None if places is None or places.args[1] != 1 else called(places.args[0], aten.sort.default)
+    if counting is None or sort is None or len(sort.args) != 1 or sort.kwargs or len(counting.args) != 1:
+        return None
+    if back.args[0].args[0] is not places or counting.args[0] != places.meta["val"].shape[0]:
+        return None
+    numbers = next((user for user in sort.users if user.target is operator.getitem and user.args[1] == 0), None)
+    if numbers is None or sort.args[0].meta["val"].dim() != 1:
+        return None
+    inner |= {rows, back, back.args[0], counting, places, sort, numbers}
+    return Order(sort.args[0], numbers, places)
+
+
+def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
+    """What is indexed by `by`, along the first dimension."""
+    index = called(node, aten.index.Tensor)
+    if index is None or _only_index(index) is not by:
+        return None
+    inner.add(index)
+    found: Node = index.args[0]
+    return found
+
+
+def _gathered(node: Any, order: Order, inner: set[Node], times: Any) -> Node | None:
+    """The tokens of sorted pairs, of which each token has so many: `x[places // times]`."""
+    rows = called(order.unmasked(node, inner), aten.index.Tensor)
+    token = None if rows is None else called(_only_index(rows), aten.floor_divide.default)
+    if rows is None or token is None or token.args != (order.places, times) or rows.args[0].meta["val"].dim() != 2:
+        return None
+    inner |= {rows, token}
+    found: Node = rows.args[0]
+    return found
+
+
+def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]) -> Linear | None:
+    """`_grouped_mm(x, weight, ends)` of sorted rows, where `ends` count the pairs of each expert."""
+    product = called(node, aten._grouped_mm.default)
+    ends = None if product is None or len(product.args) != 3 else called(product.args[2], aten.cumsum.default)
+    counts = None if ends is None or ends.args[1] != 0 else called(ends.args[0], aten.histc.default)
+    cast = None if counts is None else called(counts.args[0], aten._to_copy.default)
+    if product is None or product.kwargs or cast is None or cast.args[0] is not order.numbers or ends is None:
+        return None
+    turned = called(product.args[1], aten.transpose.int)
+    weight = product.args[1] if turned is None else turned.args[0]
+    experts = weight.meta["val"].shape[0]
+    if counts is None or counts.args[1:] != (experts, 0, experts - 1) or weight.meta["val"].dim() != 3:
+        return None
+    if turned is not None and {each % 3 for each in turned.args[1:]} != {1, 2}:
+        return None
+    found = Linear(product.args[0], weight, bias, order.experts, turned is None)
+    found.inner = inner | {product, ends, counts, cast} | (set() if turned is None else {turned})
+    return found
+
+
+def _linear(node: Any, order: Order | None) -> Linear | None:
+    """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias; or of sorted rows."""
     inner: set[Node] = set()
-    node = _through(node, inner)
+    node = _through(node if order is None else order.unmasked(node, inner), inner)
     bias = None
     if (added := called(node, aten.add.Tensor)) is not None and not added.kwargs:
         bias = called(added.args[1], aten.index.Tensor)
@@ -204,6 +319,9 @@ def _linear(node: Any) -> Linear | None:
             return None
         inner |= {added, bias}
         node = added.args[0]
+    if order is not None:
+        known = bias is None or order.is_sorted_by(_only_index(bias), inner)
+        return _grouped_linear(node, order, None if bias is None else bias.args[0], inner) if known else None
     squeezed = called(node, aten.squeeze.dim)
     product = None if squeezed is None else called(squeezed.args[0], aten.bmm.default)
     if squeezed is None or product is None:

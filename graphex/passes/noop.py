@@ -79,7 +79,14 @@ def _exponent_one(node: Node) -> bool:
 
 
 def _single_tensor(node: Node) -> bool:
-    return isinstance(node.args[0], Sequence) and len(node.args[0]) == 1
+    return isinstance(node.args[0], Sequence) and len(_with_elements(node.args[0])) == 1
+
+
+def _with_elements(parts: Sequence[Any]) -> list[Any]:
+    """The parts of a concatenation, but for those that are known to be empty."""
+    values = [part.meta.get("val") if isinstance(part, Node) else None for part in parts]
+    empty = [value is not None and any(known_equal(size, 0) for size in value.shape) for value in values]
+    return [part for part, is_empty in zip(parts, empty, strict=True) if not is_empty]
 
 
 def _row(rule: str, reason: str, holds: Callable[[Node], bool], *ops: Any, keeps: int = 0) -> dict[Any, Noop]:
@@ -172,6 +179,6 @@ def _why_run(node: Node, noop: Noop) -> str | None:
 
 def _kept(node: Node, noop: Noop) -> Node | None:
     value = node.args[noop.keeps] if len(node.args) > noop.keeps else None
-    if isinstance(value, Sequence) and len(value) == 1:  # cat([x])
-        value = value[0]
+    if isinstance(value, Sequence) and len(parts := _with_elements(value)) == 1:  # cat([x])
+        value = parts[0]
     return value if isinstance(value, Node) else None

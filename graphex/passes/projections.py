@@ -14,7 +14,8 @@ known the op decides when it runs. What a rule of the user's is going to take is
     after:   h = rms_norm_gated_linears(x, g, ..., [wg, wu], ...);  y, = linears(h, [w], [None], r)
 
 `FoldGates` runs behind `FoldProjections`, on the ops that it has made: one op makes a gate and the values that it lets
-through, and neither is written to memory. The new op stands where the two layers stood: it reads what they read.
+through, and neither is written to memory. The new op stands where the two layers stood: it reads what they read. Gates
+are `silu` and `gelu`; both layers may be the halves of one weight, of which the op reads two views.
 `projection_plans` decides which layers join.
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -272,7 +274,25 @@ _WITH_GATE: dict[Any, Any] = {
     ops.linears.default: ops.gated_linears.default,
     ops.rms_norm_linears.default: ops.rms_norm_gated_linears.default,
 }
-_ACTIVATIONS = (ops.silu_mul.default, ops.silu_mul_linears.default)
+_SILU = (ops.silu_mul.default, ops.silu_mul_linears.default)
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class _Gate:
+    """A product of a gate and what it lets through, which come from layers of one input, through `inner`."""
+
+    product: Node
+    gate: Node
+    up: Node
+    activation: str
+    layers: Node
+    inner: tuple[Node, ...]
+    halved: bool  # both are halves of one layer's result
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(int(part.args[1]) for part in (self.gate, self.up))  # type: ignore[arg-type]
 
 
 class FoldGates(IdiomPass):
@@ -288,13 +308,13 @@ class FoldGates(IdiomPass):
             return
         matches = candidates = 0
         for node in list(work.graph.nodes):
-            layers = _layers_before(node)
-            if layers is None:
+            gate = _gate_at(node)
+            if gate is None:
                 continue
             candidates += 1
-            refusal = _why_no_gate(work, node, layers)
+            refusal = _why_no_gate(work, gate)
             if refusal is None:
-                _fold_gate(work, mode, node, layers)
+                _fold_gate(work, mode, gate)
                 matches += 1
             else:
                 work.refuse(node, refusal, rule=GATE)
@@ -302,28 +322,60 @@ class FoldGates(IdiomPass):
             _count(work, GATE, matches, candidates)
 
 
-def _layers_before(node: Node) -> Node | None:
-    """The two layers that make the gate and the rest of an activation."""
-    if node.target not in _ACTIVATIONS:
-        return None
-    gate, up = (arguments(node)[name] for name in ("gate", "up"))
+def _gate_at(node: Node) -> _Gate | None:
+    gate, up, activation, between = _activation_at(node)
     parts = [each for each in (gate, up) if isinstance(each, Node) and each.target is operator.getitem]
     if len(parts) != 2 or parts[0].args[0] is not parts[1].args[0] or gate is up:
         return None
-    layers = parts[0].args[0]
-    return layers if isinstance(layers, Node) and layers.target in _WITH_GATE else None
+    source: Any = parts[0].args[0]
+    whole = _halved(source)
+    layers = source if whole is None else whole.args[0]
+    if layers.target not in _WITH_GATE:
+        return None
+    behind = (*layers.users, *(() if whole is None else (source, *source.users)), *between)
+    return _Gate(node, gate, up, activation, layers, behind, whole is not None)
 
 
-def _why_no_gate(work: Work, node: Node, layers: Node) -> Refusal | None:
+def _activation_at(node: Node) -> tuple[Any, Any, str, tuple[Node, ...]]:
+    """The gate of a product and what it lets through, the activation, and its node where that is another one."""
+    if node.target in _SILU:
+        given = arguments(node)
+        return given["gate"], given["up"], "silu", ()
+    if node.target is aten.mul.Tensor and len(node.all_input_nodes) == 2:
+        for gelu, up in (node.args, node.args[::-1]):
+            if isinstance(gelu, Node) and gelu.target is aten.gelu.default and _same_type(node, gelu, up):
+                given = arguments(gelu)
+                return given["self"], up, _GELU[given["approximate"]], (gelu,)
+    return None, None, "", ()
+
+
+def _same_type(*nodes: Any) -> bool:
+    return len({node.meta["val"].dtype for node in nodes}) == 1
+
+
+def _halved(split: Any) -> Any:
+    """The only result of a layer that `split` cuts into two halves, along the last dimension."""
+    if split.target is not aten.split.Tensor:
+        return None
+    whole, value = split.args[0], split.args[0].meta["val"]
+    halves = [part.shape[-1] for part in split.meta["val"]]
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    if whole.target is not operator.getitem or dim % value.dim() != value.dim() - 1:
+        return None
+    return whole if len(halves) == 2 and isinstance(halves[0], int) and halves[0] == halves[1] else None
+
+
+def _why_no_gate(work: Work, gate: _Gate) -> Refusal | None:
+    node, layers = gate.product, gate.layers
     given = arguments(layers)
-    if len(given["weights"]) != 2:
+    if len(given["weights"]) != (1 if gate.halved else 2):
         return Refusal(f"'{layers.name}' is {len(given['weights'])} layers", node)
     if given.get("residual") is not None:
         return Refusal(f"'{layers.name}' adds a residual", node)
-    for part in layers.users:
-        if (stranger := next((user for user in part.users if user is not node), None)) is not None:
+    for part in gate.inner:
+        if (stranger := next((user for user in part.users if user not in (node, *gate.inner)), None)) is not None:
             return Refusal(f"'{part.name}' is also {used_by(stranger)}", node)
-    if sum(leaf in layers.users for leaf in node_leaves((node.args, node.kwargs))) > 2:
+    if sum(leaf in gate.inner for leaf in node_leaves((node.args, node.kwargs))) > 2:
         return Refusal(f"'{node.name}' reads the gate or what it lets through once more", node)
     if (apart := elsewhere(layers, node)) is not None:
         return apart
@@ -332,24 +384,33 @@ def _why_no_gate(work: Work, node: Node, layers: Node) -> Refusal | None:
     return None
 
 
-def _fold_gate(work: Work, mode: FakeTensorMode, node: Node, layers: Node) -> None:
+def _fold_gate(work: Work, mode: FakeTensorMode, gate: _Gate) -> None:
+    node, layers = gate.product, gate.layers
     given, call = arguments(layers), arguments(node)
-    parts = list(layers.users)
-    order = [part.args[1] for part in (call["gate"], call["up"])]
-    weights, biases = ([given[name][index] for index in order] for name in ("weights", "biases"))
+    weights, biases = (_two(work, mode, gate, given[name]) for name in ("weights", "biases"))
     first = [value for name, value in given.items() if name not in ("weights", "biases", "residual")]
-    made = _made(work, mode, _WITH_GATE[layers.target], (*first, weights, biases), [layers, *parts, node], layers)
-    if node.target is ops.silu_mul.default:
-        result = made
-    else:
+    args = (*first, weights, biases, gate.activation)
+    made = result = _made(work, mode, _WITH_GATE[layers.target], args, [layers, *gate.inner, node], layers)
+    if node.target is ops.silu_mul_linears.default:
         rest = (made, call["weights"], call["biases"], call["residual"])
         result = _made(work, mode, ops.linears.default, rest, [node], node)
-    line = node_line(node)
-    because = f"'{parts[0].name}' and '{parts[-1].name}' are read by '{node.name}' alone"
-    work.fused([layers.name, node.name], list(dict.fromkeys([made, result])), rule=GATE, because=because, line=line)
+    because = f"'{gate.gate.name}' and '{gate.up.name}' are read by '{node.name}' alone"
+    made_here = list(dict.fromkeys([made, result]))
+    work.fused([layers.name, node.name], made_here, rule=GATE, because=because, line=node_line(node))
     node.replace_all_uses_with(result)
-    for old in (node, *parts, layers):
+    for old in (node, *reversed(gate.inner), layers):
         work.graph.erase_node(old)
+
+
+def _two(work: Work, mode: FakeTensorMode, gate: _Gate, given: list[Any]) -> list[Any]:
+    """The weights, or biases, of the gate and of what it lets through."""
+    if not gate.halved:
+        return [given[index] for index in gate.order]
+    if given[0] is None:
+        return [None, None]
+    size = gate.gate.meta["val"].shape[-1]
+    bounds = [(0, index * size, (index + 1) * size) for index in gate.order]
+    return [_made(work, mode, aten.slice.Tensor, (given[0], *at), [gate.layers], gate.layers) for at in bounds]
 
 
 def _made(work: Work, mode: FakeTensorMode, op: Any, args: tuple[Any, ...], replaced: list[Node], before: Node) -> Node:

@@ -53,6 +53,9 @@ class LiftRouters(IdiomPass):
 
     def _replace(self, work: Work, router: Router) -> None:
         graph = work.graph
+        if (clamp := router.clamp) is not None:
+            clamp.replace_all_uses_with(clamp.args[0])
+            graph.erase_node(clamp)
         nodes = [node for node in graph.nodes if node in router.inner]
         line = node_line(nodes[-1])
         with graph.inserting_before(next(node for node in graph.nodes if node in router.ends)):
@@ -72,7 +75,10 @@ class LiftRouters(IdiomPass):
 
 @dataclass
 class Router:
-    """`ends` are the weights and the numbers of experts, [T, k]; `inner` are all nodes between the logits and these."""
+    """`ends` are the weights and the numbers of experts, [T, k]; `inner` are all nodes between the logits and these.
+
+    `clamp` limits the numbers to those that there are, which all of them are anyway.
+    """
 
     ends: tuple[Node, Node]
     inner: set[Node]
@@ -85,6 +91,7 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    clamp: Any = None
     arguments: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,14 +110,28 @@ def _router(numbers: Any, weights: Any) -> Router | Refusal:
 
 
 def _known(numbers: Any, weights: Any) -> Router | None:
-    chosen, values = called(numbers, aten.view.default), called(weights, aten.view.default)
+    clamp = called(numbers, aten.clamp.default)
+    chosen = called(numbers if clamp is None else clamp.args[0], aten.view.default)
+    values = called(weights, aten.view.default)
     if chosen is None or values is None:
         return None
     chosen, values = called(chosen.args[0], operator.getitem), values.args[0]
     top = None if chosen is None or chosen.args[1] != 1 else _top(chosen.args[0])
     if chosen is None or top is None or not isinstance(values, Node) or values.meta["val"].dim() != 2:
         return None
-    return _of_the_chosen(chosen, values, top) or _of_all(chosen, values, top)
+    if clamp is not None and not _keeps_all(clamp, top.args[0].meta["val"].shape[-1]):
+        return None
+    found = _of_the_chosen(chosen, values, top) or _of_all(chosen, values, top)
+    if found is not None:
+        found.clamp = clamp
+    return found
+
+
+def _keeps_all(clamp: Any, count: Any) -> bool:
+    """Whether numbers from 0 to below `count` stay as they are."""
+    lowest, highest = (*clamp.args[1:], None)[:2]
+    above = highest is None or (isinstance(count, int) and highest >= count - 1)
+    return not clamp.kwargs and (lowest is None or lowest <= 0) and above
 
 
 def _top(node: Any) -> Any:

@@ -38,7 +38,7 @@ def job(
     residual: bool = False,
     cast_first: bool = True,
     offset: float = 0.0,
-    gated: bool = False,
+    gated: str = "",
 ) -> Job:
     return Job(
         prologue,
@@ -58,7 +58,7 @@ def job(
 def call(of: Job) -> list[Tensor]:
     if of.gated:
         norm = of.gain, of.eps, of.offset, of.cast_first
-        layers = of.weights, of.biases
+        layers = of.weights, of.biases, of.gated
         return [GX.gated_linears(of.x, *layers) if of.gain is None else GX.rms_norm_gated_linears(of.x, *norm, *layers)]
     if of.prologue == "rms_norm":
         return GX.rms_norm_linears(of.x, of.gain, of.eps, of.offset, of.cast_first, of.weights, of.biases)
@@ -89,8 +89,8 @@ def test_every_tile_agrees_with_float64(rows, dtype):
     jobs = [
         job("rms_norm", (rows,), 4096, (512, 130, 64), dtype),
         job("silu_mul", (rows,), 1500, (257,), dtype, residual=True, biased=(0,)),
-        job("rms_norm", (rows,), 2048, (300, 300), dtype, biased=(1,), gated=True),
-        job("none", (rows,), 1000, (129, 129), dtype, biased=(0,), gated=True),
+        job("rms_norm", (rows,), 2048, (300, 300), dtype, biased=(1,), gated="silu"),
+        job("none", (rows,), 1000, (129, 129), dtype, biased=(0,), gated="gelu_tanh"),
     ]
     tuning.compile_all([candidate for each in jobs for candidate in linears.candidates(each).values()])
     for each in jobs:
@@ -118,7 +118,7 @@ def test_random_shapes_and_strides():
             offset=choose.choice([0.0, 1.0]),
         )
         if len(sizes) == 2 and prologue != "silu_mul":
-            both = job(prologue, lead, 1000, (sizes[0], sizes[0]), dtype, gap=3, gated=True)
+            both = job(prologue, lead, 1000, (sizes[0], sizes[0]), dtype, gap=3, gated="silu")
             check(likely(both), both)
             assert torch.equal(call(both)[0], check_free(both)[0])
         check(likely(each), each)

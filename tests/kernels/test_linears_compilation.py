@@ -67,5 +67,5 @@ def test_several_rows(rows, way, monkeypatch):
     ],
 )
 def test_a_gate_and_what_it_lets_through(rows, way, monkeypatch):
-    _, shared = compiled(way, replace(zeros_job(rows, "none", (256, 256)), gated=True), monkeypatch)
+    _, shared = compiled(way, replace(zeros_job(rows, "none", (256, 256)), gated="silu"), monkeypatch)
     assert shared <= MOST_SHARED

@@ -10,7 +10,7 @@ import torch
 import graphex
 from tests.harness.generating import FAMILIES, GREEDY, built, looped, prompt, reasons
 
-COMPILED = ("llama", "mistral", "gemma3", "gpt_oss")
+COMPILED = ("llama", "mistral", "gemma3", "gpt_oss", "opt")
 
 
 @pytest.mark.usefixtures("captures", "uncompiled")

@@ -26,6 +26,20 @@ def plain(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Te
     return functional.silu(linear(x, gate, gate[:, 0].contiguous())) * linear(x, up)
 
 
+def by_gelu(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    y = norm(x, gain)
+    return linear(functional.gelu(linear(y, gate), approximate="tanh") * linear(y, up), down)
+
+
+def by_exact_gelu(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return linear(x, up) * functional.gelu(linear(x, gate))
+
+
+def halves(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    let_through, opened = linear(norm(x, gain), gate, gate[:, 0].contiguous()).chunk(2, -1)
+    return functional.silu(opened) * let_through
+
+
 def inputs(*shape: int) -> tuple[Tensor, ...]:
     return half(*shape), half(WIDTH), *weights(HIDDEN, HIDDEN), *weights(WIDTH, columns=HIDDEN)
 
@@ -37,6 +51,9 @@ def inputs(*shape: int) -> tuple[Tensor, ...]:
         (normed, ["rms_norm_gated_linears", "linears"]),
         (up_first, ["rms_norm_gated_linears", "linears"]),
         (plain, ["gated_linears"]),
+        (by_gelu, ["rms_norm_gated_linears", "linears"]),
+        (by_exact_gelu, ["gated_linears"]),
+        (halves, ["rms_norm_gated_linears"]),
     ],
 )
 def test_a_gate_is_folded(fn, ops, shape):
@@ -84,6 +101,17 @@ def test_what_is_needed_elsewhere_stays(fn, reason):
     assert "silu_mul_linears" in folded.shown
 
 
+def half_used(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    opened, let_through = linear(x, gate).chunk(2, -1)
+    return functional.gelu(opened) * let_through, let_through + 1
+
+
+def test_a_half_that_is_used_elsewhere_stays():
+    folded = Folded(half_used, *inputs(2, WIDTH))
+    assert folded.counts[RULE] == (0, 1)
+    assert "is also used by 'add" in folded.reasons(RULE)[0]
+
+
 def test_layers_in_a_row():
     def model(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return normed(normed(x, gain, gate, up, down), gain, up, gate, down)
@@ -98,11 +126,17 @@ def itself(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> T
     return functional.silu(opened) * opened
 
 
-def halves(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    opened, let_through = linear(x, gate).chunk(2, -1)
+def thirds(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    opened, let_through, _ = linear(x, gate[:6]).chunk(3, -1)
     return functional.silu(opened) * let_through
 
 
-@pytest.mark.parametrize("fn", [itself, halves])
-def test_one_layer_is_no_pair(fn):
-    assert RULE not in Folded(fn, *inputs(2, WIDTH)).shown
+def gelu_of_both(x: Tensor, gain: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return functional.gelu(linear(x, gate)) * functional.gelu(linear(x, up))
+
+
+@pytest.mark.parametrize("fn", [itself, thirds, gelu_of_both])
+def test_what_is_no_gate_stays(fn):
+    folded = Folded(fn, *inputs(2, WIDTH))
+    assert RULE not in folded.shown
+    assert RULE not in folded.counts

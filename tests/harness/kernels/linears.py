@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from graphex.kernels.linears import Config, Job
 from graphex.ops.norms import weighted
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name == "silu":
+        return functional.silu
+    return partial(functional.gelu, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 def exact(job: Job, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -21,7 +30,7 @@ def exact(job: Job, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         x = functional.silu(x) * wide(job.up)
     results = [functional.linear(x, wide(w), wide(b)) for w, b in zip(job.weights, job.biases, strict=True)]
     if job.gated:
-        return [functional.silu(results[0]) * results[1]]
+        return [_activation(job.gated)(results[0]) * results[1]]
     return results if job.residual is None else [wide(job.residual) + results[0]]
 
 
@@ -34,7 +43,7 @@ def eager(job: Job) -> list[Tensor]:
         x = functional.silu(x) * job.up
     results = [functional.linear(x, w, b) for w, b in zip(job.weights, job.biases, strict=True)]
     if job.gated:
-        return [functional.silu(results[0]) * results[1]]
+        return [_activation(job.gated)(results[0]) * results[1]]
     return results if job.residual is None else [job.residual + results[0]]
 
 

@@ -241,9 +241,9 @@ def silu_mul_linears(make: Maker) -> Iterator[Sample]:
 
 
 def gated_linears(make: Maker) -> Iterator[Sample]:
-    for x, weights, biases in _linear_inputs(make):
+    for at, (x, weights, biases) in enumerate(_linear_inputs(make)):
         gate, up = weights[0], make(*weights[0].shape)
-        yield Sample((x, [gate, up], [biases[0], None]))
+        yield Sample((x, [gate, up], [biases[0], None], ("silu", "gelu", "gelu_tanh")[at % 3]))
 
 
 def rms_norm_gated_linears(make: Maker) -> Iterator[Sample]:

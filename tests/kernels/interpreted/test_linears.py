@@ -13,6 +13,7 @@ from graphex.kernels import linears
 from graphex.kernels.launch import NO_ROOM
 from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
 from graphex.ops.definition import SPECS, Declined
+from graphex.ops.linears import ACTIVATIONS
 from tests.harness.kernels.compare import launcher
 from tests.harness.kernels.linears import check
 
@@ -39,7 +40,7 @@ def job(
     gain: bool = True,
     offset: float = 0.0,
     cast_first: bool = False,
-    gated: bool = False,
+    gated: str = "",
 ) -> Job:
     """`biases` has a bit for each weight."""
     x = random(*lead, columns, gap=gap)
@@ -97,19 +98,26 @@ def test_tiles_for_several_rows(rows):
     for way in SKINNIES[padded]:
         check(way, job("silu_mul", (rows,), 300, [70, 20]))
     for way in GATED_SKINNIES[padded]:
-        check(way, job("none", (rows,), 300, [70, 70], gated=True))
+        check(way, job("none", (rows,), 300, [70, 70], gated="silu"))
 
 
 def test_tiles_of_a_gate_for_one_row():
     for way in GATED_GEMVS:
-        check(way, job("rms_norm", (1,), 2100, [9, 9], gated=True))
+        check(way, job("rms_norm", (1,), 2100, [9, 9], gated="silu"))
 
 
 @FEW
-@given(st.booleans(), st.sampled_from([(1, 1), (2,), (3, 5), (64,)]), columns, st.integers(1, 40), st.integers(0, 3))
-def test_a_gate_and_what_it_lets_through(normed, lead, columns, size, biases):
+@given(
+    st.sampled_from(["none", "rms_norm"]),
+    st.sampled_from([(1, 1), (2,), (3, 5), (64,)]),
+    columns,
+    st.integers(1, 40),
+    st.integers(0, 3),
+    st.sampled_from(ACTIVATIONS),
+)
+def test_a_gate_and_what_it_lets_through(prologue, lead, columns, size, biases, activation):
     torch.manual_seed(0)
-    both = job("rms_norm" if normed else "none", lead, columns, [size, size], gap=1, biases=biases, gated=True)
+    both = job(prologue, lead, columns, [size, size], gap=1, biases=biases, gated=activation)
     check(Gemv(4, 32, 1) if both.rows == 1 else Skinny(16, 32, 1, 2), both)
 
 
