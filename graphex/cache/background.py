@@ -186,7 +186,7 @@ def _loaded(made: Made, body: GraphModule, patches: dict[str, Any]) -> RegionCod
         return f"its code cannot be loaded: {one_line(error)}"
     inlined = tuple(called[name] for name in made.inlined)
     about: dict[str, Any] = {"autotuned": made.autotuned, "split_products": made.split_products}
-    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code, **about)
+    return RegionCode(called(code), made.source, made.kernels, made.seconds, inlined, code, **about)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:

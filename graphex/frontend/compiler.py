@@ -31,7 +31,6 @@ from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
-from graphex.runtime.native import wait_for_triton
 from graphex.runtime.program import DebugTools, ExecutableGraph, Program
 from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_module
@@ -181,7 +180,6 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         return
     from graphex.kernels.precompile import precompile_kernels
 
-    wait_for_triton()
     ahead = precompile_kernels(every_node(graph))
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from graphex.torch_private.lean_imports import import_code
@@ -21,6 +22,7 @@ from graphex.torch_private.symbolic import FakeTensorMode
 
 __all__ = [
     "OutputCode",
+    "called",
     "inductor_compile",
     "inductor_settings",
     "known_instruction_set",
@@ -207,6 +209,17 @@ def unpacked_code(
             raise OSError("Inductor cannot write the code to its folder")
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
+
+
+def called(code: OutputCode) -> Callable[[list[Any]], Any]:
+    """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
+    before something else has imported that.
+    """
+
+    def call(args: list[Any]) -> Any:
+        return code(args) if hasattr(torch._inductor, "debug") else code.current_callable(args)
+
+    return call
 
 
 @contextmanager
