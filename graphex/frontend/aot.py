@@ -104,8 +104,8 @@ def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) ->
     from graphex.kernels.compiled import begin_meanwhile
 
     begin_meanwhile()
-    if compilation.config.regions is True and regions_enabled():
-        start_compilers()
+    if compilation.config.regions is True and regions_enabled() and (reason := start_compilers()):
+        compilation.fall_back("-", "the kernels of regions are compiled in this process, one by one", reason)
 
 
 def _aot(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graphex.errors import one_line
 from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -57,14 +58,16 @@ def without_inductor() -> str:
     return ""
 
 
-def start_compilers() -> None:
-    """Start Inductor's processes for Triton kernels, where it has some: they take seconds, and kernels that are to be
-    compiled before they are there are compiled here, one by one.
+def start_compilers() -> str:
+    """Start Inductor's processes for Triton kernels, where it has some; why they cannot be started, if so.
+
+    They take seconds, and kernels that are to be compiled before they are there are compiled here, one by one.
     """
     try:
         find("torch._inductor.async_compile.maybe_warm_pool")()
-    except (ImportError, AttributeError, OSError, RuntimeError):
-        pass  # kernels are compiled in this process
+    except Exception as error:  # a process may not start for any reason
+        return one_line(error)
+    return ""
 
 
 def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
