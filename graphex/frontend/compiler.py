@@ -17,7 +17,7 @@ from graphex.cache.artefacts import Artefact
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call
 from graphex.cache.warm import look_up
-from graphex.debug.dumps import dump_graph
+from graphex.debug.dumps import dump_graph, dumping_executable
 from graphex.debug.orders import shuffled
 from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
@@ -158,8 +158,6 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
 
 def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
     """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
-    from graphex.debug.dumps import dumping_executable
-    from graphex.debug.verify import Verifying
 
     def dump_data(graph: ExecutableGraph) -> Boxed:
         config = graph.compilation.config
@@ -167,6 +165,8 @@ def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
         return dumping_executable(dumped, config, graph.counter)
 
     def verify(graph: ExecutableGraph, program: Program) -> Program:
+        from graphex.debug.verify import Verifying
+
         assert runner is not None
         return Verifying(original, runner, graph, program)
 
