@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from graphex.errors import one_line
@@ -218,9 +217,10 @@ def called(code: OutputCode) -> Callable[[list[Any]], Any]:
     """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
     before something else has imported that.
     """
+    inductor = find("torch._inductor")
 
     def call(args: list[Any]) -> Any:
-        return code(args) if hasattr(torch._inductor, "debug") else code.current_callable(args)
+        return code(args) if hasattr(inductor, "debug") else code.current_callable(args)
 
     return call
 
