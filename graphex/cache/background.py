@@ -178,15 +178,15 @@ def _loaded(made: Made, body: GraphModule, patches: dict[str, Any]) -> RegionCod
     values = [node.meta.get("val") for node in body.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-    called = {str(node.target): node.target for node in body.graph.nodes}
+    targets = {str(node.target): node.target for node in body.graph.nodes}
     try:
         with compile_lock:
             code = unpacked_code(made.packed, inputs, mode, patches)
     except Exception as error:  # Inductor may raise anything
         return f"its code cannot be loaded: {one_line(error)}"
-    inlined = tuple(called[name] for name in made.inlined)
+    inlined = tuple(targets[name] for name in made.inlined)
     about: dict[str, Any] = {"autotuned": made.autotuned, "split_products": made.split_products}
-    return RegionCode(code, made.source, made.kernels, made.seconds, inlined, code, **about)
+    return RegionCode(called(code), made.source, made.kernels, made.seconds, inlined, code, **about)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:

@@ -53,6 +53,7 @@ _NOT_NEEDED = (  # notes of one pass for a later one; an executable does not ask
 )
 _PLAIN = (type(None), bool, int, float, complex, str, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SIMPLE = frozenset((*_PLAIN, *_OF_TORCH))
 _WRITES_OF_OPS = ("auto_functionalized", "auto_functionalized_v2")  # all that they do is said by their arguments
 _MODULES = ("operator", "_operator", "math", "builtins", "torch")  # functions that are known by their names
 
@@ -155,8 +156,16 @@ class Packer:
         return CannotStoreError(f"{name}{what}")
 
     def _argument(self, value: Any) -> Any:
+        if type(value) in _SIMPLE:
+            return value
         if isinstance(value, Node):
             return Ref(self._places[value])
+        if isinstance(value, list):
+            return list(map(self._argument, value))
+        if type(value) is tuple:
+            return tuple(map(self._argument, value))
+        if isinstance(value, dict):
+            return {name: self._argument(item) for name, item in value.items()}
         if isinstance(value, (*_PLAIN, *_OF_TORCH)) and not isinstance(value, tuple):
             return value
         if is_dataclass(value) and type(value).__module__.startswith("graphex."):
@@ -172,10 +181,6 @@ class Packer:
             raise self.refuse(f"has an argument of type {type(value).__name__}")
         if isinstance(value, tuple):
             return tuple(map(self._argument, value))
-        if isinstance(value, list):
-            return list(map(self._argument, value))
-        if isinstance(value, dict):
-            return {name: self._argument(item) for name, item in value.items()}
         raise self.refuse(f"has an argument of type {type(value).__name__}")
 
     def meta(self, node: Node) -> dict[str, Any]:

@@ -97,10 +97,15 @@ def _compile_flat(
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
-    """The kernels of regions on a GPU are compiled in processes that start while the graph is traced."""
+    """Triton, and the processes that compile the kernels of regions on a GPU, start while the graph is traced."""
     is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
-    if is_on_gpu and compilation.config.regions is True and regions_enabled() and has_triton():
-        start_compilers()
+    if not is_on_gpu or not has_triton():
+        return
+    from graphex.kernels.compiled import begin_meanwhile
+
+    begin_meanwhile()
+    if compilation.config.regions is True and regions_enabled() and (reason := start_compilers()):
+        compilation.fall_back("-", "the kernels of regions are compiled in this process, one by one", reason)
 
 
 def _aot(

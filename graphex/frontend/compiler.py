@@ -15,7 +15,7 @@ from graphex.cache.artefacts import Artefact
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call
 from graphex.cache.warm import look_up
-from graphex.debug.dumps import dump_graph
+from graphex.debug.dumps import dump_graph, dumping_executable
 from graphex.debug.orders import shuffled
 from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
@@ -29,7 +29,6 @@ from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
-from graphex.runtime.native import wait_for_triton
 from graphex.runtime.program import DebugTools, ExecutableGraph, Program
 from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_module
@@ -149,8 +148,6 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
 
 def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
     """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
-    from graphex.debug.dumps import dumping_executable
-    from graphex.debug.verify import Verifying
 
     def dump_data(graph: ExecutableGraph) -> Boxed:
         config = graph.compilation.config
@@ -158,6 +155,8 @@ def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
         return dumping_executable(dumped, config, graph.counter)
 
     def verify(graph: ExecutableGraph, program: Program) -> Program:
+        from graphex.debug.verify import Verifying
+
         assert runner is not None
         return Verifying(original, runner, graph, program)
 
@@ -171,7 +170,6 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         return
     from graphex.kernels.precompile import precompile_kernels
 
-    wait_for_triton()
     ahead = precompile_kernels(every_node(graph))
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")

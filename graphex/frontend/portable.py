@@ -22,12 +22,14 @@ from graphex.cache.artefacts import LARGEST_CONSTANTS, Artefact, Given, made_fro
 from graphex.cache.calls import HandedOver
 from graphex.cache.keys import machine_of
 from graphex.config import CompilerConfig
+from graphex.device import kernel_runtime
 from graphex.errors import InputError
 from graphex.frontend.compiler import Executables, executable, sizes_of
 from graphex.records import CacheAsked, Journal
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation, Origin
 from graphex.runtime.fast_replay import Bypass, Compiled
+from graphex.runtime.native import get_ready_meanwhile
 from graphex.runtime.program import Program
 from graphex.torch_private.aot import (
     adds_guards,
@@ -75,6 +77,8 @@ class Portable:
         config = CompilerConfig(**self.options).frozen()
         compilation = Compilation(config, journal, "-", origin=self.origin)
         name = compilation.name_graph("inference")
+        if kernel_runtime() is not None:
+            get_ready_meanwhile(journal)
 
         def report(what: str, reason: str, line: str) -> None:
             compilation.fall_back(name, what, reason, line=line)

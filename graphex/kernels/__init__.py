@@ -11,5 +11,6 @@ and `tuned/` has choices that come with graphex.
 Read `layout.py` (which strided tensors are rows to a kernel), `arithmetic.py` and `launch.py` first, then a family:
 `gated`, `quant` with `quant_options`, `norm`, `embedding`, `rotary`. `linears` and `attention` have several
 configurations for a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and
-`tuning_store.py` keeps the choice. `precompile.py` compiles the kernels of a whole graph before its first call.
+`tuning_store.py` keeps the choice. `precompile.py` compiles the kernels of a whole graph before its first call, and
+`compiled.py` finds those that a process before has compiled.
 """

@@ -3,34 +3,30 @@
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
 
-`only_compiling()` also keeps the names of the kernels, and the choice among configurations that they depend on. Inside
-of `compiling_in_threads()` kernels that are only compiled are compiled in threads, and its end waits for them.
+`only_compiling()` also keeps the names of the kernels, and the choice among configurations that they depend on. How a
+kernel is compiled, or found, is in `compiled.py`.
 
 `run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import getclosurevars, isfunction
 from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
-from graphex.env import collector_paused
 from graphex.kernels.arithmetic import CONTRACTED, PTX
+from graphex.kernels.compiled import compile_ahead, keep_hashes
 from graphex.kernels.layout import on_device_of, remember
 from graphex.kernels.tuning import Candidate
 from graphex.ops.definition import SPECS, Declined, launcher_of
@@ -38,7 +34,6 @@ from graphex.torch_private.symbolic import FakeTensor
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
-MOST_THREADS = 16
 OLDEST_WITH_PDL = (9, 0)
 _WITH_PDL = {"PDL": True, "launch_pdl": True}
 _WITHOUT_PDL = {"PDL": False}
@@ -61,6 +56,7 @@ _thread = _Thread()
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     if _thread.seen is None:
+        keep_hashes(kernel)
         kernel[grid](*arguments, **_options(kernel, constants))
     else:
         _thread.seen.kernels.append(kernel.__name__)
@@ -82,7 +78,7 @@ class Plan:
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    kernel.warmup(*map(_typed, arguments), grid=grid, **_options(kernel, constants))
+    compile_ahead(kernel, grid, tuple(map(_typed, arguments)), _options(kernel, constants))
 
 
 def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
@@ -134,91 +130,6 @@ def called(op: str, *args: Any) -> Any:
         return result
     namespace, _, name = op.partition("::")
     return getattr(getattr(torch.ops, namespace), name)(*args)
-
-
-@contextmanager
-def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
-    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs.
-
-    Garbage waits: up to Python 3.11 a collection that begins while one thread reads a kernel's source lets others read
-    theirs, and the depths of their syntax trees are counted as one ("AST constructor recursion depth mismatch").
-    """
-    with collector_paused(), _Compilers(min(threads, os.cpu_count() or 1)) as compilers:
-        with triton.AsyncCompileMode(compilers, ignore_errors=True):
-            yield compilers.failures
-        for kernel in compilers.failed:
-            _forget_failures(kernel)
-
-
-class _Compilers(ThreadPoolExecutor):
-    """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads)
-        self.failures: list[Exception] = []
-        self.failed: list[Any] = []  # the kernels they are about, as far as Triton says
-        self._launchers: set[str] = set()
-
-    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        device = torch.cuda.current_device()
-
-        def ready() -> Any:
-            torch.cuda.set_device(device)
-            try:
-                with self._launcher_meanwhile(compile):
-                    kernel = compile(*args, **kwargs)
-                with suppress(OutOfResources):  # raised again when it is launched
-                    kernel.run  # noqa: B018  (made when it is first asked for)
-            except Exception as error:
-                self.failures.append(error)
-                self.failed.append(getattr(_source_of(compile), "fn", None))
-                raise
-            return kernel
-
-        return super().submit(ready)
-
-    @contextmanager
-    def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
-        """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
-        source = _source_of(compile)
-        signature = str(getattr(source, "signature", None))
-        if source is None or signature in self._launchers:
-            yield
-            return
-        self._launchers.add(signature)
-        thread = threading.Thread(target=_make_launcher, args=(source,), name="graphex: compiling a launcher")
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-
-
-def _source_of(compile: Callable[..., Any]) -> Any:
-    return getclosurevars(compile).nonlocals.get("src") if isfunction(compile) else None
-
-
-def _forget_failures(kernel: Any) -> None:
-    """Triton 3.7 keeps a compilation that failed in the kernel's cache, and a launch would raise its error again."""
-    for kernels, *_ in getattr(kernel, "device_caches", {}).values():
-        for key, made in list(kernels.items()):
-            if type(made).__name__ == "FutureKernel" and made.__dict__.get("kernel") is None:
-                del kernels[key]
-
-
-def _make_launcher(source: Any) -> None:
-    """Leave it in Triton's cache. What fails here fails again, or is done without."""
-    with suppress(Exception):
-        triton.runtime.driver.active.launcher_cls(source, _NotCompiled())
-
-
-class _NotCompiled:
-    """What a launcher asks of its kernel's metadata, before there are any: none of it is in the C code."""
-
-    tensordesc_meta = None
-
-    def __getattr__(self, name: str) -> int:
-        return 0
 
 
 Job = TypeVar("Job")

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.kernels.launch import MOST_THREADS, Seen, compiling_in_threads, only_compiling
+from graphex.kernels.compiled import MOST_THREADS, compiling_in_threads
+from graphex.kernels.launch import Seen, only_compiling
 from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of, pytree
 

@@ -220,7 +220,7 @@ def cold_copies(bytes_read: int) -> int:
 
 def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates beside each other."""
-    from graphex.kernels.launch import compiling_in_threads
+    from graphex.kernels.compiled import compiling_in_threads
 
     with compiling_in_threads():
         _compile_each(candidates)

@@ -53,37 +53,50 @@ def file_name(device: str) -> str:
 class Store:
     """The choices of one file."""
 
-    def __init__(self, conditions: Mapping[str, str], directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        conditions: Mapping[str, str],
+        directory: Path | None = None,
+        *,
+        folder: str = "tuning",
+        what: str = "measured choices",
+        again: str = "measured",
+    ) -> None:
         self.conditions = dict(conditions)
         digest = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
         self.name = f"{file_name(self.conditions['device'])}-{digest}.json"
-        self._directory = directory
+        self._directory, self._in = directory, folder
+        self._what, self._again = what, again
         self._has_warned = False
 
     @property
     def path(self) -> Path:
-        return (self._directory or cache_directory() / "tuning") / self.name
+        return (self._directory or cache_directory() / self._in) / self.name
 
     def read(self) -> Choices:
         try:
             with self._folder() as folder:
                 return self._read(folder)
         except OSError as error:
-            self._warn(f"measured choices cannot be looked up ({error}); set {DIRECTORY}")
+            self._warn(f"{self._what} cannot be looked up ({error}); set {DIRECTORY}")
             return {}
 
     def add(self, kind: str, signature: str, entry: dict[str, Any]) -> None:
+        self.add_all({kind: {signature: entry}})
+
+    def add_all(self, new: Choices) -> None:
         try:
             with self._folder() as folder, folder.lock(f"{self.name}.lock"):
                 choices = self._read(folder)
-                choices.setdefault(kind, {})[signature] = entry
+                for kind, entries in new.items():
+                    choices.setdefault(kind, {}).update(entries)
                 text = json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True)
                 folder.replace(self.name, text.encode())
         except OSError as error:
-            self._warn(f"measured choices cannot be kept ({error}); set {DIRECTORY}")
+            self._warn(f"{self._what} cannot be kept ({error}); set {DIRECTORY}")
 
     def _folder(self) -> AbstractContextManager[Folder]:
-        return open_folder(self._directory) if self._directory else open_folder(cache_directory(), "tuning")
+        return open_folder(self._directory) if self._directory else open_folder(cache_directory(), self._in)
 
     def _read(self, folder: Folder) -> Choices:
         """The choices in the file; none, with a warning, if it cannot be relied on."""
@@ -95,7 +108,7 @@ class Store:
             return {}
         except (OSError, ValueError) as error:
             path = folder.path / self.name
-            self._warn(f"the measured choices in {path} cannot be read and are measured again: {error}")
+            self._warn(f"the {self._what} in {path} cannot be read and are {self._again} again: {error}")
             return {}
         return choices
 

@@ -1,4 +1,4 @@
-"""What a process prepares once: the C++ that checks a replay, and Triton's own start.
+"""What a process prepares once: the C++ that checks a replay.
 
 The check of a replay looks at hundreds of inputs in every call. Its C++ is compiled on the machine it runs on, in a
 thread while the first graph is still being made (`get_ready_meanwhile`):
@@ -23,19 +23,16 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from graphex.env import cache_directory, open_folder, sealed, unsealed
 from graphex.errors import one_line, warn_user
-from graphex.ops.definition import has_triton
 from graphex.records import FellBack, Journal
 from graphex.torch_private.memory import tensor_begin
 
@@ -169,10 +166,6 @@ def _compiler() -> str:
 # -- while the first graph is being made -------------------------------------------------------------------------------
 
 
-OFTEN = 0.0005  # seconds that a thread works before it lets another one
-LONGEST = 60.0  # seconds to wait for a thread
-
-_begun: list[threading.Thread] = []
 _beginning = threading.Lock()
 _is_begun = False
 
@@ -183,24 +176,8 @@ def get_ready_meanwhile(journal: Journal) -> None:
     with _beginning:
         if not _is_begun:
             _is_begun = True
-            _begin(journal)
-
-
-def _begin(journal: Journal) -> None:
-    about = "graphex: compiling C++"
-    threading.Thread(target=_get_native_ready, args=(journal,), name=about, daemon=True).start()
-    if has_triton():
-        import triton  # noqa: F401  (not in the thread: others may be importing it)
-
-        thread = threading.Thread(target=_get_triton_ready, name="graphex: getting Triton ready", daemon=True)
-        thread.start()
-        _begun.append(thread)
-
-
-def wait_for_triton() -> None:
-    """Wait for the thread that starts Triton, if there is one, instead of starting it a second time."""
-    for thread in _begun:
-        thread.join(LONGEST)
+            about = "graphex: compiling C++"
+            threading.Thread(target=_get_native_ready, args=(journal,), name=about, daemon=True).start()
 
 
 def _get_native_ready(journal: Journal) -> None:
@@ -208,24 +185,3 @@ def _get_native_ready(journal: Journal) -> None:
         load(lambda what, reason: journal.fall_back(FellBack("-", what, reason)))
     except Exception as error:
         journal.fall_back(FellBack("-", "replays are checked in Python", one_line(error)), warn=False)
-
-
-def _get_triton_ready() -> None:
-    """Triton compiles the code by which it asks the driver, and reads all its own files to know its caches by them."""
-    with suppress(Exception), _switching_often():
-        from triton.runtime.cache import triton_key
-        from triton.runtime.driver import driver
-
-        triton_key()
-        driver.active.get_current_target()
-
-
-@contextmanager
-def _switching_often() -> Iterator[None]:
-    """Triton reads its files in hundreds of pieces, and after each the thread has to wait for its turn."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, OFTEN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

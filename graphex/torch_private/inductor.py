@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 from torch.fx import GraphModule
 
+from graphex.errors import one_line
 from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -45,14 +46,16 @@ def without_inductor() -> str:
     return ""
 
 
-def start_compilers() -> None:
-    """Start Inductor's processes for Triton kernels, where it has some: they take seconds, and kernels that are to be
-    compiled before they are there are compiled here, one by one.
+def start_compilers() -> str:
+    """Start Inductor's processes for Triton kernels, where it has some; why they cannot be started, if so.
+
+    They take seconds, and kernels that are to be compiled before they are there are compiled here, one by one.
     """
     try:
         find("torch._inductor.async_compile.maybe_warm_pool")()
-    except (ImportError, AttributeError, OSError, RuntimeError):
-        pass  # kernels are compiled in this process
+    except Exception as error:  # a process may not start for any reason
+        return one_line(error)
+    return ""
 
 
 def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +202,18 @@ def unpacked_code(
             raise OSError("Inductor cannot write the code to its folder")
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
+
+
+def called(code: OutputCode) -> Callable[[list[Any]], Any]:
+    """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
+    before something else has imported that.
+    """
+    inductor = find("torch._inductor")
+
+    def call(args: list[Any]) -> Any:
+        return code(args) if hasattr(inductor, "debug") else code.current_callable(args)
+
+    return call
 
 
 @contextmanager

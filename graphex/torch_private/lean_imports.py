@@ -51,9 +51,7 @@ def import_code(load: Callable[[], T]) -> T:
     if sys.modules.keys().isdisjoint(LATER_IN_CODE) and lean_imports():
         with suppress(Exception):
             with left_for_later(LATER_IN_CODE):
-                found = load()
-            import_module("torch._inductor.debug")  # what runs the code takes it for imported
-            return found
+                return load()
     return load()
 
 

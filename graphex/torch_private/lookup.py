@@ -45,6 +45,7 @@ class _Placeholder(type):
 
 _required: set[str] = set()
 _later: list[Callable[[], Any]] = []
+_failures: dict[str, str] = {}  # why an import failed, by path, of modules that are there
 losses: dict[tuple[str, str], None] = {}  # (path, what is lost), in the order in which they were looked up
 
 
@@ -52,8 +53,9 @@ def private(path: str, otherwise: Any = _NOTHING, *, lost: str = "") -> Any:
     """The object of torch's with the dotted name `path`, or the one that serves in its place."""
     try:
         return find(path)
-    except (ImportError, AttributeError):
-        pass
+    except (ImportError, AttributeError) as error:
+        if not _is_gone(path, error):
+            _failures[path] = str(error)
     if otherwise is not _NOTHING:
         if lost:
             losses[path, lost] = None
@@ -83,8 +85,10 @@ def present(path: str) -> Any:
         return None
 
 
-_ENTRANCES = {"torch._functorch._aot_autograd.runtime_wrappers": "torch._dynamo"}
-"""Modules that import each other in a circle, which can be entered by one of them only."""
+_CIRCLE, _ENTRANCE = ("torch._functorch.", "torch._inductor."), "torch._dynamo"
+"""Packages whose modules import each other and Dynamo's in a circle, and how torch.compile enters it. By another way an
+import may fail half-way, and leaves modules behind with which torch.compile fails too.
+"""
 
 
 def find(path: str) -> Any:
@@ -93,7 +97,8 @@ def find(path: str) -> Any:
     for part in path.split(".")[1:]:
         reached = f"{reached}.{part}"
         if isinstance(found, ModuleType) and not hasattr(found, part):
-            import_module(_ENTRANCES.get(reached, reached))
+            if reached.startswith(_CIRCLE):
+                import_module(_ENTRANCE)
             import_module(reached)
         found = getattr(found, part)
     return found
@@ -112,7 +117,16 @@ def check_required() -> None:
         raise MissingNameError(_sentence(min(_required)))
 
 
+def _is_gone(path: str, error: Exception) -> bool:
+    """Whether torch has no such name; otherwise a module on the way to it is there, and its import has failed."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{path}.".startswith(f"{error.name}.")
+    return isinstance(error, AttributeError)
+
+
 def _sentence(path: str) -> str:
+    if path in _failures:
+        return f"torch {torch.__version__} fails to import {path}: {_failures[path]}"
     return f"torch {torch.__version__} has no {path}"
 
 

@@ -6,13 +6,17 @@ import functools
 import importlib
 import sys
 import types
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import graphex
+from graphex.cache.keys import Key, difference
 from graphex.cache.sources import NoFingerprintError, fingerprint
+from graphex.cache.store import Store
 from tests.harness.cached import asked, missed
 
 
@@ -109,6 +113,54 @@ def test_a_part_of_the_surroundings_that_changed_is_named(run, monkeypatch, chan
     run(function, torch.ones(2))
     change(monkeypatch)
     assert missed(run(function, torch.ones(2))).startswith(named)
+
+
+def test_the_default_type_is_part_of_the_key(run):
+    run(function, torch.ones(2))
+    x = torch.ones(2)
+    torch.set_default_dtype(torch.double)
+    try:
+        reason = missed(run(function, x))
+    finally:
+        torch.set_default_dtype(torch.float)
+    assert reason == "the setting 'default dtype' was torch.float32 and is torch.float64"
+
+
+def each_changed(key: Key) -> Iterator[tuple[str, Key]]:
+    """A key with one component after the other changed, and the name of that component."""
+    for part, value in key.parts.items():
+        if not isinstance(value, dict):
+            another = [*value, ["mine", "made of this"]] if isinstance(value, list) else "another"
+            yield "mine" if isinstance(value, list) else part, replace(key, parts={**key.parts, part: another})
+            continue
+        for name, inner in value.items():
+            another = [*inner, ["mine", "made of this"]] if isinstance(inner, list) else "another"
+            yield (
+                "mine" if isinstance(inner, list) else name,
+                replace(key, parts={**key.parts, part: {**value, name: another}}),
+            )
+    for place, row in enumerate(key.rows):
+        name = row.split("'")[1] if row.startswith("(") else row.split()[0]
+        yield name, replace(key, rows=[*key.rows[:place], f"{row[:-1]} another{row[-1]}", *key.rows[place + 1 :]])
+
+
+def test_every_component_of_a_key_makes_another_one_and_is_named(run, monkeypatch):
+    """With the settings of Inductor's, which are a part of it where there are regions."""
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    run(function, torch.ones(2), regions_keep_out=["aten.relu", "aten.mul"])
+    (entry,) = Store().entries()
+    key = Store().key(entry.id)
+    assert key is not None
+    assert set(key.parts) == {
+        *("graphex", "torch", "Triton", "Python", "CPU", "devices"),
+        *("settings", "environment", "Inductor's settings", "options"),
+        *("passes", "rules", "decompositions", "declarations", "phase", "about"),
+    }
+    changed = list(each_changed(key))
+    assert len(changed) > 100
+    for name, other in changed:
+        assert other.digest != key.digest
+        assert name in difference(other, key)
 
 
 def test_strides_that_changed_are_named(run):

@@ -48,6 +48,21 @@ def statuses(run) -> list[str]:
 
 
 @torch.no_grad()
+def test_processes_of_inductors_that_cannot_start_are_on_record(monkeypatch):
+    def no_room() -> None:
+        raise OSError("no room for a process")
+
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", no_room)
+    x = torch.randn(3, 64, device="cuda")
+    run = compiled(chain)
+    with pytest.warns(graphex.GraphexWarning, match="no room for a process"):
+        close(run(x), chain(x))
+    assert [record.what for record in graphex.journal(run).fallbacks] == [
+        "the kernels of regions are compiled in this process, one by one"
+    ]
+
+
+@torch.no_grad()
 def test_regions_are_captured_and_replayed():
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(8))).cuda()

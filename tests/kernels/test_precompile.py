@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from collections import Counter
 from itertools import count
@@ -29,6 +30,7 @@ if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
 from graphex.kernels import attention, tuning  # noqa: E402
+from graphex.kernels import compiled as hashes  # noqa: E402
 from graphex.kernels.precompile import distinct_calls, precompile_kernels  # noqa: E402
 
 OPS = torch.ops.graphex
@@ -78,6 +80,7 @@ def hopper(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "graphex"))
+    monkeypatch.setenv("GRAPHEX_CACHE", "on")
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,
@@ -88,11 +91,17 @@ def hopper(monkeypatch, tmp_path):
         "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=132, L2_cache_size=2**25),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    tuning.forget()
+    forget()
     driver.set_active(device)
     yield device
-    tuning.forget()
+    forget()
     driver.set_active(None)
+
+
+def forget() -> None:
+    """Know what a new process does."""
+    tuning.forget()
+    hashes.forget()
 
 
 @pytest.fixture
@@ -159,6 +168,75 @@ def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     assert hopper.loaded == compiled
     precompile_kernels(drawing.graph.nodes)
     assert hopper.loaded == compiled  # nothing is compiled again
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The kernels that Triton itself looks for, or compiles."""
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    compile, found = triton.compiler.compile, []
+
+    def noting(source, **options):
+        found.append(source.name)
+        return compile(source, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", noting)
+    return found
+
+
+def in_a_new_process(hopper: Hopper) -> list[Exception]:
+    """Compile the kernels of a graph with nothing but the files of before."""
+    forget()
+    hopper.index = next(INDICES)
+    drawing = Drawing(FakeTensorMode())
+    table = drawing.given(1024, 256)
+    for dtype in (torch.int64, torch.int32):
+        drawing.call(OPS.embedding.default, table, drawing.given(4, 1, dtype=dtype))
+    made = precompile_kernels(drawing.graph.nodes)
+    return made.errors + made.not_compiled
+
+
+def test_the_next_process_finds_its_kernels_without_triton(hopper, compiled, searches):
+    assert in_a_new_process(hopper) == []
+    before = compiled.copy()
+    assert Counter(searches) == compiled
+    searches.clear()
+    compiled.clear()
+    assert in_a_new_process(hopper) == []
+    assert compiled == before
+    assert searches == []
+
+
+@pytest.mark.parametrize("change", ["source", "environment", "a setting of Triton's", "no cache"])
+def test_kernels_are_looked_for_by_triton_where_something_changed(hopper, searches, monkeypatch, change):
+    in_a_new_process(hopper)
+    first = Counter(searches)
+    searches.clear()
+    if change == "source":
+        monkeypatch.setattr(hashes, "sources_of_kernels", lambda: "others")
+    elif change == "environment":
+        monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    elif change == "no cache":
+        monkeypatch.setenv("GRAPHEX_CACHE", "off")
+    else:
+        monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    assert in_a_new_process(hopper) == []
+    assert Counter(searches) == first
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spoil", ["hashes", "Triton's cache"])
+def test_kernels_whose_files_are_damaged_are_compiled(hopper, searches, tmp_path, spoil):
+    in_a_new_process(hopper)
+    first = Counter(searches)
+    searches.clear()
+    if spoil == "hashes":
+        (file,) = (tmp_path / "graphex" / "kernels").glob("*.json")
+        file.write_text(file.read_text()[:-20])
+    else:
+        shutil.rmtree(tmp_path / "triton")
+    assert in_a_new_process(hopper) == []
+    assert Counter(searches) == first
 
 
 def test_what_does_not_compile_beside_others_is_tried_again(hopper, compiled, monkeypatch):

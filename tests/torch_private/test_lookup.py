@@ -88,6 +88,13 @@ def test_dynamo_can_be_imported_after_all_of_graphex():
     python("-c", "import graphex.loops.saved, graphex.frontend.aot, torch._dynamo; torch._dynamo.reset()")
 
 
+def test_names_behind_a_circle_of_imports_are_found_in_a_process_that_has_imported_nothing_of_it():
+    """AOTAutograd's wrappers come first here; what is printed is what was not found."""
+    names = "torch._functorch._aot_autograd.runtime_wrappers", "torch._inductor.compile_fx"
+    asked = f"[lookup.private(name) for name in {names}]; print(lookup.missing_names())"
+    assert python("-c", f"from graphex.torch_private import lookup; {asked}").stdout == "[]\n"
+
+
 def test_a_name_that_is_gone_can_be_named_and_not_used(monkeypatch):
     monkeypatch.setattr(lookup, "losses", {})
     gone = private("torch._no_such_module.Gone", lost="nothing")
@@ -100,6 +107,17 @@ def test_a_name_that_is_gone_can_be_named_and_not_used(monkeypatch):
         raise ValueError
     except (gone, ValueError):
         pass
+
+
+def test_a_module_that_is_there_and_cannot_be_imported_is_not_said_to_be_gone(monkeypatch, tmp_path):
+    monkeypatch.setattr(lookup, "losses", {})
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, str(tmp_path)])
+    (tmp_path / "_half.py").write_text("from torch import _no_such_name")
+    private("torch._half.Name", lost="nothing")
+    ((lost, reason),) = missing_names()
+    assert lost == "nothing"
+    assert "fails to import torch._half.Name" in reason
+    assert "_no_such_name" in reason
 
 
 def imported_names(source: Path) -> Iterator[tuple[int, str]]:
