@@ -4,7 +4,7 @@ A device graph repeats kernels with the numbers and addresses they were launched
 is seen, then another one, and both are compared:
 
     an op that waits for the device, or copies between host and device      cannot be captured
-    a number that differs from one step to the next                         would be burnt in
+    a number that differs from one step to the next, or is drawn by Python  would be burnt in
     a tensor that one step made and the next reads, or that is elsewhere    would be read where it was
     gradients from before the step                                          are read, or dropped unread
 
@@ -15,6 +15,8 @@ sees.
 from __future__ import annotations
 
 import linecache
+import random
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -62,6 +64,7 @@ class Observation(TorchDispatchMode):
         self._stable: set[int] = set()
         self._outside: list[tuple[int, weakref.ref[Tensor], int]] = []
         self.reads_gradients = False
+        self._drawn = _drawn()
         self.reason = self.line = ""
 
     @classmethod
@@ -90,7 +93,7 @@ class Observation(TorchDispatchMode):
         self._results += map(weakref.ref, made)
         self._made.update(memory for tensor in made if (memory := _memory(tensor)) not in given)
         if not self.reason and any(map(self._is_host, made)) and not all(map(self._is_host, tensors)):
-            self._refuse(f"copies from the device to the host ({func})")
+            self.refuse(f"copies from the device to the host ({func})")
         return results
 
     def note(self, inputs: list[Any]) -> None:
@@ -118,7 +121,10 @@ class Observation(TorchDispatchMode):
 
     def finish(self, results: Iterable[Any], gradients: Iterable[Tensor]) -> None:
         """The step is over: what is alive, and neither an argument, a result nor a gradient, was there before."""
-        gradients = list(gradients)
+        gradients, results = list(gradients), list(results)
+        self._add("what it returns", results)
+        if not self.reason and _drawn() != self._drawn:
+            self.refuse("draws random numbers in Python")
         moving = {
             _memory(leaf)
             for leaf in (*results, *gradients, *(each() for each in self._gradients.values()))
@@ -145,17 +151,17 @@ class Observation(TorchDispatchMode):
 
     def _judge(self, func: Any, tensors: list[Tensor], leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
         if func.namespace in _COLLECTIVES:
-            self._refuse(f"calls a collective ({func})")
+            self.refuse(f"calls a collective ({func})")
         elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-            self._refuse(_READS.get(func, f"waits for the device ({func})"))
+            self.refuse(_READS.get(func, f"waits for the device ({func})"))
         elif any(isinstance(leaf, torch.Generator) for leaf in leaves):
-            self._refuse("draws from a generator of its own")
+            self.refuse("draws from a generator of its own")
         elif any(tensor.layout != torch.strided for tensor in tensors):
-            self._refuse("computes with sparse tensors")
+            self.refuse("computes with sparse tensors")
         elif any((memory := _memory(each)) in self._left and memory not in self._arguments for each in tensors):
-            self._refuse(f"reads a tensor that the step before made and kept ({func})")
+            self.refuse(f"reads a tensor that the step before made and kept ({func})")
         elif any(_memory(tensor) in self._arguments for tensor in written(func, args, kwargs)):
-            self._refuse(f"writes to an argument ({func})")
+            self.refuse(f"writes to an argument ({func})")
         else:
             self._judge_hosts(func, list(filter(self._is_host, tensors)))
 
@@ -165,17 +171,24 @@ class Observation(TorchDispatchMode):
             memory = _memory(tensor)
             if memory in self._arguments:
                 if func not in (*_TO_DEVICE, *_FREE_ON_HOST):
-                    self._refuse(f"computes with an argument in the host's memory ({func})")
+                    self.refuse(f"computes with an argument in the host's memory ({func})")
             elif memory not in self._made:
-                self._refuse(f"reads or writes a tensor in the host's memory ({func})")
+                self.refuse(f"reads or writes a tensor in the host's memory ({func})")
             elif (tensor.dim() and func not in _FREE_ON_HOST) or func in _TO_DEVICE:
-                self._refuse(f"copies from the host's memory to the device ({func}); make it on the device")
+                self.refuse(f"copies from the host's memory to the device ({func}); make it on the device")
 
     def _is_host(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._kind
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
+        """Say why the step cannot be captured."""
         self.reason, self.line = f"the step {reason}", _text(_place())
+
+
+def _drawn() -> tuple[object, ...]:
+    """Where the random generators of Python and numpy stand."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False)["state"]["pos"])
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

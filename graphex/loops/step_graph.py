@@ -56,7 +56,7 @@ class CompiledModule:
     """A module of the user's that is compiled while a step runs, and as it was outside."""
 
     def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
-        self._module, self._compiled = module, compile_it(module._call_impl)
+        self._module, self._compiled = module, compile_it(_call_of(module))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -65,3 +65,14 @@ class CompiledModule:
             yield
         finally:
             self._module._compiled_call_impl = before
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module in a form that Dynamo compiles: it leaves torch's own (`nn.Sequential`) as they are."""
+    if not type(module).forward.__module__.startswith("torch."):
+        return module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call

@@ -60,6 +60,7 @@ class Rates:
         self._optimizer = optimizer
         self._tensors: list[Tensor] = []
         self._filled: list[float] = []
+        self._before: list[Any] = []
 
     def _ready(self) -> None:
         for group in self._optimizer.param_groups[len(self._tensors) :]:
@@ -76,6 +77,7 @@ class Rates:
             if isinstance(rate, Tensor):
                 if rate is not self._tensors[number]:
                     self._tensors[number].copy_(rate)
+                    self._filled[number] = float("nan")
             elif rate != self._filled[number]:
                 self._tensors[number].fill_(rate)
                 self._filled[number] = rate
@@ -84,13 +86,17 @@ class Rates:
     def as_tensors(self) -> Iterator[None]:
         self.fill()
         groups = self._optimizer.param_groups
-        before = [group["lr"] for group in groups]
+        self._before = [group["lr"] for group in groups]
         for group, tensor in zip(groups, self._tensors, strict=False):
             if takes_tensor(self._optimizer, group):
                 group["lr"] = tensor
         try:
             yield
         finally:
-            for group, rate, tensor in zip(groups, before, self._tensors, strict=False):
-                if group["lr"] is tensor:  # else the step itself has set another
-                    group["lr"] = rate
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Learning rates are what they were before `as_tensors`."""
+        for group, rate, tensor in zip(self._optimizer.param_groups, self._before, self._tensors, strict=False):
+            if group["lr"] is tensor:  # else the step itself has set another
+                group["lr"] = rate

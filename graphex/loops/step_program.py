@@ -16,8 +16,8 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, may_see_compiled_code
+from graphex.loops.reached import comparable, holds_tensors
 from graphex.loops.step_graph import CapturedStep, CompiledModule, buffer_for, detached
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
@@ -101,10 +102,7 @@ class TrainStep:
         with self._lock:
             if self._device is None or self._state.found.is_replaced():
                 self._begin(args, kwargs)
-            with self._modules_compiled():
-                if self._is_off:
-                    return detached(self._function(*args, **kwargs))
-                return self._step(args, kwargs)
+            return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
 
     def explain(self) -> str:
         """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
@@ -164,10 +162,10 @@ class TrainStep:
 
     def _step(self, args: Any, kwargs: Any) -> Any:
         if is_seen_by_a_mode() or self._device_captures():
-            return detached(self._function(*args, **kwargs))  # a replay would hide the ops of this one call
+            return self._as_it_is(args, kwargs)  # a replay would hide the ops of this one call
         if self._state.hooks() and (reason := self._state.why_never()):
             self._stay_plain(reason)
-            return detached(self._function(*args, **kwargs))
+            return self._as_it_is(args, kwargs)
         if why := self._state.why_elsewhere():
             self._start_again(why)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -180,7 +178,7 @@ class TrainStep:
             self._graphs.move_to_end(kind)
             return self._replay(graph, leaves)
         if self._is_off:
-            return detached(self._function(*args, **kwargs))
+            return self._as_it_is(args, kwargs)
         return self._run_and_learn(kind, args, kwargs)
 
     def _device_captures(self) -> bool:
@@ -190,9 +188,7 @@ class TrainStep:
         sizes = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
         )
-        plain = tuple(
-            leaf.requires_grad if isinstance(leaf, Tensor) else (type(leaf).__name__, repr(leaf)) for leaf in leaves
-        )
+        plain = tuple(leaf.requires_grad if isinstance(leaf, Tensor) else comparable(leaf) for leaf in leaves)
         values = self._state.values()
         path = (spec, plain, tuple(values.values()))
         return Kind(sizes, path, self._kind_of_gradients(path))
@@ -228,10 +224,11 @@ class TrainStep:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             seen = Observation(self._where.type, given, _present(self._state.gradients()), learnt.observation)
         results = self._run(args, kwargs, seen)
+        changed = self._state.found.reached.look_after_run()
         learnt.calls += 1
         learnt.leaves_gradients = any(each is not None for each in self._state.gradients())
         if seen is not None and not self._is_off:
-            self._learn(kind, learnt, seen)
+            self._learn(kind, learnt, seen, changed)
         return results
 
     def _remember(self, kind: Kind) -> Learnt:
@@ -240,7 +237,7 @@ class TrainStep:
             self._restless = 0
             return learnt
         self._restless += 1
-        values, before = self._state.values(), self._last_values
+        values, before = self._state.named_values(), self._last_values
         changed = [name for name, value in values.items() if before.get(name) != value]
         if self._restless >= (CHANGING if changed else RESTLESS) and not self._said_restless:
             self._said_restless = True
@@ -255,7 +252,7 @@ class TrainStep:
             self._learnt.popitem(last=False)
         return learnt
 
-    def _learn(self, kind: Kind, learnt: Learnt, seen: Observation) -> None:
+    def _learn(self, kind: Kind, learnt: Learnt, seen: Observation, changed: str) -> None:
         if seen.reason:
             self._stay_plain(seen.reason, seen.line)
             return
@@ -266,6 +263,9 @@ class TrainStep:
         if before is None:
             return
         difference, line = seen.differs_from(before)
+        if not difference and changed:
+            self._stay_plain(f"{changed} changes in every call, and a replay would not change it")
+            return
         if not difference:
             self._checked.add((kind.path, _sort(kind.gradients)))
             learnt.observation = None
@@ -289,12 +289,12 @@ class TrainStep:
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             stack.enter_context(captures_held_back(_nothing if seen is None else seen.note))
             stack.enter_context(self._state.rates_as_tensors())
-            stack.enter_context(self._state.deferring(deferred))
+            stack.enter_context(self._state.deferring(deferred, _nothing if seen is None else seen.refuse))
             if seen is not None:
                 if not may_see_compiled_code():
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(seen)
-            results = self._function(*args, **kwargs)
+            results = self._call(*args, **kwargs)
             torch.clear_autocast_cache()  # casts of parameters that the step has changed
         if seen is not None:
             seen.finish(pytree.tree_leaves(results), _present(self._state.gradients()))
@@ -312,12 +312,14 @@ class TrainStep:
         self.journal.counter(self._name)["calls"] += 1
         return detached(results)
 
-    @contextmanager
-    def _modules_compiled(self) -> Iterator[None]:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for each in self._compiled:
                 stack.enter_context(each.in_place())
-            yield
+            return self._function(*args, **kwargs)
+
+    def _as_it_is(self, args: Any, kwargs: Any) -> Any:
+        return detached(self._call(*args, **kwargs))
 
     # -- capture and replay ------------------------------------------------------------------------------------------
 
@@ -341,7 +343,8 @@ class TrainStep:
                 raise
             self._stay_plain(one_line(error.__cause__ or error))
             return None
-        if why := self._state.why_elsewhere():
+        changed = self._state.found.reached.look_after_run()
+        if why := self._state.why_elsewhere() or (changed and f"{changed} is changed"):
             graph.free()
             self._state.put_gradients(before)
             self._stay_plain(f"{why} by the step itself")
@@ -358,6 +361,10 @@ class TrainStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(each.requires_grad for each in tensors):
             return "an argument requires a gradient"
+        if holder := next((leaf for leaf in leaves if holds_tensors(leaf)), None):
+            return (
+                f"an argument is a {type(holder).__name__}, whose tensors no graph is given; pass them as a dictionary"
+            )
         own = {each.untyped_storage().data_ptr() for each in (*self._state.parameters, *self._state.buffers)}
         if any(each.untyped_storage().data_ptr() in own for each in tensors if each.numel()):
             return "an argument shares memory with a parameter or a buffer"
@@ -377,8 +384,8 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
         torch.clear_autocast_cache()  # what was cast before would be read where it was
-        with captures_held_back(_nothing), state.rates_as_tensors(), state.deferring(deferred):
-            run = partial(self._function, *args, **kwargs)
+        with captures_held_back(_nothing), state.rates_as_tensors(), state.deferring(deferred, _nothing):
+            run = partial(self._call, *args, **kwargs)
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()
         pool.graphs += 1
@@ -429,7 +436,7 @@ class TrainStep:
         return pytree.tree_unflatten(results, graph.spec)
 
 
-def _nothing(inputs: list[Any]) -> None: ...
+def _nothing(what: Any) -> None: ...
 
 
 def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:

@@ -5,7 +5,7 @@
     deferred      schedulers and averaged models, which the host steps after the device
     values        plain values that the function reads: a captured step holds for these only
 
-`found_in` finds all of it where a function can reach it: its closure, globals, defaults, and `self`.
+`found_in` finds all of it where Python code can reach it (`reached`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import getitem
-from types import CodeType, FunctionType, MethodType, ModuleType
+from operator import is_
 from typing import Any
 
 import torch
@@ -26,17 +25,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+from graphex.loops.reached import Reached
 from graphex.loops.step_optimizers import Rates, made_capturable, takes_tensor
 from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
 DEFERRED: dict[type, str] = {LRScheduler: "step", ReduceLROnPlateau: "step", AveragedModel: "update_parameters"}
-_MOST = 256  # objects that are looked through
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
-
-Getter = Callable[[], Any]
 
 
 @dataclass
@@ -47,12 +43,12 @@ class Found:
     optimizers: list[Optimizer] = field(default_factory=list)
     scalers: list[GradScaler] = field(default_factory=list)
     deferred: list[Any] = field(default_factory=list)
-    values: dict[str, Getter] = field(default_factory=dict)
-    objects: list[tuple[Getter, Any]] = field(default_factory=list)  # how all of these were found
+    reached: Reached = field(default_factory=partial(Reached, (), ()))
 
     def is_replaced(self) -> bool:
-        """Whether a name stands for another object by now."""
-        return any(_value(get) is not thing for get, thing in self.objects)
+        """Whether other models, optimizers, scalers or schedulers are reached by now."""
+        before = self.reached.things
+        return self.reached.look() and not _identical(self.reached.things, before)
 
     def add(self, thing: Any) -> bool:
         """Keep something of these types; False if it is of another one."""
@@ -75,94 +71,16 @@ def _once(kept: list[Any], thing: Any) -> None:
         kept.append(thing)
 
 
-def found_in(function: Callable[..., Any]) -> Found:
-    """What a function reads by name, through its own helper functions and one level into objects and containers."""
-    found, seen = Found(), set[int]()
-    pending: list[Any] = [function]
-    while pending and len(seen) < _MOST:
-        for name, get in _reads(pending.pop(0), seen):
-            try:
-                thing = get()
-            except (KeyError, ValueError, AttributeError):  # a name that is not bound yet
-                continue
-            if found.add(thing):
-                found.objects.append((get, thing))
-                continue
-            if isinstance(thing, (*_PLAIN, Tensor)):
-                found.values[name] = get
-            elif isinstance(thing, (list, tuple, dict, set)):
-                found.values[f"the length of {name}"] = partial(_length, get)
-                held = _elements(thing)
-                found.objects += [(get_it, each) for get_it, each in held if found.add(each)]
-                found.objects.append((get, thing))
-            elif _is_looked_into(thing):
-                found.objects.append((get, thing))
-                pending.append((name, thing))
+def found_in(*roots: Any) -> Found:
+    """What a function, a model and the like can reach."""
+    found = Found(reached=Reached(roots, (nn.Module, Optimizer, GradScaler, *DEFERRED)))
+    for each in found.reached.things:
+        found.add(each)
     return found
 
 
-def _length(get: Getter) -> int:
-    return len(get())
-
-
-def _elements(container: Any) -> list[tuple[Getter, Any]]:
-    """What a container holds, and how to look again."""
-    if isinstance(container, set):
-        return [(partial(_same, each), each) for each in container]
-    keys = container if isinstance(container, dict) else range(len(container))
-    return [(partial(getitem, container, key), container[key]) for key in keys]
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _is_looked_into(thing: Any) -> bool:
-    if isinstance(thing, (type, ModuleType)) or (isinstance(thing, FunctionType) and _is_library(thing.__module__)):
-        return False
-    return isinstance(thing, (FunctionType, MethodType)) or (
-        hasattr(thing, "__dict__") and not _is_library(type(thing).__module__)
-    )
-
-
-def _is_library(module: str | None) -> bool:
-    return (module or "builtins").partition(".")[0] in (
-        "torch",
-        "graphex",
-        "builtins",
-        "transformers",
-        "numpy",
-        "functools",
-    )
-
-
-def _reads(thing: Any, seen: set[int]) -> Iterator[tuple[str, Getter]]:
-    name, thing = thing if isinstance(thing, tuple) else ("", thing)
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, MethodType):
-        yield "self", partial(getattr, thing, "__self__")
-        thing = thing.__func__
-    if isinstance(thing, FunctionType):
-        for place, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
-            yield place, partial(getattr, cell, "cell_contents")
-        for place in _names(thing.__code__):
-            if place in thing.__globals__:
-                yield place, partial(getitem, thing.__globals__, place)
-        named = dict(thing.__kwdefaults__ or {})
-        for place in named:
-            yield f"default {place}", partial(getitem, named, place)
-        for number, _ in enumerate(thing.__defaults__ or ()):
-            yield f"default {number}", partial(getitem, thing.__defaults__, number)
-    else:
-        for place in vars(thing):
-            yield f"{name}.{place}", partial(getattr, thing, place)
-
-
-def _names(code: CodeType) -> list[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
+def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 # -- the state of all that was found -----------------------------------------------------------------------------------
@@ -179,23 +97,26 @@ class StepState:
 
     def look_again(self) -> None:
         """List parameters, buffers and optimizer state as they are now."""
-        modules = {id(each): each for module in self.found.modules for each in module.modules()}
-        self._modules = list(modules.values())
-        groups = [group for optimizer in self.found.optimizers for group in optimizer.param_groups]
-        named = [each for module in self.found.modules for each in module.parameters()]
-        known = {id(each): each for each in (*named, *(each for group in groups for each in group["params"]))}
-        self.parameters: list[Tensor] = list(known.values())
-        averaged = [each for each in self.found.deferred if isinstance(each, AveragedModel)]
-        self.buffers = [each for module in (*self.found.modules, *averaged) for each in module.buffers()]
+        self._modules, self.parameters, self.buffers = self._listed()
+        self._version = self.found.reached.version
         self._states = [
-            (state, name, value)
+            (optimizer.state, parameter, state, name, value)
             for optimizer in self.found.optimizers
-            for state in optimizer.state.values()
+            for parameter, state in optimizer.state.items()
             if isinstance(state, dict)
             for name, value in state.items()
         ]
         self._owners = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.found.optimizers]
         self._addresses = self._read_addresses()
+
+    def _listed(self) -> tuple[list[nn.Module], list[Tensor], list[Tensor]]:
+        modules = {id(each): each for module in self.found.modules for each in module.modules()}
+        groups = [group for optimizer in self.found.optimizers for group in optimizer.param_groups]
+        named = [each for module in self.found.modules for each in module.parameters()]
+        known = {id(each): each for each in (*named, *(each for group in groups for each in group["params"]))}
+        averaged = [each for each in self.found.deferred if isinstance(each, AveragedModel)]
+        buffers = [each for module in (*self.found.modules, *averaged) for each in module.buffers()]
+        return list(modules.values()), list(known.values()), buffers
 
     def devices(self) -> set[torch.device]:
         return {each.device for each in self.parameters}
@@ -214,17 +135,26 @@ class StepState:
 
     # -- what a captured step was made for -------------------------------------------------------------------------
 
-    def _read_addresses(self) -> list[int]:
-        return [each.data_ptr() for each in (*self.parameters, *self.buffers)]
+    def _read_addresses(self) -> list[tuple[Hashable, ...]]:
+        return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
 
     def why_elsewhere(self) -> str:
         """What is not where it was when `look_again` looked; empty if everything is."""
+        if self.found.reached.version != self._version:
+            modules, parameters, buffers = self._listed()
+            pairs = ((modules, self._modules), (parameters, self.parameters), (buffers, self.buffers))
+            if not all(_identical(now, before) for now, before in pairs):
+                return "a module, a parameter or a buffer was replaced"
+            self._version = self.found.reached.version
         if self._read_addresses() != self._addresses:
             return "parameters or buffers moved"
         for optimizer, state, groups in self._owners:
             if optimizer.state is not state or optimizer.param_groups is not groups:
                 return f"the state of {type(optimizer).__name__} was replaced"
-        if any(state.get(name) is not value for state, name, value in self._states):
+        if any(
+            states.get(parameter) is not state or state.get(name) is not value
+            for states, parameter, state, name, value in self._states
+        ):
             return "the state of an optimizer was replaced"
         if len(self._states) != sum(len(each) for owner in self.found.optimizers for each in owner.state.values()):
             return "the state of an optimizer grew"
@@ -232,8 +162,7 @@ class StepState:
 
     def values(self) -> dict[str, Hashable]:
         """Everything of the host that a captured step holds for, by name."""
-        values: dict[str, Hashable] = {name: _comparable(get) for name, get in self.found.values.items()}
-        values["training"] = tuple(each.training for each in self._modules)
+        values: dict[str, Hashable] = {"values": self.found.reached.version}
         values["requires_grad"] = tuple(each.requires_grad for each in self.parameters)
         for optimizer in self.found.optimizers:
             for number, group in enumerate(optimizer.param_groups):
@@ -250,6 +179,12 @@ class StepState:
             values["the scaler"] = (*numbers, scaler.get_growth_interval())
         values["numerics and autocast"] = (*states(self._switches), *modes())
         return values
+
+    def named_values(self) -> dict[str, Hashable]:
+        """The same with a name for each."""
+        return self.found.reached.others_values() | {
+            name: value for name, value in self.values().items() if name != "values"
+        }
 
     def why_never(self) -> str:
         """Why no step with this state can be one replay; empty if nothing is in the way."""
@@ -312,19 +247,35 @@ class StepState:
             rates.fill()
 
     @contextmanager
-    def deferring(self, calls: list[Callable[[], Any]]) -> Iterator[None]:
-        """Calls of schedulers and averaged models are put into `calls` instead of being made."""
+    def deferring(self, calls: list[Callable[[], Any]], read: Callable[[str], None]) -> Iterator[None]:
+        """Calls of schedulers and averaged models are put into `calls` instead of being made.
+
+        A rate that the step asks a scheduler for is that of this moment, and `read` is told: it is no tensor.
+        """
         patched: list[tuple[Any, str]] = []
         try:
             for thing in self.found.deferred:
                 name = next(name for kind, name in DEFERRED.items() if isinstance(thing, kind))
-                if name not in vars(thing):  # what somebody else has put there stays
-                    vars(thing)[name] = _deferred(getattr(thing, name), calls)
-                    patched.append((thing, name))
+                laters = {name: partial(_deferred, calls=calls), "get_last_lr": partial(self._told, calls, read)}
+                for each, later in laters.items():
+                    if each not in vars(thing) and hasattr(thing, each):  # what somebody else has put there stays
+                        vars(thing)[each] = later(getattr(thing, each))
+                        patched.append((thing, each))
             yield
         finally:
             for thing, name in patched:
                 del vars(thing)[name]
+
+    def _told(self, calls: list[Callable[[], Any]], read: Callable[[str], None], method: Callable[[], Any]) -> Any:
+        def now() -> Any:
+            read("asks a scheduler for the learning rate; ask it outside of the step")
+            for rates in self._rates.values() if calls else ():
+                rates.give_back()  # the scheduler is to change numbers
+            while calls:
+                calls.pop(0)()
+            return method()
+
+        return now
 
 
 def _accumulates(parameter: Tensor) -> bool:
@@ -355,19 +306,6 @@ def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Cal
         calls.append(lambda: method(*args, **kwargs))
 
     return later
-
-
-def _value(get: Getter) -> Any:
-    try:
-        return get()
-    except (LookupError, ValueError, AttributeError):  # a name that is not bound any more
-        return None
-
-
-def _comparable(get: Getter) -> Hashable:
-    """A plain value with its type, and the identity of a tensor: another one is another step."""
-    value = _value(get)
-    return id(value) if isinstance(value, Tensor) else (type(value).__name__, repr(value))
 
 
 def modes() -> tuple[object, ...]:

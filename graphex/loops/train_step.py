@@ -86,7 +86,7 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _found_of(parts: Parts, average: nn.Module | None) -> tuple[Found, Sequence[CompiledModule]]:
-    found = Found()
+    found = found_in(parts.model, parts.loss_fn)
     for each in (parts.model, parts.loss_fn, parts.optimizer, parts.scaler, parts.scheduler, average):
         found.add(each)
     return found, ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -160,6 +162,13 @@ def test_a_function_as_people_write_it_is_a_step(where):
     assert [count(step, "captured"), *reasons(step)] == [1]
     close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
     assert mine._compiled_call_impl is None
+
+
+def test_a_module_of_torch_itself_is_compiled_in_a_function_too(where):
+    model = model_on(where, mlp)
+    step = graphex.train_step(written_out(model, adam(model)))
+    trained(step, points(where, 2))
+    assert {record.phase for record in step.journal.graphs} == {"forward", "backward"}
 
 
 def test_a_name_may_stand_for_another_model_later(where):
@@ -422,6 +431,119 @@ def _with(model: nn.Module, state: Any) -> nn.Module:
     return other
 
 
+class Options:
+    """What a step reads besides its model."""
+
+    decay = 1.0
+
+    def __init__(self) -> None:
+        self.weights = {"loss": [1.0]}
+
+
+class Read(nn.Module):
+    """A model that reads plain attributes and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(4, 4), 1.0
+        self.register_buffer("shift", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.factor + self.shift
+
+
+def _another_weight(model: Any, optimizer: Any, options: Any) -> None:
+    model.inner.weight = nn.Parameter(torch.ones_like(model.inner.weight))
+
+
+def _another_layer(model: Any, optimizer: Any, options: Any) -> None:
+    model.inner = nn.Linear(4, 4, bias=False, device=model.shift.device)
+    nn.init.ones_(model.inner.weight)
+
+
+def _another_forward(model: Any, optimizer: Any, options: Any) -> None:
+    model.forward = lambda x: model.inner(x).relu()
+
+
+def _another_state(model: Any, optimizer: Any, options: Any) -> None:
+    for parameter, state in list(optimizer.state.items()):
+        optimizer.state[parameter] = {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+CHANGES: dict[str, Callable[[Any, Any, Any], object]] = {
+    "an attribute of a module": lambda model, optimizer, options: setattr(model, "factor", 0.25),
+    "a buffer": lambda model, optimizer, options: setattr(model, "shift", model.shift + 2),
+    "a parameter": _another_weight,
+    "a layer": _another_layer,
+    "a method": _another_forward,
+    "an element of a container": lambda model, optimizer, options: options.weights["loss"].insert(0, 0.25),
+    "an attribute of a class": lambda model, optimizer, options: setattr(type(options), "decay", 0.25),
+    "strides": lambda model, optimizer, options: setattr(model.inner.weight, "data", model.inner.weight.data.t()),
+    "the state of a parameter": _another_state,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_two_calls_is_seen(change, where):
+    def trained_with_a_change(decorate: Callable[..., Any]) -> tuple[list[float], nn.Module, Any]:
+        model, options = model_on(where, Read), type("Fresh", (Options,), {})()
+        optimizer = adam(model)
+
+        @decorate
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y) * options.weights["loss"][0] * options.decay
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        batches = points(where, 12)
+        losses = trained(step, batches[:5])
+        change(model, optimizer, options)
+        return losses + trained(step, batches[5:]), model, step
+
+    found, mine, step = trained_with_a_change(graphex.train_step(compile=False))
+    wanted, theirs, _ = trained_with_a_change(lambda function: function)
+    close(found, wanted)
+    same_state(mine, theirs)
+    assert count(step, "captured") + count(step, "recaptured") == 2
+    assert not reasons(step)
+
+
+def test_an_argument_that_is_an_object_is_told_from_itself_with_other_values(where):
+    def losses_of(decorate: Callable[..., Any]) -> list[float]:
+        model, options = model_on(where, mlp), Options()
+        optimizer = adam(model)
+
+        @decorate
+        def step(x, y, options):
+            loss = functional.cross_entropy(model(x), y) * options.weights["loss"][0]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        found = [float(step(*batch, options)) for batch in points(where, 5)]
+        options.weights["loss"][0] = 0.25
+        return found + [float(step(*batch, options)) for batch in points(where, 5)]
+
+    close(losses_of(graphex.train_step(compile=False)), losses_of(lambda function: function))
+
+
+def test_a_rate_that_was_a_tensor_is_a_number_again(where):
+    def losses_of(decorate: Callable[..., Any]) -> list[float]:
+        model = model_on(where, mlp)
+        optimizer = adam(model)
+        step = decorate(written_out(model, optimizer))
+        found = trained(step, points(where, 5))
+        for rate in (torch.tensor(0.1, device=where), 0.01):
+            optimizer.param_groups[0]["lr"] = rate
+            found += trained(step, points(where, 3))
+        return found
+
+    close(losses_of(graphex.train_step(compile=False)), losses_of(lambda function: function))
+
+
 # -- what cannot be captured -------------------------------------------------------------------------------------------
 
 
@@ -509,6 +631,87 @@ def test_a_list_that_grows_is_named(where):
         return loss
 
     assert "the length of losses changes in every call" in refused(step, points(where))
+
+
+def _python_draws(counter: Any, scheduler: Any) -> float:
+    return 1.0 if random.random() < 2 else 0.0
+
+
+def _an_attribute_counts(counter: Any, scheduler: Any) -> float:
+    counter.weights["loss"][0] += 1
+    return 1.0
+
+
+def _a_scheduler_is_asked(counter: Any, scheduler: Any) -> float:
+    return 1.0 if scheduler.get_last_lr()[0] else 0.0
+
+
+REFUSED: dict[str, Callable[[Any, Any], float]] = {
+    "the step draws random numbers in Python": _python_draws,
+    "weights['loss'][0] changes in every call, and a replay would not change it": _an_attribute_counts,
+    "the step asks a scheduler for the learning rate; ask it outside of the step": _a_scheduler_is_asked,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_what_a_replay_would_not_repeat_is_the_reason(reason, where):
+    model, options, work = model_on(where, mlp), Options(), REFUSED[reason]
+    optimizer = adam(model)
+    scheduler = StepLR(optimizer, 2, 0.5)
+
+    @graphex.train_step(compile=False)
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y) * work(options, scheduler)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert refused(step, points(where)).endswith(reason)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_rates_and_numbers_that_a_step_returns_are_those_of_eager(where):
+    def returned(decorate: Callable[..., Any]) -> list[Any]:
+        model, numbers = model_on(where, mlp), itertools.count()
+        optimizer = adam(model)
+        scheduler = StepLR(optimizer, 1, 0.5)
+
+        @decorate
+        def step(x, y, *, asks):
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            return scheduler.get_last_lr()[0] if asks else next(numbers)
+
+        return [step(*batch, asks=asks) for asks in (False, True) for batch in points(where)]
+
+    assert returned(graphex.train_step(compile=False)) == returned(lambda function: function)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_tensors_in_an_object_of_another_kind_are_the_reason(where):
+    model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    class Batch:
+        def __init__(self, x: Tensor, y: Tensor) -> None:
+            self.x, self.y = x, y
+
+        def __repr__(self) -> str:
+            return "Batch(...)"
+
+    @graphex.train_step(compile=False)
+    def step(batch):
+        loss = functional.cross_entropy(model(batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert "an argument is a Batch" in refused(step, [(Batch(*points(where)[0]),)] * STEPS)
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
