@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """`batches` are those of the table, from one where launches dominate to one where they do not, which needs `gib`."""
+    """`batches` are those of the table, from where launches dominate to where they do not, which needs `gib`."""
 
     make: Callable[[Setting], Batch]
     packages: tuple[str, ...] = ()
