@@ -6,7 +6,7 @@ those of `torch.ops.npu` in `npu*.py`, and those of `torch.ops.graphex` in the o
 
 from __future__ import annotations
 
-from graphex.ops import attention, embedding, experts, linears, norms, npu, quant, rotary, scope, tokens  # noqa: F401
+from graphex.ops import attention, dropout, embedding, experts, linears, norms, npu, quant, rotary, scope, tokens  # noqa: F401
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
 from graphex.ops.npu_attention import INPLACE as CACHES
 from graphex.ops.npu_experts import INPLACE as NORMS

@@ -36,6 +36,7 @@ from graphex.regions.compiler import (
     why_no_compiler,
     why_no_kernels,
 )
+from graphex.regions.dropout import seed_dropouts
 from graphex.regions.grow import Growth, Plan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
@@ -67,6 +68,7 @@ class CompileRegions(GraphPass):
             self._say(work, NOTHING, reason)
             return
         move_constants(work, device)
+        seed_dropouts(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out)
         _note_borders(work, growth)
         if not growth.plans:
