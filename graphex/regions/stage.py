@@ -36,6 +36,7 @@ from graphex.regions.compiler import (
     why_no_compiler,
     why_no_kernels,
 )
+from graphex.regions.dropout import RULE as SEEDED
 from graphex.regions.dropout import seed_dropouts
 from graphex.regions.grow import Growth, Plan, grow, put_in_place
 from graphex.regions.members import is_generated
@@ -55,6 +56,9 @@ class CompileRegions(GraphPass):
     name = "compile_regions"
     option = "regions"
     rule = "region"
+
+    def rules(self) -> tuple[str, ...]:
+        return self.rule, SEEDED
 
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
