@@ -24,7 +24,7 @@ def shifted(bits, by: tl.constexpr):
     return (bits.to(tl.uint64, bitcast=True) >> by).to(tl.int64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["numel", "least"])
+@triton.jit(do_not_specialize=["least"])
 def dropout_kernel(x, seed, out, mask, numel, least, scale, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = place < numel

@@ -33,6 +33,7 @@ MODULES = {
     "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
     "gated": ("gated", "silu_mul_kernel"),
     "embedding": ("embedding", "embedding_kernel"),
+    "dropout": ("dropout", "dropout_kernel"),
     "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
     "rotary": ("rotary", "rotary_kernel"),
 }
@@ -102,6 +103,7 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:
         "graphex::silu_mul_static_quant": Sample((x, up, scale)),
         "graphex::silu_mul": Sample((x, up)),
         "graphex::embedding": Sample((x, make.index(3, 2047, 0))),
+        "graphex::dropout": Sample((x, make.index(7), 0.1)),
         "graphex::rotary_qk": Sample((q, k, cos, cos), {"interleaved": True}),
         "npu::npu_rotary_mul": Sample((q, cos, cos, "interleave")),
         "graphex::rotary_qkv_write_": Sample((q, k, k, cos, cos, cache, cache.clone(), make.index(3, 4))),
