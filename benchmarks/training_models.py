@@ -41,11 +41,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """`batches` are those of the table: one where launches dominate, one where they do not; `gib` is for the latter."""
+    """`batches` are those of the table, from where launches dominate to where they do not, which needs `gib`."""
 
     make: Callable[[Setting], Batch]
     packages: tuple[str, ...] = ()
-    batches: tuple[int, ...] = (8, 32)
+    batches: tuple[int, int, int] = (1, 8, 32)
     gib: float = 12.0
 
 
@@ -116,10 +116,10 @@ def _unet(setting: Setting) -> Batch:
 MODELS = {
     "gpt2": Case(_gpt2, HF),
     "bert": Case(_bert, HF),
-    "vit": Case(_vit, HF, (8, 64)),
-    "resnet50": Case(_resnet50, batches=(8, 128)),
-    "unet": Case(_unet, batches=(8, 64)),
-    "llama": Case(_llama, HF, (2, 16), gib=30.0),
+    "vit": Case(_vit, HF, (1, 8, 64)),
+    "resnet50": Case(_resnet50, batches=(1, 8, 128)),
+    "unet": Case(_unet, batches=(1, 8, 64)),
+    "llama": Case(_llama, HF, (1, 2, 16), gib=30.0),
 }
 
 

@@ -333,6 +333,13 @@ class CompilerConfig:
         "`fast`: intermediate values of compiled regions keep the precision they are computed in, as with Inductor by "
         "default. `eager`: they are rounded to the type of the value where eager rounds, which takes more kernels.",
     )
+    region_dropout = Option(
+        Choice("auto", "seeded", "eager"),
+        "auto",
+        "`seeded`: regions of a training forward hold its dropout. Masks follow the seed of the generator, but are not "
+        "those that eager draws. `eager`: they are eager's, and each dropout is a kernel between two regions. `auto`: "
+        '`seeded` on a GPU, `eager` on a CPU, with `region_numerics="eager"` and with `verify`.',
+    )
     regions_keep_out = Option[tuple[str, ...]](
         Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
     )

@@ -31,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from graphex.analysis import known_equal
 from graphex.analysis.shapes import canonical_dim
 from graphex.config import CompilerConfig
+from graphex.frontend.masks import CAUSAL, known_masks
 from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.fuse import Decided, LiftAttention
@@ -105,7 +106,7 @@ def _puts_positions_first(node: Node) -> bool:
 
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_EXTRA = ("call", "forced", "layout")  # what a call of `attend` has beyond the original
+_EXTRA = ("call", "forced", "layout", "known")  # what a call of `attend` has beyond the original
 
 
 @contextmanager
@@ -116,9 +117,10 @@ def attention_kept_whole(gm: GraphModule, config: CompilerConfig) -> Iterator[No
         yield
         return
     forced = config.lift_idioms == "always"
+    masks = {} if LiftAttention.known_mask in config.disable_rules else known_masks(calls)
     try:
         for node in calls:
-            extra = {"call": node.name, "forced": forced, "layout": layout_of(node)}
+            extra = {"call": node.name, "forced": forced, "layout": layout_of(node), "known": masks.get(node, "")}
             _retarget(node, attend, {**node.kwargs, **extra})
         gm.recompile()
         yield
@@ -146,8 +148,12 @@ def attend(
     call: str,
     forced: bool,
     layout: str = ANY,
+    known: str = "",
 ) -> Tensor:
-    """The original, or `graphex.attention` for it; noted either way. No note where nothing could be gained."""
+    """The original, or `graphex.attention` for it; noted either way. No note where nothing could be gained.
+
+    `known` says what the mask is: a call of torch's own is made without one, or with the flag for it.
+    """
     if not forced and not has_kernel("graphex::attention", query.device):
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -157,11 +163,16 @@ def attend(
     refusal = refusal or _does_not_fit(query, key, value, attn_mask, enable_gqa)
     refusal = refusal or _unusual(dropout_p, is_causal, scale, attn_mask, layout)
     refusal = refusal or ("" if forced else _beyond_the_kernel(query, key, value))
-    with annotate(Decided(call, refusal, nothing_lost=bool(as_good)).as_note()):
+    drops_mask = bool(refusal and known) and not is_causal and layout in (ANY, BY_HEADS)
+    decided = Decided(call, refusal, nothing_lost=bool(as_good), known_mask=known if drops_mask else "")
+    with annotate(decided.as_note()):
         if refusal:
-            return scaled_dot_product_attention(
+            if drops_mask:
+                attn_mask, is_causal = None, known == CAUSAL
+            found = scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+            return found.contiguous() if drops_mask and layout == BY_HEADS else found
         factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         lifted: Tensor = torch.ops.graphex.attention(query, key, value, attn_mask, factor, is_causal)
         return lifted.clone(memory_format=torch.contiguous_format) if layout == BY_HEADS else lifted

@@ -4,9 +4,10 @@ torch's partitioner finds the cut that saves the fewest bytes, where what a regi
 and matrix products, convolutions and attention are never computed twice. Marks that `torch.utils.checkpoint` leaves on
 nodes are respected.
 
-graphex keeps some ops whole that Inductor takes apart before it cuts. Two kinds of these are computed again:
+graphex keeps some ops whole that Inductor takes apart before it cuts. Three kinds of values are computed again:
 
     logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved
+    x: bf16[tokens, words] -> f32 -> nll_loss_backward                  which reads nothing of it but its size
     x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
 """
 
@@ -40,6 +41,10 @@ _VIEWS = (
 )
 _CASTS = (aten._to_copy.default,)
 _WIDENING = (aten._log_softmax.default,)
+_BY_SIZE = {
+    aten.nll_loss_backward.default: 1,
+    aten.nll_loss2d_backward.default: 1,
+}  # arguments: their values matter not
 _POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
 _SOURCES = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default)
 
@@ -97,7 +102,9 @@ def prefer_computing_again(joint: GraphModule) -> set[str]:
     found = [
         node
         for node in nodes
-        if (node.target in _WIDENING and _is_wider(node)) or (node.target in _POINTWISE and _is_in_a_chain(node))
+        if (node.target in _WIDENING and _is_wider(node))
+        or (node.target in _POINTWISE and _is_in_a_chain(node))
+        or (node.target in _CASTS and _is_wider(node) and _is_read_by_size(node))
     ]
     for node in found:
         node.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -116,6 +123,12 @@ def _is_wider(node: Node) -> bool:
             return bool(source.meta["val"].dtype.itemsize < given.meta["val"].dtype.itemsize)
         given = given.args[0]
     return False
+
+
+def _is_read_by_size(node: Node) -> bool:
+    """Whether a backward is given the value and looks at nothing but its size."""
+    places = ((user, _BY_SIZE.get(user.target)) for user in node.users)
+    return any(place is not None and user.args[place] is node for user, place in places)
 
 
 def _is_in_a_chain(node: Node) -> bool:
@@ -182,7 +195,7 @@ _FREE = "a region computes it where it is read"
 
 def _why_again(node: Node, ours: set[str]) -> str:
     if node.name in ours:
-        return "it is larger than what it is computed from" if node.target in _WIDENING else _FREE
+        return "it is larger than what it is computed from" if node.target in (*_WIDENING, *_CASTS) else _FREE
     if node.meta.get(_MARK) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return "it is in a checkpoint"
     return _FREE

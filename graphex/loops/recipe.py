@@ -11,8 +11,10 @@ and no gradient behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -49,7 +51,7 @@ class Recipe:
     def __init__(self, parts: Parts, compile_it: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         _check(parts)
         self._parts = parts
-        self._loss = compile_it(_loss_function(parts))
+        self._loss, self._autocast = compile_it(_loss_function(parts)), _autocast_of(parts)
         self._trained = [each for group in parts.optimizer.param_groups for each in group["params"]]
         self.average = _average_of(parts)
         self.__name__ = self.__qualname__ = type(parts.model).__name__
@@ -59,7 +61,8 @@ class Recipe:
         total: Tensor | None = None
         try:
             for micro_args, micro_kwargs in _microbatches(args, kwargs, parts.accumulate):
-                loss = self._loss(*micro_args, **micro_kwargs)
+                with self._autocast():
+                    loss = self._loss(*micro_args, **micro_kwargs)
                 loss = loss / parts.accumulate if parts.accumulate > 1 else loss
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -136,19 +139,26 @@ def _average_of(parts: Parts) -> nn.Module | None:
 
 
 def _loss_function(parts: Parts) -> Callable[..., Tensor]:
-    model, loss_fn, dtype = parts.model, parts.loss_fn, parts.autocast
-    device = next((each.device.type for each in model.parameters()), "cpu")
+    model, loss_fn = parts.model, parts.loss_fn
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         if loss_fn is None:
             return _loss_in(model(*args, **kwargs))
         return _loss_in(loss_fn(model(*args[:-1], **kwargs), args[-1]))
 
-    def loss_in_autocast(*args: Any, **kwargs: Any) -> Tensor:
-        with torch.autocast(device, dtype=dtype):
-            return loss(*args, **kwargs)
+    return loss
 
-    return loss if dtype is None else loss_in_autocast
+
+def _autocast_of(parts: Parts) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast as people write it, around the call of what is compiled.
+
+    Inside of it, AOTAutograd would trace the backward without autocast: the products that attention is made of, with
+    dropout where no kernel does both, in float32.
+    """
+    if parts.autocast is None:
+        return nullcontext
+    device = next((each.device.type for each in parts.model.parameters()), "cpu")
+    return partial(torch.autocast, device, dtype=parts.autocast)
 
 
 def _loss_in(result: Any) -> Tensor:

@@ -83,6 +83,7 @@ class OpSpec:
     is_composite: bool  # torch traces through it
     defined_here: bool
     inlines: bool  # a region whose code can be joined with it compiles the reference instead
+    is_random: bool  # it draws from a generator
 
     @property
     def name(self) -> str:
@@ -132,6 +133,7 @@ def op(
     title: str = "",
     is_composite: bool = False,
     inlines: bool = False,
+    is_random: bool = False,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""
 
@@ -139,7 +141,7 @@ def op(
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours, inlines)
+        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours, inlines, is_random)
         SPECS[name] = spec
         if ours:
             _register(spec, namespace)
@@ -225,7 +227,8 @@ def _register(spec: OpSpec, namespace: str) -> None:
     library = _LIBRARIES.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     signature = spec.schema.partition("::")[2]
     short = signature.partition("(")[0]
-    library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
+    drawing = (torch.Tag.nondeterministic_seeded,) if spec.is_random else ()
+    library.define(signature, tags=(torch.Tag.pt2_compliant_tag, *drawing))
     if spec.is_composite:
         library.impl(short, spec.reference, "CompositeImplicitAutograd")
         return

@@ -120,10 +120,14 @@ class Decided:
     call: str
     refusal: str = ""
     nothing_lost: bool = False  # torch's own kernels are as good for it
+    known_mask: str = ""  # torch's own op was called without its mask, which is "all" True, or "causal"
 
     def as_note(self) -> dict[str, Decided]:
         """The annotation of the nodes that are made for the call."""
         return {_KEY: self}
+
+
+_KNOWN = {"all": "True everywhere: torch's op needs none", "causal": "causal: torch's op has a flag for it"}
 
 
 class LiftAttention(IdiomPass):
@@ -131,6 +135,10 @@ class LiftAttention(IdiomPass):
 
     name = "lift_attention"
     rule = "lift_attention"
+    known_mask = "known_mask"
+
+    def rules(self) -> tuple[str, ...]:
+        return self.rule, self.known_mask
 
     def enabled(self, config: CompilerConfig) -> bool:
         return super().enabled(config) and self.rule not in config.disable_rules
@@ -150,6 +158,10 @@ class LiftAttention(IdiomPass):
         lifted = 0
         candidates = sum(not decided.nothing_lost for decided in last)
         for decided, node in last.items():
+            if decided.known_mask:
+                work.rewired(
+                    node, rule=self.known_mask, because=f"the mask of '{decided.call}' is {_KNOWN[decided.known_mask]}"
+                )
             if decided.refusal:
                 work.refuse(node, Refusal(decided.refusal, nothing_lost=decided.nothing_lost), rule=self.rule)
                 continue

@@ -55,8 +55,9 @@ def lay_out(target: Tensor, value: Tensor) -> Tensor:
 class _Asked(threading.local):
     """The results that the program which this thread captures lays out itself, and those that were left to it."""
 
-    results: frozenset[tuple[Region, int]] = frozenset()
-    left: list[Unlaid]
+    def __init__(self) -> None:
+        self.results: frozenset[tuple[Region, int]] = frozenset()
+        self.left: list[Unlaid] = []
 
 
 _asked = _Asked()
@@ -65,13 +66,13 @@ _asked = _Asked()
 @contextmanager
 def laid_out_by_caller(results: frozenset[tuple[Region, int]]) -> Iterator[list[Unlaid]]:
     """Results of regions, by their place, that the caller copies, if they come in strides that are not the graph's."""
-    before = _asked.results
+    before = _asked.results, _asked.left
     left: list[Unlaid] = []
     _asked.results, _asked.left = results, left
     try:
         yield left
     finally:
-        _asked.results = before
+        _asked.results, _asked.left = before  # what was left is the caller's: later captures may have its memory
 
 
 class Region(torch.nn.Module):

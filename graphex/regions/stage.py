@@ -36,6 +36,8 @@ from graphex.regions.compiler import (
     why_no_compiler,
     why_no_kernels,
 )
+from graphex.regions.dropout import RULE as SEEDED
+from graphex.regions.dropout import seed_dropouts
 from graphex.regions.grow import Growth, Plan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
@@ -55,6 +57,9 @@ class CompileRegions(GraphPass):
     option = "regions"
     rule = "region"
 
+    def rules(self) -> tuple[str, ...]:
+        return self.rule, SEEDED
+
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
         return super().enabled(config) and regions_enabled() and not config.dump_tensor_data
@@ -67,6 +72,7 @@ class CompileRegions(GraphPass):
             self._say(work, NOTHING, reason)
             return
         move_constants(work, device)
+        seed_dropouts(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out)
         _note_borders(work, growth)
         if not growth.plans:

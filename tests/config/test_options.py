@@ -227,6 +227,7 @@ BAD = {
     "disable_rules": [3],
     "lift_idioms": "yes",
     "fusion_rules": [3],
+    "region_dropout": "random",
     "region_numerics": "exact",
     "regions_keep_out": "aten.add",
 }

@@ -272,3 +272,48 @@ def test_numbers_too_large_for_eight_bits_become_what_eager_makes_of_them(dtype)
     torch.testing.assert_close(run(x), program(x), equal_nan=True)
     kept = [record.reason for record in graphex.journal(run).region_borders if "8 bits" in record.reason]
     assert kept == ["numbers that are too large for 8 bits become the largest with Inductor"]
+
+
+def test_dropout_in_regions_draws_new_masks_in_every_replay_and_follows_the_seed():
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.sin(x) * 2 + 3, 0.25) * 1.5
+
+    run, x = compiled(step), torch.randn(64, 96, device="cuda", requires_grad=True)
+    for _ in range(CALLS):
+        run(x).sum().backward()
+    x.grad = None
+    masks = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        for _ in range(2):
+            result = run(x)
+            result.sum().backward()
+            kept = result.detach() != 0
+            close(result, torch.where(kept, (torch.sin(x) * 2 + 3) * 2, 0))
+            close(x.grad, torch.where(kept, torch.cos(x) * 4, 0))
+            assert abs(kept.float().mean().item() - 0.75) < 0.03
+            masks.append(kept)
+            x.grad = None
+    assert torch.equal(torch.stack(masks[:2]), torch.stack(masks[2:4]))
+    assert len({each.cpu().numpy().tobytes() for each in masks}) == 4
+    assert [each.rule for each in graphex.journal(run).rewrites].count("seeded_dropout") == 1
+    assert replays(run) > 0
+    assert reasons(run) == []
+
+
+@pytest.mark.parametrize("kind", ["all", "causal"])
+def test_a_mask_that_is_made_of_numbers_leaves_attention_its_fast_kernels(kind: str):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2], device=q.device)
+        mask = place[:, None] >= 0 if kind == "all" else place[None, :] <= place[:, None]
+        mask = mask[None, None].expand(q.shape[0], -1, q.shape[2], q.shape[2])
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(2, 64, -1)
+
+    q, k, v = (torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    run = compiled(attend)
+    for _ in range(CALLS):
+        found = run(q, k, v)
+        found.sum().backward()
+    close(found, attend(q, k, v), 2e-2)
+    assert [each.rule for each in graphex.journal(run).rewrites].count("known_mask") == 1
+    assert not [each for each in graphex.journal(run).region_borders if "softmax" in each.op]

@@ -121,3 +121,23 @@ def test_a_tanh_in_a_chain_is_computed_again_where_regions_compile_it_and_one_of
         torch.testing.assert_close(found, x.grad)
         again = {each.op: each.reason for each in graphex.journal(compiled).activations if "again" in each.status}
         assert again.get("aten.tanh.default", "-") == ("a region computes it where it is read" if is_again else "-")
+
+
+def test_what_a_loss_reads_by_its_size_alone_is_not_saved_where_regions_compile_it(monkeypatch):
+    """Cross entropy in autocast takes its logarithms in 16 bits, and casts them for the loss."""
+    target = torch.randint(0, 96, (32,))
+
+    def loss(logits):
+        return functional.nll_loss(torch.log_softmax(logits, -1).float(), target)
+
+    for regions, is_saved in (("on", False), ("off", True)):
+        torch._dynamo.reset()
+        monkeypatch.setenv("GRAPHEX_REGIONS", regions)
+        logits = torch.randn(32, 96, dtype=torch.bfloat16, requires_grad=True)
+        compiled = compile_it(loss)
+        compiled(logits).backward()
+        found, logits.grad = logits.grad, None
+        loss(logits).backward()
+        torch.testing.assert_close(found, logits.grad, rtol=0.02, atol=1e-4)  # of 16 bits, rounded at other places
+        assert ("aten._to_copy.default" in saved(compiled)) == is_saved
+        assert (sum(saved(compiled).values()) < 3 * 32 * 96) == (not is_saved)

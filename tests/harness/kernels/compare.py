@@ -53,7 +53,7 @@ def assert_close_to_reference(
     assert significant_strides(found) == significant_strides(wanted)
     if not wanted.numel():
         return
-    if wanted.dtype == torch.int64:  # numbers of experts
+    if wanted.dtype in (torch.int64, torch.bool):  # numbers of experts, masks
         assert torch.equal(found, wanted)
     elif exact is not None:
         rounding = max(torch.finfo(wanted.dtype).eps / 2, 2e-7)

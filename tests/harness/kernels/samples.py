@@ -545,6 +545,16 @@ def npu_grouped_matmul(make: Maker) -> Iterator[Sample]:
     yield Sample(([_bytes(make, 6, 8)], [_bytes(make, 3, 4, 8).transpose(1, 2)]), shifted)
 
 
+def dropout(make: Maker) -> Iterator[Sample]:
+    yield Sample((make(4, 300), make.index(5), 0.25))
+    yield Sample((make(3, 5, 8), make.index(-(2**62)), 0.9))
+    yield Sample((make(0, 8), make.index(1), 0.5))
+
+
+def dropout_seeds(make: Maker) -> Iterator[Sample]:
+    yield Sample((3, torch.device(make.device)))
+
+
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rms_norm": rms_norm,
     "graphex::add_rms_norm": add_rms_norm,
@@ -557,6 +567,8 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::add_rms_norm_static_quant": add_rms_norm_static_quant,
     "graphex::silu_mul": silu_mul,
     "graphex::embedding": embedding,
+    "graphex::dropout": dropout,
+    "graphex::dropout_seeds": dropout_seeds,
     "graphex::experts": experts,
     "graphex::route": route,
     "graphex::argmax": argmax,
