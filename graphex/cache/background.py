@@ -40,7 +40,7 @@ from graphex.runtime.codegen import region_called
 from graphex.runtime.program import ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
-from graphex.torch_private.inductor import packed_code, unpacked_code
+from graphex.torch_private.inductor import called, packed_code, unpacked_code
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
 
 REQUEST, REPLY, MESSAGES = "request", "reply", "messages"
@@ -136,10 +136,10 @@ class Awaiting(Program):
             what = f"a region of {len(_calls(kind[0][1]))} nodes is not compiled"
             journal.fall_back(FellBack(name, what, code, line=kind[0][1].line))
             return
-        for place, (called, region) in enumerate(kind):
+        for place, (node, region) in enumerate(kind):
             region.take(code)
             status, seconds = ("reused", 0.0) if place else ("compiled", code.seconds)
-            journal.add(region_record(name, called, status, _calls(region), code, seconds))
+            journal.add(region_record(name, node, status, _calls(region), code, seconds))
 
     def _note(self, status: str, reason: str = "") -> None:
         seconds = time.perf_counter() - self._began

@@ -68,7 +68,7 @@ class CompileRegions(GraphPass):
         device = device_of(work.graph)
         if device is None or not work.allows(self.rule) or not any(map(is_generated, work.graph.nodes)):
             return
-        if reason := _why_not_grown(work.graph):
+        if reason := _why_not_grown(work.graph) or _why_not_rounded(work, device):
             self._say(work, NOTHING, reason)
             return
         move_constants(work, device)
@@ -202,6 +202,16 @@ def _reads_scalar(node: Node, device: torch.device) -> bool:
 def _why_not_grown(graph: Graph) -> str:
     placed = next((node for node in graph.nodes if synchronisation(node) or placement(node) is not None), None)
     return "" if placed is None else f"the graph works on several streams ('{placed.name}')"
+
+
+def _why_not_rounded(work: Work, device: torch.device) -> str:
+    """Why regions would not round 16-bit values as the user asks for; empty if they do."""
+    if work.config.region_numerics != "eager" or device.type != "cpu" or torch.__version__ >= "2.13":
+        return ""
+    values = pytree.tree_leaves([node.meta.get("val") for node in work.graph.nodes])
+    if not any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in values):
+        return ""
+    return f"the C++ code of torch {torch.__version__} does not round 16-bit values as eager does"
 
 
 def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:

@@ -189,9 +189,11 @@ TRIED = (
     Tried(
         "2.11.0",
         "`event = stream.record_event()` inside a compiled function orders only what values need. Attention without a "
-        "single head ends the process, in eager too.",
+        "single head ends the process, in eager too. On a CPU, graphs of 16-bit values have no regions with "
+        '`region_numerics="eager"`: Inductor would not round as eager does. Before 2.14, a compiled function that is '
+        "called while another thread compiles for the first time may raise, with every backend.",
     ),
-    Tried("2.12.1"),
+    Tried("2.12.1", "The same of regions and of threads."),
     Tried("2.13.0", "The version of development."),
     Tried(
         "2.14.1",

@@ -312,6 +312,8 @@ def test_several_threads():
 
     run = compiled(fn)
     inputs = [torch.randn(4, 8) for _ in range(8)]
+    if torch.__version__ < "2.14":
+        run(inputs[0])  # to torch, what one thread traces is traced by all
     with ThreadPoolExecutor(4) as pool:
         for x, result in zip(inputs, pool.map(run, inputs), strict=True):
             close(result, fn(x))
@@ -333,7 +335,8 @@ def test_bfloat16_is_rounded_where_eager_rounds():
     x, y = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
     run = compiled(fn, region_numerics="eager")
     assert torch.equal(run(x, y), fn(x, y))
-    assert regions(run)
+    refused = [each.reason for each in graphex.journal(run).fallbacks]
+    assert regions(run) if torch.__version__ >= "2.13" else "does not round" in refused[0]
 
 
 @pytest.mark.parametrize("numerics", ["fast", "eager"])
