@@ -28,7 +28,7 @@ def shifted(bits, by: tl.constexpr):
 def dropout_kernel(x, seed, out, mask, numel, least, scale, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = place < numel
-    bits = (place + 1) * _STEP + tl.load(seed)
+    bits = (place + tl.load(seed)) * _STEP
     bits = (bits ^ shifted(bits, 30)) * _FIRST
     bits = (bits ^ shifted(bits, 27)) * _SECOND
     kept = shifted(bits ^ shifted(bits, 31), _UNUSED) >= least

@@ -3,8 +3,9 @@
     seeds = dropout_seeds(2, device)            draws from the device's generator, once for a whole graph
     y, mask = dropout(x, seeds[0], p)           a function of its arguments: the same seed gives the same mask
 
-Element i of a mask is number i of the generator SplitMix64 that starts from the seed: two rounds of multiplying and
-mixing 64 bits, of which the upper 24 are compared with p.
+Element i of a mask is number i of the generator SplitMix64, whose start the seed decides: two rounds of multiplying
+and mixing 64 bits, of which the upper 24 are compared with p. The seed is added to the number of an element before that
+is multiplied, because compilers compute with such numbers as with sizes: products of theirs must fit into 64 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 def threshold(p: float) -> int:
     """Numbers below this one drop their element."""
-    return round(p * 2**BITS)
+    return int(p * 2**BITS + 0.5)
 
 
 def _fake_seeds(count: int, device: torch.device) -> list[Tensor]:
@@ -44,7 +45,8 @@ def dropout_seeds(count: int, device: torch.device) -> list[Tensor]:
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
     """`bits >> by`, filled up with zeros."""
-    return (bits >> by) & (2 ** (64 - by) - 1)
+    shifted: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
+    return shifted
 
 
 def _fake_dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +65,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
     The mask depends on the seed, the number of an element, and p.
     """
-    bits = torch.arange(1, x.numel() + 1, dtype=torch.int64, device=x.device).view(x.shape) * STEP + seed[0]
+    numbers = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
+    bits = (numbers + seed[0]) * STEP
     bits = (bits ^ _shifted(bits, 30)) * FIRST
     bits = (bits ^ _shifted(bits, 27)) * SECOND
     mask = _shifted(bits ^ _shifted(bits, 31), 64 - BITS) >= threshold(p)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +50,58 @@ def test_a_training_forward_holds_its_dropout_in_one_region():
     (forward,) = [each for each in graphex.journal(run).regions if each.graph.endswith("forward")]
     assert forward.inlined == ("graphex.dropout.default",)
     assert matches(run) == 1
+
+
+def test_compiled_code_computes_the_masks_of_the_op():
+    def fn(x: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.graphex.dropout(torch.cos(x) * 2 + 3, seed, 0.25)
+
+    run, x = compiled(fn), torch.randn(3, 50, 70)
+    for seed in (5, -(2**62)):
+        for mine, wanted in zip(run(x, torch.tensor([seed])), fn(x, torch.tensor([seed])), strict=True):
+            torch.testing.assert_close(mine, wanted)
+    assert [each.inlined for each in graphex.journal(run).regions] == [("graphex.dropout.default",)]
+
+
+COMPILED = "compiled for a GPU, and there is none to run it on"
+
+
+@pytest.fixture
+def ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Inductor writes Triton kernels, which are compiled for a Hopper GPU and go no further."""
+    triton = pytest.importorskip("triton", reason="needs triton (Linux)")
+    from torch._inductor import config
+    from torch._inductor.runtime import triton_heuristics
+    from triton.backends.compiler import GPUTarget
+
+    found: list[str] = []
+    hopper, really = GPUTarget("cuda", 90, 32), triton.compile
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return hopper
+
+    def compile_only(source: Any, target: object = None, options: dict[str, Any] | None = None) -> None:
+        known = {name: value for name, value in (options or {}).items() if name in ("num_warps", "num_stages")}
+        found.append(really(source, target=hopper, options=known).asm["ptx"])
+        raise RuntimeError(COMPILED)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(triton_heuristics.triton, "compile", compile_only)
+    for name, value in (("cpu_backend", "triton"), ("compile_threads", 1), ("fx_graph_cache", False)):
+        monkeypatch.setattr(config, name, value)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_region_with_dropout_compiles_for_a_gpu(ptx):
+    layer: Callable[[Tensor], Tensor] = nn.LayerNorm(768)
+    run = compiled(lambda x: layer(x + functional.dropout(functional.silu(x), 0.1)))
+    stepped(run, torch.randn(8, 128, 768))
+    assert ptx
+    reasons = [each.reason for each in graphex.journal(run).fallbacks]
+    assert reasons
+    assert all(COMPILED in reason for reason in reasons)
 
 
 def test_masks_differ_from_step_to_step_and_from_call_to_call_and_repeat_with_the_seed(uncompiled):
