@@ -9,7 +9,6 @@ a product of bytes is scaled and shifted with is applied where it is made. A mat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from graphex.kernels.experts_kernel import rounded
 from graphex.kernels.launch import Plan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
 from graphex.ops.definition import Arguments, Declined
+from graphex.ops.npu_experts import only
 from graphex.ops.quant import ranged
 
 HALF = (torch.float16, torch.bfloat16)
@@ -195,10 +195,6 @@ def _by_library(of: Product) -> Tensor | None:
     return found.masked_fill_(~is_in_group.unsqueeze(-1), 0.0)
 
 
-def _only(values: Sequence[Tensor] | None) -> Tensor | None:
-    return values[0] if values else None
-
-
 def npu_grouped_matmul(call: Arguments) -> Any:
     x, weight, ends = call.x, call.weight, call.group_list
     if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3 or ends is None or ends.numel() != weight[0].shape[0]:
@@ -207,7 +203,7 @@ def npu_grouped_matmul(call: Arguments) -> Any:
     if call.act_type or call.group_list_type not in (0, 1) or any(each for each in refused):
         return Declined("there are activations, offsets or packed weights")
     ends = ends.contiguous() if call.group_list_type == 0 else ends.cumsum(0)
-    numbers = _only(call.scale), _only(call.per_token_scale), _only(call.bias)
+    numbers = only(call.scale), only(call.per_token_scale), only(call.bias)
     of = Product(x[0], weight[0], ends, *numbers, call.output_dtype or x[0].dtype)
     reason = of.refusal()
     found = Declined(reason) if reason else _by_library(of)

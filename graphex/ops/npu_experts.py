@@ -552,7 +552,7 @@ def npu_grouped_matmul(
         shift = None if biases is None else biases[group]
         if rows.dtype == torch.int8:
             each = None if scales is None else scales[group]
-            return _scaled(rows, matrices[group], each, _only(per_token_scale), shift, dtype)
+            return _scaled(rows, matrices[group], each, only(per_token_scale), shift, dtype)
         y = rows @ matrices[group]
         return (y if shift is None else y + shift).to(dtype)
 
@@ -568,7 +568,8 @@ def npu_grouped_matmul(
     return [result]
 
 
-def _only(values: Sequence[Tensor] | None) -> Tensor | None:
+def only(values: Sequence[Tensor] | None) -> Tensor | None:
+    """The first of a list that is for one group or for all of them."""
     return values[0] if values else None
 
 

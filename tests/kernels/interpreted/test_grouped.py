@@ -34,8 +34,7 @@ def check(x: Tensor, weight: Tensor, **options: Any) -> None:
 ENDS = [[1, 1, 5], [0, 0, 0], [7, 7, 7], [3, 30, 40]]
 
 
-@pytest.mark.parametrize("ends", ENDS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("ends", "transposed"), [*((ends, False) for ends in ENDS), (ENDS[0], True)], ids=str)
 def test_groups_of_rows(ends, transposed):
     x = torch.randn(ends[-1] + 2, 40).half()
     bias = {"bias": [torch.randn(3, 70).half()]} if transposed else {}
@@ -43,8 +42,7 @@ def test_groups_of_rows(ends, transposed):
     check(x, weight, group_list=torch.tensor(ends), split_item=3, group_type=0, **bias)
 
 
-@pytest.mark.parametrize("scaled_by", ["columns", "columns and rows"])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("scaled_by", "transposed"), [("columns", False), ("columns and rows", True)])
 def test_groups_of_bytes(scaled_by, transposed):
     counts = torch.tensor([0, 18, 4])
     x = torch.randint(-128, 128, (25, 200), dtype=torch.int8)
@@ -58,8 +56,10 @@ def test_groups_of_bytes(scaled_by, transposed):
     check(x, weight, group_list=counts, group_list_type=1, split_item=3, group_type=0, **options)
 
 
-@pytest.mark.parametrize(("rows", "size", "width"), [(1, 64, 16), (20, 130, 70), (150, 32, 130)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
+@pytest.mark.parametrize(
+    ("rows", "size", "width", "dtype"),
+    [(1, 64, 16, torch.float16), (20, 130, 70, torch.float32), (150, 32, 130, torch.float16), (20, 130, 70, None)],
+)
 def test_one_matrix_of_bytes(rows, size, width, dtype):
     x = torch.randint(-128, 128, (rows, size), dtype=torch.int8)
     weight = weights(1, size, width, transposed=rows == 20, is_bytes=True)[0]
