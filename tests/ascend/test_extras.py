@@ -86,9 +86,11 @@ def test_values_are_printed_where_the_graph_has_come_to_them(capsys):
 
 
 def test_a_tensor_is_saved_in_every_call(tmp_path):
+    path = str(tmp_path / "twice.pt")
+
     def fn(x):
         y = x * 2
-        torch_npu.save_npugraph_tensor(y, save_path=str(tmp_path / "twice.pt"))
+        torch_npu.save_npugraph_tensor(y, save_path=path)
         return y + 1
 
     torch._dynamo.reset()
