@@ -41,7 +41,7 @@ _VIEWS = (
 )
 _CASTS = (aten._to_copy.default,)
 _WIDENING = (aten._log_softmax.default,)
-_BY_SIZE = {
+_BY_SIZE: dict[Any, int] = {
     aten.nll_loss_backward.default: 1,
     aten.nll_loss2d_backward.default: 1,
 }  # arguments: their values matter not
