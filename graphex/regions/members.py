@@ -54,7 +54,9 @@ _DTYPES = frozenset(
 )
 # Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
-_INEXACT_ON_CPU = frozenset({aten.acosh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr})
+_INEXACT_ON_CPU = frozenset(
+    {aten.acosh, aten.asinh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr}
+)
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
