@@ -41,10 +41,10 @@ _VIEWS = (
 )
 _CASTS = (aten._to_copy.default,)
 _WIDENING = (aten._log_softmax.default,)
-_BY_SIZE: dict[Any, int] = {
+_BY_SIZE: dict[Any, int] = {  # arguments whose values are not looked at
     aten.nll_loss_backward.default: 1,
     aten.nll_loss2d_backward.default: 1,
-}  # arguments: their values matter not
+}
 _POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
 _SOURCES = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default)
 

@@ -36,6 +36,13 @@ _READS = {aten._local_scalar_dense.default: "reads a number from a tensor (.item
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
+def _has_unknown_size(func: Any, args: Any) -> bool:
+    """Whether the size of a result depends on data. That of a lookup does if it is by a mask, not by numbers."""
+    if func is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
 def may_see_compiled_code() -> bool:
     """Whether this torch runs compiled code below a mode that asks for it."""
     return hasattr(TorchDispatchMode, "ignore_compile_internals")
@@ -152,7 +159,7 @@ class Observation(TorchDispatchMode):
     def _judge(self, func: Any, tensors: list[Tensor], leaves: Sequence[Any], args: Any, kwargs: Any) -> None:
         if func.namespace in _COLLECTIVES:
             self.refuse(f"calls a collective ({func})")
-        elif torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        elif torch.Tag.data_dependent_output in func.tags or _has_unknown_size(func, args):
             self.refuse(_READS.get(func, f"waits for the device ({func})"))
         elif any(isinstance(leaf, torch.Generator) for leaf in leaves):
             self.refuse("draws from a generator of its own")

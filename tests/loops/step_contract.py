@@ -853,3 +853,21 @@ def test_a_step_is_explained_with_its_parts_and_their_memory(where):
     assert [each for each in parts if each in ("forward", "backward", "optimizer", "whole")] == [
         *("forward", "backward", "optimizer", "whole")
     ]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_a_lookup_by_numbers_is_captured_and_one_by_a_mask_is_not(where, by_mask):
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = torch.arange(x.shape[0], device=x.device)
+            return self.table(x[rows >= 0 if by_mask else rows.flip(0)].flip(0 if not by_mask else ()))
+
+    mine, theirs = model_on(where, Looking), model_on(where, Looking)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), compile=False)
+    assert trained(step, points(where)) == trained(written_out(theirs, adam(theirs)), points(where))
+    assert reasons(step) == (["the step waits for the device (aten.index.Tensor)"] if by_mask else [])

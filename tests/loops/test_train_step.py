@@ -78,3 +78,32 @@ def test_a_step_of_the_module_inside_leaves_the_hooks_of_a_distributed_model_alo
     before = len(called)
     distributed(batches[0][0]).sum().backward()
     assert len(called) == before + 1
+
+
+def test_the_backward_of_a_step_in_autocast_is_compiled_as_that_of_a_compiled_model_in_autocast():
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.inner(x).view(2, 4, 3, 8).unbind(2)
+            return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum()
+
+    def products(gm, inputs, config) -> None:
+        called = [node for node in gm.graph.nodes if str(node.target) == "aten.bmm.default"]
+        found.append([node.meta["val"].dtype for node in called])
+
+    x, options = torch.randn(2, 4, 8), {"post_grad_custom_post_pass": products, "regions": False}
+    found: list[list[torch.dtype]] = []
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = torch.compile(Attending(), backend="graphex", options=options)(x)
+    loss.backward()
+    wanted, found = found, []
+    model = Attending()
+    step = graphex.train_step(
+        model, None, torch.optim.SGD(model.parameters()), autocast=torch.bfloat16, options=options
+    )
+    step(x)
+    assert found == wanted
+    assert all(found)
