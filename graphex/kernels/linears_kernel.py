@@ -43,7 +43,7 @@ def weight_of_block(block, weights, sizes, strides, BN: tl.constexpr):
 @triton.jit
 def own_weight(block, weights, sizes, strides, BN: tl.constexpr, GATED: tl.constexpr):
     """`weight_of_block`; of a gated pair it is the gate."""
-    if GATED:
+    if GATED != "":
         return block * 0, weights[0], sizes[0], strides[0], block
     else:
         return weight_of_block(block, weights, sizes, strides, BN)
@@ -67,7 +67,7 @@ def prefetch_rows(block, weight, size, stride, other, other_stride, K, BN: tl.co
         for i in tl.static_range(BN):
             row = tl.minimum(block * BN + i, size - 1).to(tl.int64)
             prefetch(weight + row * stride, K, late, PDL)
-            if GATED:
+            if GATED != "":
                 prefetch(other + row * other_stride, K, late, PDL)
 
 
@@ -140,7 +140,7 @@ def gemv_kernel(
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
     row = weight + tl.minimum(n, size - 1).to(tl.int64)[:, None] * stride
     let_through = row
-    if GATED:
+    if GATED != "":
         let_through = weights[1] + tl.minimum(n, size - 1).to(tl.int64)[:, None] * strides[1]
     k0 = tl.arange(0, BK)
     products = tl.zeros((BN, BK), tl.float32)
@@ -153,7 +153,7 @@ def gemv_kernel(
         if PROLOGUE == "rms_norm":
             squares += source * source
         products += w.to(tl.float32) * value[None, :]  # summed after the loop, in which no thread waits for another
-        if GATED:
+        if GATED != "":
             w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
             more_products += w.to(tl.float32) * value[None, :]
     pdl_launch(PDL)
@@ -163,13 +163,13 @@ def gemv_kernel(
         rstd = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         total *= rstd
         up_total *= rstd
-    if GATED:
+    if GATED != "":
         total = gated(total, up_total, biases, n, n < size, GATED)
     for i in tl.static_range(len(outs)):
         if which == i:
             ok = n < size
             result = total
-            if not GATED and biases[i] is not None:
+            if GATED == "" and biases[i] is not None:
                 result += tl.load(biases[i] + n, mask=ok, other=0.0).to(tl.float32)
             if residual is not None:
                 result += tl.load(residual + n, mask=ok, other=0.0).to(tl.float32)
@@ -206,7 +206,7 @@ def _store_results(
     for i in tl.static_range(len(outs)):
         if which == i:
             total = result
-            if not GATED and biases[i] is not None:
+            if GATED == "" and biases[i] is not None:
                 total += tl.load(biases[i] + n, mask=n_ok, other=0.0).to(tl.float32)
             if residual is not None:
                 at = row_start(row, r_inner, r_outer_stride, r_inner_stride) + n
@@ -253,7 +253,7 @@ def skinny_kernel(
     n_read = tl.minimum(n, size - 1).to(tl.int64)[:, None]
     weight_row = weight + n_read * stride
     let_through = weight_row
-    if GATED:
+    if GATED != "":
         let_through = weights[1] + n_read * strides[1]
     x_row = x + row_start(tl.minimum(m, rows - 1)[:, None], inner, outer_stride, inner_stride)
     if WEIGHT_FIRST:
@@ -270,7 +270,7 @@ def skinny_kernel(
         else:
             a = tl.load(x_row + k, mask=k < K, other=0.0, eviction_policy="evict_last")
         total = _product(w, a, total, WEIGHT_FIRST)
-        if GATED:
+        if GATED != "":
             up_total = _product(read_weight(let_through + k, k < K, EVEN_K), a, up_total, WEIGHT_FIRST)
     pdl_launch(PDL)
     if WEIGHT_FIRST:
@@ -279,7 +279,7 @@ def skinny_kernel(
     row = m[:, None]
     row_ok = row < rows
     n_ok = (n < size)[None, :]
-    if GATED:
+    if GATED != "":
         total = gated(total, up_total, biases, n[None, :], n_ok, GATED)
     if partial is None:
         _store_results(
@@ -336,5 +336,5 @@ def combine_kernel(
     n = block_here * BN + column
     n_ok = n < size
     _store_results(
-        total, which, row, ok, n, n_ok, biases, outs, sizes, residual, r_inner, r_outer_stride, r_inner_stride, False
+        total, which, row, ok, n, n_ok, biases, outs, sizes, residual, r_inner, r_outer_stride, r_inner_stride, ""
     )

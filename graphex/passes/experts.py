@@ -220,9 +220,9 @@ class Order:
         filled = called(node, aten.masked_fill.Scalar)
         spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
         beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
-        if filled is None or beyond is None or filled.args[2] != 0 or beyond.args[0] is not self.numbers:
+        if filled is None or spread is None or beyond is None or beyond.args[0] is not self.numbers:
             return node
-        if spread.args[1] not in (-1, 1) or not _chosen_among(self.experts, beyond.args[1]):
+        if filled.args[2] != 0 or spread.args[1] not in (-1, 1) or not _chosen_among(self.experts, beyond.args[1]):
             return node
         inner |= {filled, spread, beyond}
         return filled.args[0]
@@ -245,7 +245,7 @@ def _chosen_among(experts: Any, count: Any) -> bool:
         return False
     among = top.args[0].meta["val"]
     dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    return dim % among.dim() == among.dim() - 1 and among.shape[-1] == count
+    return bool(dim % among.dim() == among.dim() - 1 and among.shape[-1] == count)
 
 
 def _sorted(node: Any, inner: set[Node]) -> Order | None:
