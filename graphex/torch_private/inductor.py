@@ -22,12 +22,12 @@ from graphex.torch_private.symbolic import FakeTensorMode
 
 __all__ = [
     "OutputCode",
-    "called",
     "inductor_compile",
     "inductor_settings",
     "known_instruction_set",
     "known_settings",
     "packed_code",
+    "runner_of",
     "start_compilers",
     "unpacked_code",
     "without_inductor",
@@ -213,7 +213,7 @@ def unpacked_code(
     return code
 
 
-def called(code: OutputCode) -> Callable[[list[Any]], Any]:
+def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:
     """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
     before something else has imported that.
     """
