@@ -39,7 +39,7 @@ from graphex.regions.members import inlined_ops
 from graphex.regions.region import Region
 from graphex.regions.stage import NOTHING
 from graphex.torch_private.graphs import graph_module
-from graphex.torch_private.inductor import called, known_instruction_set, packed_code, unpacked_code
+from graphex.torch_private.inductor import known_instruction_set, packed_code, runner_of, unpacked_code
 from graphex.torch_private.symbolic import FakeTensorMode
 
 LARGEST_CONSTANTS = 2**24  # bytes
@@ -216,7 +216,7 @@ def made_from(
 def _region_code(data: CodeData, body: GraphModule, mode: FakeTensorMode, patches: dict[str, Any]) -> RegionCode:
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     code = unpacked_code(data.packed, inputs, mode, {**patches, **data.known})
-    return RegionCode(called(code), data.source, data.kernels, 0.0, tuple(inlined_ops(body.graph)), code)
+    return RegionCode(runner_of(code), data.source, data.kernels, 0.0, tuple(inlined_ops(body.graph)), code)
 
 
 def _attach(root: torch.nn.Module, path: str, value: Any) -> None:

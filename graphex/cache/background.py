@@ -40,7 +40,7 @@ from graphex.runtime.codegen import region_called
 from graphex.runtime.program import ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
-from graphex.torch_private.inductor import called, packed_code, unpacked_code
+from graphex.torch_private.inductor import packed_code, runner_of, unpacked_code
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
 
 REQUEST, REPLY, MESSAGES = "request", "reply", "messages"
@@ -186,7 +186,7 @@ def _loaded(made: Made, body: GraphModule, patches: dict[str, Any]) -> RegionCod
         return f"its code cannot be loaded: {one_line(error)}"
     inlined = tuple(targets[name] for name in made.inlined)
     about: dict[str, Any] = {"autotuned": made.autotuned, "split_products": made.split_products}
-    return RegionCode(called(code), made.source, made.kernels, made.seconds, inlined, code, **about)
+    return RegionCode(runner_of(code), made.source, made.kernels, made.seconds, inlined, code, **about)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:

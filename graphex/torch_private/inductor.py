@@ -204,7 +204,7 @@ def unpacked_code(
     return code
 
 
-def called(code: OutputCode) -> Callable[[list[Any]], Any]:
+def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:
     """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
     before something else has imported that.
     """
