@@ -124,7 +124,7 @@ class Reached:
     def _noted(self, names: Sequence[str], values: Sequence[Any], in_module: bool) -> Iterator[tuple[str, Any, bool]]:
         """Keep what values are, and give those that are looked into."""
         for name, value in zip(names, values, strict=True):
-            if name.endswith(_NOT_THE_USERS):
+            if name.endswith(_NOT_THE_USERS) or (in_module and "_hooks" in name and not value):
                 continue
             while name in self.values:
                 name += "'"

@@ -52,7 +52,6 @@ class Recipe:
         _check(parts)
         self._parts = parts
         self._loss, self._autocast = compile_it(_loss_function(parts)), _autocast_of(parts)
-        self._trained = [each for group in parts.optimizer.param_groups for each in group["params"]]
         self.average = _average_of(parts)
         self.__name__ = self.__qualname__ = type(parts.model).__name__
 
@@ -88,10 +87,11 @@ class Recipe:
             return
         if parts.scaler is not None:
             parts.scaler.unscale_(parts.optimizer)
+        trained = [each for group in parts.optimizer.param_groups for each in group["params"]]
         if parts.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained, parts.clip_norm)
+            nn.utils.clip_grad_norm_(trained, parts.clip_norm)
         if parts.clip_value is not None:
-            nn.utils.clip_grad_value_(self._trained, parts.clip_value)
+            nn.utils.clip_grad_value_(trained, parts.clip_value)
 
     @torch.no_grad()
     def _update_average(self) -> None:

@@ -107,6 +107,7 @@ class StepState:
             for name, value in state.items()
         ]
         self._owners = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.found.optimizers]
+        self._members = [(group, list(group["params"])) for _, _, groups in self._owners for group in groups]
         self._addresses = self._read_addresses()
 
     def _listed(self) -> tuple[list[nn.Module], list[Tensor], list[Tensor]]:
@@ -151,6 +152,8 @@ class StepState:
         for optimizer, state, groups in self._owners:
             if optimizer.state is not state or optimizer.param_groups is not groups:
                 return f"the state of {type(optimizer).__name__} was replaced"
+        if not all(_identical(group["params"], before) for group, before in self._members):
+            return "the parameters of an optimizer are others"
         if any(
             states.get(parameter) is not state or state.get(name) is not value
             for states, parameter, state, name, value in self._states

@@ -465,6 +465,11 @@ def _another_forward(model: Any, optimizer: Any, options: Any) -> None:
     model.forward = lambda x: model.inner(x).relu()
 
 
+def _another_member(model: Any, optimizer: Any, options: Any) -> None:
+    optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [model.inner.bias], "lr": 0.5})
+
+
 def _another_state(model: Any, optimizer: Any, options: Any) -> None:
     for parameter, state in list(optimizer.state.items()):
         optimizer.state[parameter] = {name: torch.zeros_like(value) for name, value in state.items()}
@@ -480,6 +485,7 @@ CHANGES: dict[str, Callable[[Any, Any, Any], object]] = {
     "an attribute of a class": lambda model, optimizer, options: setattr(type(options), "decay", 0.25),
     "strides": lambda model, optimizer, options: setattr(model.inner.weight, "data", model.inner.weight.data.t()),
     "the state of a parameter": _another_state,
+    "a parameter's group": _another_member,
 }
 
 
@@ -508,6 +514,19 @@ def test_a_change_between_two_calls_is_seen(change, where):
     same_state(mine, theirs)
     assert count(step, "captured") + count(step, "recaptured") == 2
     assert not reasons(step)
+
+
+def test_parameters_that_come_later_are_clipped_too(where):
+    model, later = model_on(where, mlp), model_on(where, mlp)
+    both = nn.ModuleList([model, later])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss_of = lambda x, y: functional.cross_entropy(model(x) + later(x), y)  # noqa: E731
+    both.forward = loss_of
+    step = graphex.train_step(both, None, optimizer, clip_value=0.0, compile=False)
+    before = copy.deepcopy(later.state_dict())
+    optimizer.add_param_group({"params": later.parameters()})
+    trained(step, points(where, 5))
+    same_state(later, _with(later, before))
 
 
 def test_an_argument_that_is_an_object_is_told_from_itself_with_other_values(where):
