@@ -2,6 +2,7 @@
 
     Dynamo's graph
       | streams       stream and event calls that Dynamo leaves as method calls become ops that survive tracing
+      | masks         masks of attention that are made of numbers alone are known before anything runs
       | attention     calls of scaled_dot_product_attention stay one op where that is faster
       | aot           AOTAutograd: one ATen graph for inference, or a joint graph; input mutations stay in it
       | partition     a joint graph is cut into a forward and a backward

@@ -5,8 +5,8 @@ kernel was not written for such arguments; then the op's reference runs. Launche
 captured in a CUDA graph.
 
 How a call moves through this room: the op binds its arguments; the launcher looks a `Plan` up by their shapes and
-strides, or makes one; the plan allocates the results and launches the kernel. `tokens` and `experts` are families too,
-and `tuned/` has choices that come with graphex.
+strides, or makes one; the plan allocates the results and launches the kernel. `tokens`, `experts`, `grouped`
+and `dropout` are families too, and `tuned/` has choices that come with graphex.
 
 Read `layout.py` (which strided tensors are rows to a kernel), `arithmetic.py` and `launch.py` first, then a family:
 `gated`, `quant` with `quant_options`, `norm`, `embedding`, `rotary`. `linears` and `attention` have several

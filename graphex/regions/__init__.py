@@ -5,6 +5,7 @@
 
 How a graph moves through this room, after the passes that restore writes in place and before dead memory is reused:
 
+    dropout     random numbers of a training forward come from seeds, so that a region can hold dropout
     members     which nodes a region can hold, and why the others stay outside
     grow        the largest convex sets of such nodes, and what each takes and returns
     layers      a region of equal layers is cut between them
