@@ -154,7 +154,8 @@ def test_scenario_15_another_core_limit_of_the_stream_is_another_graph():
                 compiled(*on_npu(torch.randn(4, 4)))
     finally:
         torch.npu.reset_stream_limit(stream)
-    assert compiled.captures() == ["captured", "captured"]
+    graphs = 1 if torch.ones(1).npu().is_cuda else 2  # a GPU's streams have no such limits
+    assert compiled.captures() == ["captured"] * graphs
 
 
 def test_scenario_16_tensors_without_elements():

@@ -465,6 +465,12 @@ def _another_forward(model: Any, optimizer: Any, options: Any) -> None:
     model.forward = lambda x: model.inner(x).relu()
 
 
+def _another_layout(model: Any, optimizer: Any, options: Any) -> None:
+    weight = model.inner.weight
+    for tensor in (weight, *(each for each in optimizer.state[weight].values() if each.dim() == 2)):
+        tensor.data = tensor.data.t()
+
+
 def _another_member(model: Any, optimizer: Any, options: Any) -> None:
     optimizer.param_groups[0]["params"].pop()
     optimizer.add_param_group({"params": [model.inner.bias], "lr": 0.5})
@@ -483,7 +489,7 @@ CHANGES: dict[str, Callable[[Any, Any, Any], object]] = {
     "a method": _another_forward,
     "an element of a container": lambda model, optimizer, options: options.weights["loss"].insert(0, 0.25),
     "an attribute of a class": lambda model, optimizer, options: setattr(type(options), "decay", 0.25),
-    "strides": lambda model, optimizer, options: setattr(model.inner.weight, "data", model.inner.weight.data.t()),
+    "strides": _another_layout,
     "the state of a parameter": _another_state,
     "a parameter's group": _another_member,
 }
