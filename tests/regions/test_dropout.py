@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -67,7 +67,7 @@ COMPILED = "compiled for a GPU, and there is none to run it on"
 
 
 @pytest.fixture
-def ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ptx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Inductor writes Triton kernels, which are compiled for a Hopper GPU and go no further."""
     triton = pytest.importorskip("triton", reason="needs triton (Linux)")
     from torch._inductor import config
@@ -88,9 +88,8 @@ def ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(triton_heuristics.triton, "compile", compile_only)
-    for name, value in (("cpu_backend", "triton"), ("compile_threads", 1), ("fx_graph_cache", False)):
-        monkeypatch.setattr(config, name, value)
-    return found
+    with config.patch(cpu_backend="triton", compile_threads=1, fx_graph_cache=False):
+        yield found
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")

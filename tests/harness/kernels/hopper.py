@@ -50,9 +50,9 @@ class Compiler:
         self.shared = 0  # bytes of shared memory that the largest of them needs
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return self.compile
+        return self._launched
 
-    def compile(
+    def _launched(
         self, *args: object, num_warps: int, num_stages: int = 3, enable_fp_fusion: bool = True, **constants: object
     ) -> None:
         import triton
