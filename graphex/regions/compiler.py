@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from shutil import which
 from typing import Any
@@ -179,9 +180,25 @@ def _is_odd(x: Any, w: Any = None) -> bool:
     return is_aligned and width % ALIGNED != 0 and rows >= MANY_ROWS and depth * width >= LARGE_WEIGHT
 
 
+_shown_by: ContextVar[Callable[[str], None] | None] = ContextVar("shown_by", default=None)
+
+
+@contextmanager
+def progress_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell `say` what is compiled while the block runs: a command with a line of progress shows it there."""
+    before = _shown_by.set(say)
+    try:
+        yield
+    finally:
+        _shown_by.reset(before)
+
+
 @contextmanager
 def shown_on_terminal() -> Iterator[Callable[[str], None]]:
     """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
+    if (say := _shown_by.get()) is not None:
+        yield say
+        return
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda text: None
         return
