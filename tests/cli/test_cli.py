@@ -92,6 +92,8 @@ def test_explain_in_a_terminal_shows_progress_and_colours_and_leaves_nothing_beh
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_only_one_line_of_progress_is_live(script: Path) -> None:
+    compiled = 'torch.compile(lambda x: (x.sin() + x.cos()).exp() * 2, backend="graphex")(torch.ones(64, 64))'
+    script.write_text(f"import torch\n{compiled}\n")
     ended = in_terminal("explain", "script.py", cwd=script.parent, GRAPHEX_REGIONS="on", GRAPHEX_CACHE="off")
     assert ended.code == 0
     assert "compiling region 1 of 1" in plain(ended.out)

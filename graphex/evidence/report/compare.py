@@ -333,15 +333,14 @@ def _device_op_sentences(
             f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
         )
         yield _sentence("bad" if elsewhere[1] > elsewhere[0] else "good", text)
+    if compared:
+        yield _sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
+        return
     for which, count in zip(("first", "second"), previews, strict=True):
-        if count and not compared:
-            many = (
-                "1 rewrite of the {} report is a preview"
-                if count == 1
-                else "{n} rewrites of the {} report are previews"
-            )
-            text = many.format(which, n=count)
-            yield _sentence("plain", f"{text}, which this device has no kernels for: neither lost nor won.")
+        if count:
+            what = "rewrite" if count == 1 else "rewrites"
+            text = f"Previews in the {which} report: {count} {what} that this device has no kernels for. "
+            yield _sentence("plain", f"{text}They do not run here and are neither lost nor won.")
 
 
 def _sentence(tone: str, text: str) -> dict[str, str]:

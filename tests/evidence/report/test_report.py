@@ -288,7 +288,7 @@ def test_previews_of_one_report_are_neither_lost_nor_won(tmp_path: Path) -> None
         assert told[0] == "0 rewrites lost, 0 won."
         assert not has_losses(difference)
         assert not any("A preview:" in text for text in told)
-        assert told[-1].startswith(f"1 rewrite of the {which} report is a preview")
+        assert told[-1].startswith(f"Previews in the {which} report: 1 rewrite ")
         assert all(rule["before"][0] == rule["after"][0] for rule in difference["rules"])
 
 
