@@ -371,7 +371,7 @@ def test_a_comparison_of_two_models_says_that_they_are_two(
     other = read_data(explain_gate(tmp_path / "gate.html"))
     chrome.open(write_page(compare(read_data(llama_page), other), tmp_path / "difference.html"))
     assert chrome.texts(".summary li")[0].startswith("These are reports of different models")
-    assert chrome.texts("section h2") == ["Not compared", "Made with"]
+    assert chrome.texts("section h2") == ["Summary", "Not compared", "Made with"]
 
 
 def test_code_keeps_clear_of_its_border_and_no_table_has_an_empty_head(chrome: Browser, llama_page: Path) -> None:
