@@ -1,7 +1,7 @@
 // Two reports of one model: what was lost, what was won.
 
 function differencePage() {
-  return data.different_models ? twoModelsPage() : oneModelPage();
+  return data.models ? twoModelsPage() : oneModelPage();
 }
 
 function twoModelsPage() {
