@@ -115,12 +115,14 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     """The known names that look like `name`, the best match first.
 
     Names are compared without case, signs and namespace: `rmsnorm` is near `graphex::rms_norm`. One that holds all of
-    `name` is near however long it is. Names that are much less like it than the best are left out.
+    `name` is near however long it is. Of names that are equally like it, those that begin with it come first, then the
+    shorter. Names that are much less like it than the best are left out.
     """
     wanted = _bare(name)
     rated = [(_likeness(wanted, _bare(each)), each) for each in dict.fromkeys(known)]
     least = max(_NEAR, max((rating for rating, _ in rated), default=0.0) - _APART)
-    return [each for rating, each in sorted(rated, key=lambda pair: -pair[0]) if rating >= least]
+    near = [(-rating, not _bare(each).startswith(wanted), len(each), each) for rating, each in rated if rating >= least]
+    return [each for *_, each in sorted(near)]
 
 
 _NEAR, _APART = 0.6, 0.2

@@ -39,8 +39,7 @@ def list_entries(as_json: bool) -> None:
             columns,
             ((row["id"], row["graph"], str(row["bytes"] // 1024), _age(row["age"]), str(row["hits"])) for row in rows),
         )
-    total = sum(row["bytes"] for row in rows) / 2**20
-    click.echo(f"{len(rows)} graphs, {total:.1f} MiB in {store.path}")
+    click.echo(f"{_counted(len(rows), sum(row['bytes'] for row in rows))} in {store.path}")
 
 
 @cache.command()
@@ -113,7 +112,7 @@ def export(path: Path, wanted: str | None) -> None:
         size = write_archive(path, store, ids)
     except OSError as error:
         raise click.ClickException(f"'{path}' cannot be written: {error}.") from error
-    click.echo(f"wrote {len(ids)} graphs, {size / 2**20:.1f} MiB, to {path}")
+    click.echo(f"wrote {_counted(len(ids), size)}, to {path}")
 
 
 @cache.command(name="import")
@@ -131,6 +130,13 @@ def import_archive(path: Path, yes: bool) -> None:
         click.confirm(f"Store these in {_store().path}? A graph that is loaded runs code from the archive", abort=True)
     store_archive(files, _store())
     click.echo(f"stored {sum(name.endswith('.graph') for name in files)} graphs")
+
+
+def _counted(graphs: int, size: int) -> str:
+    """``1 graph, 12 KiB``"""
+    from graphex.evidence.tables import size_text
+
+    return f"{graphs} graph{'' if graphs == 1 else 's'}, {size_text(size)}"
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

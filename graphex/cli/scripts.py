@@ -28,14 +28,29 @@ from graphex.cli.output import (
 )
 from graphex.config import config_from, options_of
 from graphex.env import path_of_rank, why_off
-from graphex.errors import InputError, one_line
+from graphex.errors import InputError, did_you_mean, one_line
 from graphex.records import Journal
 
 DEVICES = ("simulated", "cuda", "cpu")
 NOTHING = 3
 _SCRIPTS = {"rules": "the script registers a rule of this name", "passes": "a pass of the script has this name"}
 _LISTS = frozenset(option.name for option in options_of() if isinstance(option.default, tuple))
-script_path = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class _Script(click.Path):
+    """The path of a script. A word with a dash that is none is a mistyped option: unknown ones are the script's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        word = str(value).partition("=")[0]
+        if ctx is not None and word.startswith("-") and not Path(value).exists():
+            options = [param for param in ctx.command.params if isinstance(param, click.Option)]
+            known = [name for option in options for name in option.opts if name.startswith("--")]
+            hint = did_you_mean(word, known, f"there are {', '.join(known)}")
+            raise click.UsageError(f"No such option '{word}' ({hint}).", ctx)
+        return super().convert(value, param, ctx)
+
+
+script_path = _Script(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -107,9 +122,11 @@ def explain(
     from graphex.evidence.report.model import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed
+    from graphex.regions.compiler import progress_to
 
     graphex.define()
-    with waiting(f"running {script.name}") as say, watching(options, lambda journal: say(_told(journal))) as watch:
+    watched = watching(options, lambda journal: say(_told(journal)))
+    with waiting(f"running {script.name}") as say, progress_to(say), watched as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)
     unwritten = why_not_written(lambda: write_page(data, path_of_rank(page))) if watch.journals else ""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from graphex.evidence.training import SAVED_COLUMNS, STEP_COLUMNS, has_training, saved_rows, step_rows
-from graphex.kernels.tuning import choice_of
 from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused
 
 WIDTH = 118  # where there is no terminal to ask
@@ -330,6 +329,8 @@ def kernel_rows(journal: Journal) -> list[KernelRow]:
 
 
 def _row(record: KernelsPlanned) -> KernelRow:
+    from graphex.kernels.tuning import choice_of  # imports torch, which reading a report does not need
+
     about = record.graph, record.op, record.on, record.times
     if record.declined:
         return KernelRow(*about, f"the reference: {record.declined}")

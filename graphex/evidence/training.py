@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from graphex.debug.history import GraphHistory, NodeFacts
 from graphex.records import Activation, GraphCompiled, Journal
+
+if TYPE_CHECKING:
+    from graphex.debug.history import GraphHistory, NodeFacts
 
 SHOWN = 10  # rows of saved values; the journal has all of them
 POINTS = 120  # of the curve of a part

@@ -110,20 +110,31 @@ _TENSOR = re.compile(
 _SIZE = re.compile(r"(?P<value>.+)\.(?P<what>size|stride)\(\)\[(?P<index>\d+)\] == (?P<before>\S+)")
 _TYPE = re.compile(r"___check_type_id\((?P<value>[^,]+), .*type=<class '(?P<before>[^']+)'>")
 _EQUAL = re.compile(r"(?P<value>[\w.\[\]'\"]+) == (?P<before>\S+)")
+_CHECKED = ("type", "dispatch key set", "dtype", "device index", "requires_grad", "rank", "size", "stride")
 _STATE = re.compile(r"GLOBAL_STATE changed: (?P<what>\w+)")
 _OF_A_BREAK = re.compile(r"(?:L\[')?___stack\d+(?:'\])?")  # Dynamo's name for a value that a break hands on
 _FROM_BEFORE = "a value from before the graph break"
 
 
 def _recompiled(frame: CompiledFrame, earlier: list[GraphCompiled]) -> Recompiled:
-    """The guard of the latest earlier graph whose failure torch tells."""
-    failures = dict(frame.failures)
-    for graph in reversed(earlier):
-        if said := failures.get(graph.compile_id):
-            guard = _without_remark(said)
-            change = _change(guard)
-            return Recompiled("", graph.graph, _sentence(change, guard), guard, **asdict(change))
-    return Recompiled("", earlier[-1].graph, "a guard failed, and torch does not say which", "")
+    """The failed guard of the earlier graph that came nearest to fit; of several, the latest.
+
+    torch tells one guard of each graph, the first to fail: x of another size is nearer than x of another dtype.
+    """
+    failures = {compile_id: _without_remark(said) for compile_id, said in frame.failures if said}
+    asked = [graph for graph in reversed(earlier) if graph.compile_id in failures]
+    if not asked:
+        return Recompiled("", earlier[-1].graph, "a guard failed, and torch does not say which", "")
+    nearest = max(asked, key=lambda graph: _nearness(_change(failures[graph.compile_id])))
+    guard = failures[nearest.compile_id]
+    change = _change(guard)
+    return Recompiled("", nearest.graph, _sentence(change, guard), guard, **asdict(change))
+
+
+def _nearness(change: Change) -> int:
+    """How many of torch's checks of a value came before the one that failed; an expression is checked after them."""
+    what = change.what.rstrip(" 0123456789")
+    return _CHECKED.index(what) if what in _CHECKED else 0 if what else len(_CHECKED)
 
 
 def _without_remark(said: str) -> str:

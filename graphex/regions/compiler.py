@@ -179,9 +179,25 @@ def _is_odd(x: Any, w: Any = None) -> bool:
     return is_aligned and width % ALIGNED != 0 and rows >= MANY_ROWS and depth * width >= LARGE_WEIGHT
 
 
+_shown_by: list[Callable[[str], None]] = []  # of the process: a script may compile in a thread of its own
+
+
+@contextmanager
+def progress_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell `say` what is compiled while the block runs: a command with a line of progress shows it there."""
+    _shown_by.append(say)
+    try:
+        yield
+    finally:
+        _shown_by.remove(say)
+
+
 @contextmanager
 def shown_on_terminal() -> Iterator[Callable[[str], None]]:
     """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
+    if _shown_by:
+        yield _shown_by[-1]
+        return
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda text: None
         return

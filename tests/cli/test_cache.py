@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tarfile
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def test_clear_removes_all_or_one(two):
     ids = [each["id"] for each in json.loads(called("list", "--json"))["graphs"]]
     called("clear", ids[0])
     assert [entry.id for entry in Store().entries()] == ids[1:]
+    assert re.search(r"^1 graph, [1-9][\d.]* (B|KiB) in ", called("list"), re.MULTILINE)
     called("clear")
     assert not list(Store().path.iterdir())
 

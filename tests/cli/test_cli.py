@@ -20,7 +20,7 @@ from graphex.runtime import native
 from graphex.torch_private import lookup
 from graphex.torch_private.lookup import TRIED
 from tests.harness.processes import ROOT, in_terminal, piped, plain, run
-from tests.harness.reports import explain_gate, explain_llama
+from tests.harness.reports import VERSIONS, explain_gate, explain_llama
 
 SCRIPT = """
 import sys, torch
@@ -88,6 +88,16 @@ def test_explain_in_a_terminal_shows_progress_and_colours_and_leaves_nothing_beh
     assert "compiling graph 1" in plain(ended.out)
     assert "\x1b[2K" in ended.out  # the progress line is wiped when it is done
     assert plain(ended.out).rstrip().endswith("report: report.html")
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+def test_only_one_line_of_progress_is_live(script: Path) -> None:
+    compiled = 'torch.compile(lambda x: (x.sin() + x.cos()).exp() * 2, backend="graphex")(torch.ones(64, 64))'
+    script.write_text(f"import torch\n{compiled}\n")
+    ended = in_terminal("explain", "script.py", cwd=script.parent, GRAPHEX_REGIONS="on", GRAPHEX_CACHE="off")
+    assert ended.code == 0
+    assert "compiling region 1 of 1" in plain(ended.out)
+    assert "graphex: compiling" not in plain(ended.out)  # the line of a process without a command
 
 
 def test_explain_json_keeps_the_scripts_own_words_out_of_it(script: Path) -> None:
@@ -212,6 +222,16 @@ def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "graphex.cli" in imported
     assert not {"torch", "rich", "numpy"} & imported
+
+
+@pytest.mark.parametrize("command", ["open", "diff"])
+def test_reading_reports_imports_no_torch(command: str, tmp_path: Path) -> None:
+    before, after = (str(explain_gate(tmp_path / f"{name}.html", **options)) for name, options in VERSIONS.items())
+    given = (before,) if command == "open" else (before, after)
+    ended = run("-X", "importtime", "-m", "graphex", "report", command, *given, cwd=tmp_path, BROWSER="true")
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert "silu(gate) * up" in ended.stdout
+    assert not {"torch", "numpy"} & imported
 
 
 def test_a_mistyped_setting_is_told_before_torch_is_imported(script: Path) -> None:
@@ -349,6 +369,18 @@ def test_doctor_compiles_the_check_where_it_can(monkeypatch: pytest.MonkeyPatch,
     assert (found["status"], found["found"]) == ("ok", "done in C++, compiled and loaded")
 
 
+def test_the_best_match_of_a_mistyped_name_comes_first() -> None:
+    assert "did you mean 'graphex::rms_norm' or " in call("ops", "rms").output
+
+
+@pytest.mark.parametrize("command", ["explain", "run"])
+def test_a_mistyped_option_is_told_the_near_one(command: str, script: Path) -> None:
+    near = {"explain": ("--ste", "--set"), "run": ("--devise", "--device")}[command]
+    result = call(command, near[0], "cpu", str(script))
+    assert result.exit_code == 2
+    assert f"No such option '{near[0]}' (did you mean '{near[1]}'?)" in " ".join(result.output.split())
+
+
 def test_a_pass_that_runs_twice_is_named_once_to_whoever_asks_for_another() -> None:
     assert call("passes", "zzz").output.count("remove_dead_code") == 1
 
@@ -360,8 +392,6 @@ def test_bench_knows_which_benchmarks_fit() -> None:
 
 
 def test_diff_ends_with_1_where_a_rewrite_was_lost(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.harness.reports import VERSIONS, explain_gate
-
     monkeypatch.chdir(script.parent)
     before, after = (str(explain_gate(Path(f"{name}.html"), **options)) for name, options in VERSIONS.items())
     worse, better = call("report", "diff", before, after), call("report", "diff", after, before)
@@ -374,8 +404,6 @@ def test_diff_ends_with_1_where_a_rewrite_was_lost(script: Path, monkeypatch: py
 
 
 def test_open_shows_the_summary_and_opens_the_file(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.harness.reports import explain_gate
-
     path = explain_gate(script.parent / "report.html")
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: not opened.append(address))

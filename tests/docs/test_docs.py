@@ -217,12 +217,20 @@ def difference_of_aot_eager(example: dict[str, Any]) -> float:
 
 def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
     shown = python("examples/demo.py", TMPDIR=str(tmp_path), COLUMNS="400").stdout
-    (timed,) = (line for line in shown.splitlines() if line.startswith("time per step"))
+    *_, timed, last = filter(None, shown.splitlines())
+    assert timed.startswith("time per step")
     assert re.search(r"\. [A-Z].*: .*|\. .*Run it on a machine with a CUDA GPU", timed)
-    *_, last = filter(None, shown.splitlines())
     report = Path(last.rpartition(": ")[2])
     assert report.parent.parent == tmp_path
     assert read_data(report)["title"] == "TinyLlama"
+
+
+def test_the_demo_advises_what_its_figure_asks_for() -> None:
+    from examples.demo import meaning
+
+    advice = {meaning(ratio, device) for ratio in (0.8, 1.2) for device in ("cpu", "cuda")}
+    assert len(advice) == 4
+    assert all("open the report" in each for each in advice)
 
 
 FOLDER = ROOT / "examples" / "aten_ir"

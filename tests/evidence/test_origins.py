@@ -167,6 +167,14 @@ def test_a_change_of_grad_mode_recompiles_and_says_so():
     assert [found.reason for found in graphex.journal(compiled).recompilations] == ["grad_mode changed"]
 
 
+def test_a_recompilation_is_told_against_the_graph_that_is_nearest():
+    like = torch.ones(5)
+    journal = compiled_journal(sized, (torch.ones(3),), (like,), (like.double(),), (torch.ones(2, 5),))
+    *_, last = journal.recompilations
+    assert last.reason == "rank of x changed from 1 to 2"
+    assert last.earlier == "sized recompile 1 inference"
+
+
 def test_each_recompilation_tells_the_guard_of_the_latest_graph():
     journal = compiled_journal(flagged, *[(torch.ones(*shape), True) for shape in ((2,), (2, 2), (2, 2, 2))])
     assert [found.reason for found in journal.recompilations] == [

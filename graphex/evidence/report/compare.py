@@ -4,8 +4,11 @@ A place is identified by its rule and its module, or else by the text of its lin
 every edit, these do not. Reuse of dead memory is not counted: a fusion removes it together with the intermediates.
 Places that differ only in numbers (layers.0.norm, layers.1.norm) are told as one: layers.*.norm.
 
-Reports of different models have nothing to lose to each other. `_likeness` says whether two are of one model. What was
+Reports of different models are not compared, only named: `_likeness` says whether two are of one model. What was
 different about the two compilations (options, versions, machine) is named, an option as the likely cause of a loss.
+
+Two things look like losses and are none. Previews run nowhere here, so they count only where both reports were asked
+for them. A region that one of the two measured as slower than single ops is told apart: measurements vary.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from graphex.evidence.report.model import FORMAT
-from graphex.evidence.report.summary import device_ops, rule_counts, title_of
+from graphex.evidence.report.page import FORMAT
+from graphex.evidence.report.summary import device_ops, rule_counts
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
 _FOLLOWS = "reuse_dead_memory"
+_REGION = "region"
+_NAMED = 6  # kinds of modules that a sentence names
 _ONE_MODEL = 0.5  # the share of modules that two versions of one model have in common, at least
 _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 
@@ -28,21 +33,54 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """The data of the page that shows a difference. Of different models no rewrite counts as lost or won."""
     before, after = (data | {"graphs": [each for each in data["graphs"] if _runs(each)]} for data in (before, after))
     other = _why_different_models(before, after)
-    lost, won = ([], []) if other else _lost_and_won(before, after)
+    found = _of_two_models(before, after, other) if other else _of_one_model(before, after)
     return {
         "format": FORMAT,
         "kind": "difference",
         "title": f"{before['title']} -> {after['title']}" if before["title"] != after["title"] else before["title"],
         "made_with": {"before": before["made_with"], "after": after["made_with"]},
-        "changed": _changed(before, after),
         "different_models": other,
-        "summary": _summary(before, after, lost, won, other),
-        "numbers": _numbers(before, after),
-        "rules": _rules(before, after),
+        **found,
+    }
+
+
+def _of_one_model(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    changed = _changed(before, after)
+    previews = _compares_previews(before, after)
+    lost, won, slower = _lost_and_won(before, after, previews)
+    titles = before.get("titles", {}) | after.get("titles", {})
+    for place in (*lost, *won, *slower):
+        place["title"] = titles.get(place["rule"], place["rule"])
+    return {
+        "changed": changed,
+        "summary": _summary(before, after, lost, won, slower),
+        "numbers": _numbers(before["graphs"], after["graphs"], previews),
+        "rules": [each | {"title": titles.get(each["rule"], each["rule"])} for each in _rules(before, after, previews)],
         "lost": lost,
         "won": won,
+        "slower": slower,
         "reasons": {"gone": _reasons(before, after), "new": _reasons(after, before)},
     }
+
+
+def _of_two_models(before: dict[str, Any], after: dict[str, Any], why: str) -> dict[str, Any]:
+    models = [_model(which, data) for which, data in (("first", before), ("second", after))]
+    told = [f"These are reports of different models: {why}. Compare two reports of one model."]
+    told += [
+        f"The {each['which']} is of {each['title']}: {each['ops']} device ops as given, {each['parts']}."
+        for each in models
+    ]
+    nothing = {"numbers": [], "rules": [], "lost": [], "won": [], "slower": [], "reasons": {"gone": [], "new": []}}
+    summary = [_sentence("bad" if place == 0 else "plain", text) for place, text in enumerate(told)]
+    return {"changed": [], "summary": summary, "models": models, **nothing}
+
+
+def _model(which: str, data: dict[str, Any]) -> dict[str, Any]:
+    """What a report is of: its title, the size of its graphs and the kinds of its modules, or else of its ops."""
+    kinds = list(dict.fromkeys(kind or path for path, kind in sorted(_parts(data))))
+    more = f" and {len(kinds) - _NAMED} more" if len(kinds) > _NAMED else ""
+    parts = f"with {', '.join(kinds[:_NAMED])}{more}"
+    return {"which": which, "title": data["title"], "ops": device_ops(data["graphs"], "given"), "parts": parts}
 
 
 def _runs(graph: dict[str, Any]) -> bool:
@@ -105,19 +143,44 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, st
 # -- lost and won ------------------------------------------------------------------------------------------------------
 
 
-def _lost_and_won(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    old, new = _sites(before), _sites(after)
-    lost = Counter({site: len(lines) for site, lines in old.items()})
-    won = Counter({site: len(lines) for site, lines in new.items()})
-    return _told(lost - won, old, after), _told(won - lost, new, before)
+def _compares_previews(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether previews were asked for, or not, in both reports alike."""
+    old, new = ((data.get("options") or {}).get("lift_idioms") for data in (before, after))
+    return bool(old == new)
 
 
-def _sites(data: dict[str, Any]) -> dict[Site, list[str]]:
+def _lost_and_won(before: dict[str, Any], after: dict[str, Any], previews: bool) -> tuple[list[dict[str, Any]], ...]:
+    """The places that were lost, that were won, and whose region only one of the reports measured as slower."""
+    old, new = _sites(before, previews), _sites(after, previews)
+    had = Counter({site: len(lines) for site, lines in old.items()})
+    has = Counter({site: len(lines) for site, lines in new.items()})
+    lost, won = had - has, has - had
+    left, taken = _slower(lost, old, after), _slower(won, new, before)
+    slower = [place | {"in": "second"} for place in _told(left, old, after)]
+    slower += [place | {"in": "first"} for place in _told(taken, new, before)]
+    return _told(lost - left, old, after), _told(won - taken, new, before), slower
+
+
+def _slower(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> Counter[Site]:
+    """The regions among some places that the other report has compiled too, and measured as slower than single ops."""
+    records = (each for graph in other["graphs"] for each in graph.get("more", ()) if each["kind"] == _REGION)
+    tried = Counter(_code(each["lines"][0]) for each in records if each["status"] == "slower" and each["lines"])
+    found: Counter[Site] = Counter()
+    for site, times in sites.items():
+        alike = min(times, sum(tried[line] for line in set(lines[site]))) if site[0] == _REGION else 0
+        if alike:
+            found[site] = alike
+    return found
+
+
+def _sites(data: dict[str, Any], previews: bool) -> dict[Site, list[str]]:
     """Every place where a fusion or a write in place was made, with the lines of its rewrites."""
     found: dict[Site, list[str]] = {}
     for graph in data["graphs"]:
         modules = _modules(graph)
         for rewrite in graph["rewrites"]:
+            if rewrite.get("preview") and not previews:
+                continue
             if rewrite["effect"] in ("fused", "in place", "moved") and rewrite["pass_name"] != _FOLLOWS:
                 names = (*rewrite["into"], *rewrite["nodes"])
                 site = _site(rewrite, names, modules)
@@ -191,21 +254,28 @@ def _reasons(data: dict[str, Any], other: dict[str, Any]) -> list[dict[str, str]
     ]
 
 
-def _rules(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+def _rules(before: dict[str, Any], after: dict[str, Any], previews: bool) -> list[dict[str, Any]]:
     """Every rule; those that changed come first."""
-    old, new = rule_counts(before["graphs"]), rule_counts(after["graphs"])
+    old, new = (_rule_counts(data["graphs"], previews) for data in (before, after))
     names = sorted(dict.fromkeys([*old, *new]), key=lambda rule: old.get(rule, (0, 0)) == new.get(rule, (0, 0)))
-    return [
-        {"rule": rule, "title": title_of(rule), "before": old.get(rule, (0, 0)), "after": new.get(rule, (0, 0))}
-        for rule in names
-    ]
+    return [{"rule": rule, "before": old.get(rule, (0, 0)), "after": new.get(rule, (0, 0))} for rule in names]
 
 
-def _numbers(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+def _rule_counts(graphs: list[dict[str, Any]], previews: bool) -> dict[str, tuple[int, int]]:
+    made = Counter(each["rule"] for each in _previewed(graphs)) if not previews else Counter()
+    return {rule: (matches - made[rule], all_) for rule, (matches, all_) in rule_counts(graphs).items()}
+
+
+def _previewed(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [each for graph in graphs for each in graph["rewrites"] if each.get("preview")]
+
+
+def _numbers(before: list[dict[str, Any]], after: list[dict[str, Any]], previews: bool) -> list[dict[str, Any]]:
     """The counts before and after, those that differ first; less is better in all of them."""
     counted = [
-        {"name": name, "unit": unit, "before": count(before["graphs"]), "after": count(after["graphs"])}
+        {"name": name, "unit": unit, "before": count(before), "after": count(after)}
         for name, unit, count in _COUNTED
+        if previews or name != _WITH_KERNELS
     ]
     return sorted(counted, key=lambda each: each["before"] == each["after"])
 
@@ -218,10 +288,11 @@ def _largest_peak(graphs: list[dict[str, Any]]) -> int:
     return max((each["peak_after"] for graph in graphs for each in graph["memory"]), default=0)
 
 
+_WITH_KERNELS = "device ops of all graphs where graphex has kernels"
 _COUNTED = (
     ("graphs", "", len),
     ("device ops of all graphs", "", device_ops),
-    ("device ops of all graphs where graphex has kernels", "", lambda graphs: device_ops(graphs, "elsewhere")),
+    (_WITH_KERNELS, "", lambda graphs: device_ops(graphs, "elsewhere")),
     ("bytes moved by all graphs", "bytes", _moved),
     ("largest peak of intermediate memory", "bytes", _largest_peak),
     ("ops outside of device graphs", "", lambda graphs: sum(cut["ops"] for graph in graphs for cut in graph["cuts"])),
@@ -231,31 +302,45 @@ _COUNTED = (
 
 
 def _summary(
-    before: dict[str, Any], after: dict[str, Any], lost: list[dict[str, Any]], won: list[dict[str, Any]], other: str
+    before: dict[str, Any],
+    after: dict[str, Any],
+    lost: list[dict[str, Any]],
+    won: list[dict[str, Any]],
+    slower: list[dict[str, Any]],
 ) -> list[dict[str, str]]:
-    if other:
-        text = f"These are reports of different models: {other}. Compare two reports of one model."
-        return [_sentence("bad", text), *_causes(_changed(before, after), [])]
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
     lost_text = f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won."
     sentences = [_sentence("bad" if gone else "good", lost_text)]
     sentences += _causes(_changed(before, after), lost)
     sentences += [_sentence("bad", _lost_text(site)) for site in lost]
-    return [*sentences, *_device_op_sentences(before["graphs"], after["graphs"])]
+    sentences += [_sentence("plain", _slower_text(site)) for site in slower]
+    return [*sentences, *_device_op_sentences(before, after, is_measured=bool(slower))]
 
 
-def _device_op_sentences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+def _device_op_sentences(
+    before: dict[str, Any], after: dict[str, Any], *, is_measured: bool
+) -> Iterator[dict[str, str]]:
     """What runs here; and, where some rewrites are previews, what would run on a device with kernels for them."""
-    here, elsewhere = ([device_ops(graphs, count) for graphs in (before, after)] for count in ("computes", "elsewhere"))
-    with_previews = elsewhere != here
-    tone = "bad" if here[1] > here[0] else "good"
-    where = " in all graphs together" if max(len(before), len(after)) > 1 else ""
-    yield _sentence("plain" if with_previews else tone, f"{here[0]} device ops -> {here[1]}{where}.")
-    if with_previews:
+    graphs = before["graphs"], after["graphs"]
+    here, elsewhere = ([device_ops(each, count) for each in graphs] for count in ("computes", "elsewhere"))
+    previews = [len(_previewed(each)) for each in graphs]
+    compared = any(previews) and _compares_previews(before, after)
+    where = " in all graphs together" if max(map(len, graphs)) > 1 else ""
+    tone = "plain" if compared or is_measured else "bad" if here[1] > here[0] else "good"
+    yield _sentence(tone, f"{here[0]} device ops -> {here[1]}{where}.")
+    if compared and elsewhere != here:
         text = (
             f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
         )
         yield _sentence("bad" if elsewhere[1] > elsewhere[0] else "good", text)
+    if compared:
+        yield _sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
+        return
+    for which, count in zip(("first", "second"), previews, strict=True):
+        if count:
+            what = "rewrite" if count == 1 else "rewrites"
+            text = f"Previews in the {which} report: {count} {what} that this device has no kernels for. "
+            yield _sentence("plain", f"{text}They do not run here and are neither lost nor won.")
 
 
 def _sentence(tone: str, text: str) -> dict[str, str]:
@@ -264,10 +349,23 @@ def _sentence(tone: str, text: str) -> dict[str, str]:
 
 def _lost_text(site: dict[str, Any]) -> str:
     because = f", because {site['reason']}" if site["reason"] else ""
-    times = "" if site["times"] == 1 else f" ({site['times']} times)"
-    if len(site["places"]) > 1:
-        times = f" ({len(site['places'])} places, {site['places'][0]} to {site['places'][-1]})"
-    return f"Lost: {title_of(site['rule'])} in {site['where']}{times}{because}."
+    return f"Lost: {site['title']} in {site['where']}{_times(site)}{because}."
+
+
+def _slower_text(site: dict[str, Any]) -> str:
+    return (
+        f"Not used in the {site['in']} report: the region in {site['where']}{_times(site)}. It was compiled there too "
+        "and measured slower than single ops. Measurements vary, so this is neither lost nor won."
+    )
+
+
+def _times(site: dict[str, Any]) -> str:
+    """How often, as the table says it, and where: `` (6 times in 3 places, layers.0 to layers.2)``"""
+    times, places = site["times"], site["places"]
+    if len(places) == 1:
+        return "" if times == 1 else f" ({times} times)"
+    counted = f"{times} places" if times == len(places) else f"{times} times in {len(places)} places"
+    return f" ({counted}, {places[0]} to {places[-1]})"
 
 
 def _causes(changed: list[dict[str, str]], lost: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -23,7 +23,8 @@ from typing import Any
 from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
 from graphex.evidence.report.links import with_links
 from graphex.evidence.report.made import CompileTime, all_options, made_with
-from graphex.evidence.report.summary import rule_counts, summarise
+from graphex.evidence.report.page import FORMAT
+from graphex.evidence.report.summary import rule_counts, summarise, title_of
 from graphex.evidence.training import has_training, step_parts
 from graphex.records import (
     GraphBroke,
@@ -41,7 +42,6 @@ from graphex.records import (
 WHOLE = 4000  # lines of a file that is shown whole
 AROUND = 60  # lines shown before and after a mark in a larger one
 LONGEST = 400  # characters of a line
-FORMAT = 2
 _OF_A_PASS = (Rewrote, Refused, RuleTried, NearMiss)
 _LISTS = {
     "rewrite": "rewrites",
@@ -94,6 +94,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "compile_time": spent.stages(),
         "facts": facts,
         "graphs": graphs,
+        "titles": {each["rule"]: title_of(each["rule"]) for graph in graphs for each in _with_rules(graph)},
         "fallbacks": general,
         "breaks": breaks,
         "training": training,
@@ -103,6 +104,10 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     for each, because in zip(graphs, with_links([{"text": each["because"]} for each in graphs], data), strict=True):
         each["because"] = because
     return data
+
+
+def _with_rules(graph: Data) -> list[Data]:
+    return [*graph["rewrites"], *graph["rules"]]
 
 
 def _idle_rules(graphs: list[Data]) -> list[Data]:

@@ -25,6 +25,7 @@ from graphex.env import write_named
 from graphex.errors import InputError
 from graphex.records import json_text
 
+FORMAT = 2
 _NUMBER = (int, float)
 _SENTENCE = {"tone": frozenset({"good", "bad", "plain"}), "text": str}
 _RECORD = {"rule": str, "reason": str, "line": str, "node": str}

@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
-from graphex.fusion.rules import FUSIONS, names_of
-from graphex.ops.definition import title_of as op_title
 
 _TITLES = {
     "lift_capped_attention": "soft-capped attention",
@@ -83,6 +81,8 @@ def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
 
 def title_of(rule: str) -> str:
     """The usual name of the pattern that a rule fuses."""
+    from graphex.ops.definition import title_of as op_title  # imports torch, which reading a report does not need
+
     return _TITLES.get(rule) or op_title(rule.removeprefix("lift_")) or rule
 
 
@@ -252,6 +252,8 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 
 
 def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+    from graphex.fusion.rules import FUSIONS, names_of
+
     for rule, (matches, candidates) in rule_counts(graphs).items():
         if not candidates:
             continue

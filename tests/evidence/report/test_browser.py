@@ -371,7 +371,34 @@ def test_a_comparison_of_two_models_says_that_they_are_two(
     other = read_data(explain_gate(tmp_path / "gate.html"))
     chrome.open(write_page(compare(read_data(llama_page), other), tmp_path / "difference.html"))
     assert chrome.texts(".summary li")[0].startswith("These are reports of different models")
-    assert chrome.texts("td .lost") == []
+    assert chrome.texts("section h2") == ["Summary", "Not compared", "Made with"]
+
+
+def test_code_keeps_clear_of_its_border_and_no_table_has_an_empty_head(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=code")
+    assert chrome.run("return getComputedStyle(document.querySelector('pre.generated')).paddingLeft") == "12px"
+    chrome.open(llama_page)
+    assert (
+        chrome.run("return document.querySelector('#made-with section:nth-of-type(2) h2').textContent") == "Made with"
+    )
+    assert chrome.run("return document.querySelectorAll('#made-with section:nth-of-type(2) thead').length") == 0
+
+
+def test_rules_break_names_between_words_only(chrome: Browser, llama_page: Path) -> None:
+    chrome.open(llama_page, "tab=rules")
+    broken = """
+        document.querySelectorAll("details.rule").forEach((each) => (each.open = true));
+        const lines = (node) => {
+          const range = document.createRange();
+          range.selectNodeContents(node);
+          return new Set([...range.getClientRects()].map((each) => Math.round(each.top))).size;
+        };
+        const names = [...document.querySelectorAll(".rule-body td .module, .rule-body td .node-chip")];
+        return [names.length, names.filter((name) => [...name.childNodes].some((each) => lines(each) > 1)).length];
+    """
+    shown, inside_of_words = chrome.run(broken)
+    assert shown > 0
+    assert inside_of_words == 0
 
 
 def test_streams_are_lanes_and_events_arrows(chrome: Browser, llama_page: Path, tmp_path: Path) -> None:

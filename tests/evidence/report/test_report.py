@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -270,8 +271,57 @@ def test_reports_of_different_models_are_not_compared(llama: graphex.Report, tmp
     assert difference["summary"][0]["text"].startswith("These are reports of different models: they have 0 kinds of")
     assert not difference["lost"]
     assert has_losses(difference)  # a CI job that compares the wrong reports does not pass
+    assert not any(difference[name] for name in ("numbers", "rules", "changed", "won"))
+    first, second = (sentence["text"] for sentence in difference["summary"][1:])
+    assert first.startswith("The first is of ")
+    assert "Gated" in second
     functions = [graphex.explain(each, (torch.ones(3),), calls=1) for each in (torch.sin, lambda x: x.exp().cumsum(0))]
     assert compare(*(data_of(each, tmp_path) for each in functions))["different_models"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device without kernels is the subject")
+def test_previews_of_one_report_are_neither_lost_nor_won(tmp_path: Path) -> None:
+    preview = read_data(explain_gate(tmp_path / "always.html"))
+    plain = read_data(explain_gate(tmp_path / "auto.html", lift_idioms="auto"))
+    for difference, which in ((compare(preview, plain), "first"), (compare(plain, preview), "second")):
+        told = [sentence["text"] for sentence in difference["summary"]]
+        assert told[0] == "0 rewrites lost, 0 won."
+        assert not has_losses(difference)
+        assert not any("A preview:" in text for text in told)
+        assert told[-1].startswith(f"Previews in the {which} report: 1 rewrite ")
+        assert all(rule["before"][0] == rule["after"][0] for rule in difference["rules"])
+
+
+def test_a_region_that_was_measured_slower_is_not_lost(tmp_path: Path) -> None:
+    used = read_data(explain_gate(tmp_path / "report.html"))
+    left = copy.deepcopy(used)
+    (first, *_) = used["graphs"][0]["rewrites"]
+    used["graphs"][0]["rewrites"].append(first | {"rule": "region", "effect": "fused"})
+    left["graphs"][0]["more"].append({"kind": "region", "region": "", "status": "slower", "lines": [first["line"]]})
+    for difference, which in ((compare(used, left), "second"), (compare(left, used), "first")):
+        assert not has_losses(difference)
+        assert not difference["won"]
+        (told,) = (each for each in difference["summary"] if each["text"].startswith(f"Not used in the {which} report"))
+        assert told["tone"] == "plain"
+    left["graphs"][0]["more"].clear()
+    assert has_losses(compare(used, left))
+
+
+def test_the_summary_counts_losses_as_the_table_does(llama: graphex.Report, tmp_path: Path) -> None:
+    before = data_of(llama, tmp_path)
+    after = copy.deepcopy(before)
+    (graph,) = before["graphs"]
+    graph["rewrites"] += [each for each in graph["rewrites"] if each["rule"] == "lift_silu_mul"]
+    difference = compare(before, after)
+    (lost,) = difference["lost"]
+    assert lost["times"] == 2
+    after["graphs"][0]["rewrites"] = [
+        each for each in after["graphs"][0]["rewrites"] if each["rule"] != "lift_silu_mul"
+    ]
+    difference = compare(before, after)
+    (lost,) = difference["lost"]
+    assert lost["times"] == 4
+    assert any("(4 times in 2 places, layers.0 to layers.1)" in each["text"] for each in difference["summary"])
 
 
 def test_a_model_that_grew_is_still_the_same(tmp_path: Path) -> None:

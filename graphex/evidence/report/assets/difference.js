@@ -1,6 +1,28 @@
 // Two reports of one model: what was lost, what was won.
 
 function differencePage() {
+  return data.models ? twoModelsPage() : oneModelPage();
+}
+
+function twoModelsPage() {
+  const rows = data.models.map((each) => [each.which, each.title, String(each.ops), each.parts]);
+  const head = ["report", "model", "device ops as given", "modules or ops"];
+  return el(
+    "div",
+    {},
+    summary(data.summary),
+    section("Not compared", "What each of the reports is of.", table(head, rows, { right: [2] })),
+    madeWithBoth(),
+  );
+}
+
+function madeWithBoth() {
+  const names = [...new Set([...Object.keys(data.made_with.before), ...Object.keys(data.made_with.after)])];
+  const versions = names.map((each) => [each, data.made_with.before[each] || "", data.made_with.after[each] || ""]);
+  return section("Made with", null, table(["", "before", "after"], versions));
+}
+
+function oneModelPage() {
   const numberRows = data.numbers.map((each) => {
     const show = (value) =>
       each.unit === "bytes" ? sizeText(value) : each.unit === "seconds" ? timeText(value) : String(value);
@@ -19,8 +41,6 @@ function differencePage() {
     ];
   });
   const changed = (data.changed || []).map((each) => [each.what, each.name, each.before, each.after]);
-  const names = [...new Set([...Object.keys(data.made_with.before), ...Object.keys(data.made_with.after)])];
-  const versions = names.map((each) => [each, data.made_with.before[each] || "", data.made_with.after[each] || ""]);
   return el(
     "div",
     {},
@@ -36,7 +56,7 @@ function differencePage() {
       : null,
     section("New reasons", "Refusals and near misses that only the second report has.", reasonTable(data.reasons.new)),
     section("Reasons that are gone", null, reasonTable(data.reasons.gone)),
-    section("Made with", null, table(["", "before", "after"], versions)),
+    madeWithBoth(),
   );
 }
 

@@ -68,15 +68,17 @@ function table(head, rows, attributes) {
     el(
       "table",
       {},
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          head.map((text, column) => cell("th", text, column)),
-        ),
-      ),
+      head.some(Boolean)
+        ? el(
+            "thead",
+            {},
+            el(
+              "tr",
+              {},
+              head.map((text, column) => cell("th", text, column)),
+            ),
+          )
+        : null,
       el(
         "tbody",
         {},
@@ -90,6 +92,11 @@ function table(head, rows, attributes) {
       ),
     ),
   );
+}
+
+// A name that may go on in the next line after a dot or an underscore, and not inside of a word.
+function breakable(name) {
+  return name.split(/(?<=[._ ])/).flatMap((part, place) => (place ? [el("wbr", {}), part] : [part]));
 }
 
 function section(title, note, ...children) {

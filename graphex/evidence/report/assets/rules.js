@@ -146,6 +146,7 @@ function asGoodBlocks(app, records) {
 
 function madeTable(app, made) {
   const module = (record) => moduleOfRecord(app, record);
+  const now = (record) => (record.into.length ? record.into : record.nodes);
   const inOrder = [...made].sort((a, b) => module(a).localeCompare(module(b), "en", { numeric: true }));
   const shown = inOrder.slice(0, 200);
   let above = "";
@@ -153,11 +154,11 @@ function madeTable(app, made) {
     const line = record.line === above ? "" : record.line; // the same code in every layer
     above = record.line;
     return [
-      el("span", { class: "mono module" }, module(record) || "the model itself"),
-      chip((record.into.length ? record.into : record.nodes).join(", "), () => app.showRecord(record), "node-chip"),
-      record.nodes.join(", "),
+      el("span", { class: "mono module" }, breakable(module(record) || "the model itself")),
+      chip(breakable(now(record).join(", ")), () => app.showRecord(record), "node-chip"),
+      breakable(record.nodes.join(", ")),
       record.because,
-      el("span", { class: "mono" }, line),
+      el("span", { class: "mono" }, breakable(line)),
     ];
   });
   const more = made.length > shown.length ? el("p", { class: "note" }, `and ${made.length - shown.length} more`) : null;
