@@ -57,6 +57,9 @@ def rules_in_use(work: Work, joint: bool = False) -> list[Any]:
     return [rule for rule in users_rules(work.config) if rule.joint == joint and work.allows(rule.name)]
 
 
+NO_KERNELS = "graphex has no kernels for this device"
+
+
 class IdiomPass(GraphPass):
     """A pass to ops of graphex, which have kernels on some devices: `lift_idioms` switches it."""
 
@@ -90,7 +93,7 @@ class LiftIdioms(IdiomPass):
         if work.config.lift_idioms == "always" or _has_kernels(work.graph):
             _apply(work, load_for(work.graph, LIFTS, work.config.disable_rules))
         else:
-            work.remark = "graphex has no kernels for this device"
+            work.remark = NO_KERNELS
 
 
 def _apply(work: Work, rules: list[Any]) -> None:

@@ -35,7 +35,7 @@ from graphex.analysis.effects import is_kernel, node_leaves
 from graphex.analysis.graphs import arguments
 from graphex.analysis.memory import bytes_of
 from graphex.fusion.tracing import fresh, key_of
-from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
+from graphex.passes.fuse import NO_KERNELS, IdiomPass, device_of, pays, rules_in_use
 from graphex.passes.projection_plans import (
     GATED,
     LINEARS,
@@ -92,7 +92,7 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
     if not any(pays(work, LINEARS, linear.node) for linear in linears):
-        return "graphex has no kernels for this device"
+        return NO_KERNELS
     return "" if work.config.lift_idioms == "always" else _why_too_little(work.graph, linears)
 
 
