@@ -126,7 +126,7 @@ def test_a_line_of_the_log_says_that_a_region_was_compiled_and_is_slower(regions
 def test_a_preview_says_that_its_ops_are_lost_to_compiled_regions(regions):
     lifted = explained(nn.RMSNorm(8), torch.ones(4, 8), lift_idioms="always")
     assert not lifted.journal.regions
-    assert "no faster on the CPU, and it keeps the ops out of compiled regions: leave" in lifted.summary()
+    assert "no faster on the CPU, and it keeps the ops out of compiled code: leave" in lifted.summary()
 
 
 @on_a_cpu

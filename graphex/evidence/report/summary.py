@@ -247,8 +247,9 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if captured or _devices(graphs) != "The CPU" or not all(each["preview"] for each in fused):
         return
     if fused:
-        grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"]) and not _used(graphs)
-        lost = ", and it keeps the ops out of compiled regions" if grown else ""
+        is_grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"])
+        is_lost = is_grown and not any(each.get("inlined") for each in _used(graphs))
+        lost = ", and it keeps the ops out of compiled code" if is_lost else ""
         yield _sentence(
             "plain",
             f"What is fused here is a preview, and no faster on the CPU{lost}: "
