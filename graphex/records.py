@@ -21,6 +21,7 @@ from graphex.env import rank_and_size
 from graphex.errors import warn_user
 
 SCHEMA_VERSION = 1
+NO_KERNELS = "graphex has no kernels for this device"  # why a pass changed nothing
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,10 @@ class Refused(Record):
 
 @dataclass(frozen=True)
 class RuleTried(Record):
-    """How often a fusion rule applied, of how many places where it did or nearly did."""
+    """How often a fusion rule applied, of how many places where it did or nearly did.
+
+    `remark` says why it applied nowhere: the graph lacks its ops, or verification left it out.
+    """
 
     kind: ClassVar[str] = "rule"
     pass_name: str
@@ -315,7 +319,8 @@ class RegionCompiled(Record):
     `generated` the calls that Inductor writes code for, `fused_ops` those of graphex inside. `kernels` are the names of
     the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
     code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
-    measured. `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
+    measured, and `doubtful` if something else kept the machine busy meanwhile.
+    `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
     `split_products` counts large products of odd width that are computed in two parts, because of their alignment.
     """
 
@@ -334,6 +339,7 @@ class RegionCompiled(Record):
     inlined: tuple[str, ...] = ()
     autotuned: bool = False
     split_products: int = 0
+    doubtful: bool = False
 
 
 @dataclass(frozen=True)
@@ -465,7 +471,6 @@ class Journal:
     passes = Of(PassRan)
     rewrites = Of(Rewrote)
     refusals = Of(Refused)
-    rules = Of(RuleTried)
     near_misses = Of(NearMiss)
     fallbacks = Of(FellBack)
     captures = Of(Captured)
@@ -537,6 +542,11 @@ class Journal:
         return found
 
     @property
+    def rules(self) -> list[RuleTried]:
+        """How often each rule applied in the graphs that run, without what verification undid."""
+        return list(filter(self.is_kept, self.of(RuleTried)))
+
+    @property
     def replaced(self) -> set[str]:
         """The graphs that do not run any more: verification found another version of each."""
         return {record.graph for record in self.verifications if record.runs}
@@ -548,8 +558,8 @@ class Journal:
             name = instead[name]
         return name
 
-    def is_kept(self, record: Rewrote) -> bool:
-        """Whether a rewrite is part of what runs: verification neither replaced its graph nor went back behind it."""
+    def is_kept(self, record: Rewrote | RuleTried) -> bool:
+        """Whether what a rule did is part of what runs: verification neither replaced nor undid it."""
         if record.graph in self.replaced:
             return False
         undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
 
@@ -61,6 +62,19 @@ def test_a_wrong_call_says_what_was_expected_without_torchs_tree_specs(args, kwa
     assert "TreeSpec" not in str(error.value)
     assert "the graph was traced for (*, [*, *])" in str(error.value)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("trace", "name"), [("export", "x"), ("make_fx", "arg0_1")])
+def test_a_call_with_too_many_arguments_says_which_there_are(trace, name):
+    class Sine(torch.nn.Module):
+        def forward(self, x):
+            return x.sin()
+
+    x = torch.ones(3)
+    module = torch.export.export(Sine(), (x,)).module() if trace == "export" else make_fx(Sine())(x)
+    run = graphex.compile_fx(module, [x])
+    with pytest.raises(graphex.InputError, match=rf"the graph takes 1 argument \({name}\), got 2\."):
+        run(x, x)
 
 
 def test_torchs_mode_without_cuda_graphs_is_a_mode():

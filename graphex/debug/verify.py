@@ -30,7 +30,7 @@ from graphex.debug.scripts import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
 from graphex.device import runtimes_in_use
 from graphex.errors import one_line
-from graphex.records import Verified
+from graphex.records import RuleTried, Verified
 from graphex.rewrite.runner import Runner
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
@@ -261,10 +261,19 @@ class _Verification:
             script, way = "", f"No script shows it: {one_line(error)}"
         rules, runs = (version.without.rules, version.runner.graph_name) if version is not None else ((), "")
         self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, script, rules, runs)
+        self._count_left_out(rules, runs, verdict.problem)
         what = f"verification rolled back to the graph before '{name}'"
         if version is not None:
             what = f"verification left out {version.without} and kept everything else"
         self.runner.compilation.fall_back(self.runner.graph_name, what, f"{verdict.problem}. {way}")
+
+    def _count_left_out(self, rules: tuple[str, ...], runs: str, problem: str) -> None:
+        """Say of rules that are left out of the graph that runs that they apply nowhere, and why."""
+        journal = self.runner.compilation.journal
+        for tried in journal.of(RuleTried):
+            if tried.graph == self.runner.graph_name and tried.rule in rules:
+                remark = f"verification left it out: {problem}"
+                journal.add(replace(tried, graph=runs, matches=0, remark=remark))
 
     def _record(
         self,

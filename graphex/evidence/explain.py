@@ -45,11 +45,15 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class RuleSummary:
-    """The record of one rewrite rule: where it was applied, and where it was refused or did not match to the end."""
+    """The record of one rewrite rule: where it was applied, and where it was refused or did not match to the end.
+
+    `remarks` say why it was applied nowhere in a graph, whatever the place.
+    """
 
     name: str
     rewrites: tuple[Rewrote, ...]
     near_misses: tuple[Refused | NearMiss, ...]
+    remarks: tuple[str, ...] = ()
 
     @property
     def matched(self) -> int:
@@ -86,7 +90,8 @@ class Report:
         misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
         if not (made or refusals or misses):
             self._check_rule(name)
-        return RuleSummary(name, rewrites, refusals + misses)
+        remarks = (each.remark for each in self.journal.rules if each.rule == name and each.remark)
+        return RuleSummary(name, rewrites, refusals + misses, tuple(dict.fromkeys(remarks)))
 
     def _check_rule(self, name: str) -> None:
         """Refuse the name of a rule that does not exist: a test of "this did not fuse" would always pass."""

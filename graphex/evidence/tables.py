@@ -103,11 +103,7 @@ def _rewrites(journal: Journal) -> Iterator[Any]:
 
 
 def _fusions(journal: Journal) -> Iterator[Any]:
-    rows = (
-        (each.graph, each.rule, f"{each.matches} of {each.candidates}", each.remark)
-        for each in journal.rules
-        if each.graph not in journal.replaced
-    )
+    rows = ((each.graph, each.rule, f"{each.matches} of {each.candidates}", each.remark) for each in journal.rules)
     return _table("fusion rules", ("graph", "rule", "fused", "remark"), rows)
 
 

@@ -181,9 +181,15 @@ def _stride(given: torch.Tensor, dim: int) -> int:
     return _ANY_STRIDE if given.shape[dim] == 1 or 0 in given.shape else given.stride(dim)
 
 
-def check_arguments(inputs: Sequence[Input], given: Sequence[Any]) -> None:
+def check_count(inputs: Sequence[Input], given: Sequence[Any]) -> None:
     if len(inputs) != len(given):
-        raise InputError(f"the graph takes {len(inputs)} arguments, got {len(given)}.")
+        names = f" ({', '.join(each.name for each in inputs)})" if inputs else ""
+        plural = "" if len(inputs) == 1 else "s"
+        raise InputError(f"the graph takes {len(inputs)} argument{plural}{names}, got {len(given)}.")
+
+
+def check_arguments(inputs: Sequence[Input], given: Sequence[Any]) -> None:
+    check_count(inputs, given)
     for each, tensor in zip(inputs, given, strict=True):
         each.check(tensor)
 
@@ -263,6 +269,8 @@ class CompiledGraph:
             raise InputError(POSITIONAL)
         flat, found = pytree.tree_flatten(_in_order((args, kwargs), spec))
         if spec is not None and found != spec:
+            if not kwargs and _is_flat(spec):
+                check_count(self._inputs, args)
             wanted = _call_text(spec, of_graph=True)
             raise InputError(f"the graph was traced for {wanted}, and was called with {_call_text(found)}.")
         check_arguments(self._inputs, flat)
@@ -288,6 +296,14 @@ _KINDS = {
     (False, True): "a negative view",
     (True, True): "a negative and conjugate view",
 }
+
+
+def _is_flat(spec: Any) -> bool:
+    """Whether a graph takes single values by their places, and nothing else."""
+    children = spec.children()
+    if [child.type for child in children] == [tuple, dict]:
+        return not children[1].children() and all(not child.children() for child in children[0].children())
+    return all(child.type is None for child in children)
 
 
 def _call_text(spec: Any, *, of_graph: bool = False) -> str:

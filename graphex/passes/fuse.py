@@ -21,7 +21,7 @@ from graphex.config import CompilerConfig
 from graphex.fusion.registry import users_rules
 from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of
 from graphex.ops import SPECS, has_kernel
-from graphex.records import RuleTried
+from graphex.records import NO_KERNELS, RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
 
 
@@ -90,7 +90,7 @@ class LiftIdioms(IdiomPass):
         if work.config.lift_idioms == "always" or _has_kernels(work.graph):
             _apply(work, load_for(work.graph, LIFTS, work.config.disable_rules))
         else:
-            work.remark = "graphex has no kernels for this device"
+            work.remark = NO_KERNELS
 
 
 def _apply(work: Work, rules: list[Any]) -> None:

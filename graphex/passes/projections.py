@@ -48,7 +48,7 @@ from graphex.passes.projection_plans import (
     linear_at,
     unfit_input,
 )
-from graphex.records import RuleTried
+from graphex.records import NO_KERNELS, RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.rewrite.motion import bring_before, elsewhere, used_by
@@ -92,7 +92,7 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
     if not any(pays(work, LINEARS, linear.node) for linear in linears):
-        return "graphex has no kernels for this device"
+        return NO_KERNELS
     return "" if work.config.lift_idioms == "always" else _why_too_little(work.graph, linears)
 
 

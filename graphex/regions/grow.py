@@ -111,7 +111,10 @@ def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)):
         return ""
-    return f"Inductor would write code for {generated} of {kernels} kernels: too little to gain"
+    found = (
+        f"Inductor would write code for {generated} of {kernels} ops" if generated else "Inductor writes code for none"
+    )
+    return f"{found}: too little to gain"
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:

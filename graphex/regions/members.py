@@ -96,7 +96,7 @@ def _why_not_pure(node: Node) -> str:
         return "it has an effect besides its value"
     if not can_raise(node):
         return ""
-    return f"{what_raises(node)} makes it raise, and compiled code would raise another error, or after other ops ran"
+    return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:

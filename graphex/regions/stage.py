@@ -270,6 +270,7 @@ def region_record(
         seconds=seconds,
         seconds_compiled=outcome.compiled,
         seconds_single=outcome.single,
+        doubtful=outcome.is_doubtful,
         lines=tuple(dict.fromkeys(filter(None, map(node_line, nodes)))),
         autotuned=code.autotuned,
         split_products=code.split_products,

@@ -2,7 +2,8 @@
 
 On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
 (`graphex.kernels.tuning`). Code that launches a third less kernels than the nodes is certain to be faster there, and is
-taken untried. On a CPU both are called in turns. GRAPHEX_TUNING=off takes the compiled code untried.
+taken untried. On a CPU both are called in turns; what is measured while other programs hold the cores is doubtful, and
+has to show far more. GRAPHEX_TUNING=off takes the compiled code untried.
 
 Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -10,10 +11,10 @@ Inputs are made up: normal numbers, zeros for integers, which are in the range o
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,18 +32,24 @@ ROOM = 3  # the inputs of a trial may take this part of the free memory
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
 LONGEST = 1.0  # seconds, after which no round is begun
 CLOSE = 1.2  # times that differ by less may be the other way round in the next round
-SMALLEST = 1.02  # how much faster single kernels have to be
+SMALLEST, WIDE = 1.02, 2.0  # how much faster single kernels have to be, and in a doubtful measurement
+SPREAD = 1.5  # a usual call takes so much longer than the shortest: something else runs too
+HELD = 0.5  # the part of the time in which this thread has a core; with less, something else runs too
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
 KERNELS = 240  # in a graph that is timed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether compiled code is kept, and the seconds of both; 0 where they were not measured."""
+    """Whether compiled code is kept, and the seconds of both; 0 where they were not measured.
+
+    Doubtful seconds were measured while something else ran on the machine.
+    """
 
     is_kept: bool = True
     compiled: float = 0.0
     single: float = 0.0
+    is_doubtful: bool = False
 
 
 def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
@@ -80,27 +87,32 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
     args = made_up(body, 2**30)
     if args is None:
         return Outcome()
-    compiled, single = _shortest((lambda: code.run(list(args)), lambda: body(*args)))
-    return Outcome(compiled <= single * SMALLEST, compiled, single)
+    (compiled, single), is_doubtful = _shortest((lambda: code.run(list(args)), lambda: body(*args)))
+    return Outcome(compiled <= single * (WIDE if is_doubtful else SMALLEST), compiled, single, is_doubtful)
 
 
-def _shortest(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """The shortest call of each, in rounds that call each once: whatever else the machine does slows all of them.
+def _shortest(runs: Sequence[Callable[[], object]]) -> tuple[list[float], bool]:
+    """The shortest call of each, in rounds that call each once, and whether they are doubtful.
 
-    Rounds go on for as long as they are close.
+    Rounds go on for as long as the calls are close or doubtful.
     """
     for run in runs:
         run()  # warms up
-    shortest, ends = [math.inf] * len(runs), time.perf_counter() + LONGEST
+    calls: list[list[float]] = [[] for _ in runs]
+    began, held = time.perf_counter(), time.thread_time()
     for number in range(1, MOST_ROUNDS + 1):
-        for place, run in enumerate(runs):
-            began = time.perf_counter()
+        for run, seconds in zip(runs, calls, strict=True):
+            called = time.perf_counter()
             run()
-            shortest[place] = min(shortest[place], time.perf_counter() - began)
+            seconds.append(time.perf_counter() - called)
+        shortest, passed = list(map(min, calls)), time.perf_counter() - began
+        is_doubtful = time.thread_time() - held < HELD * passed or any(
+            median(seconds) > SPREAD * min(seconds) for seconds in calls
+        )
         is_clear = number >= ROUNDS and max(shortest) > CLOSE * min(shortest)
-        if is_clear or time.perf_counter() > ends:
+        if (is_clear and not is_doubtful) or passed > LONGEST:
             break
-    return shortest
+    return shortest, is_doubtful
 
 
 def made_up(body: GraphModule, room: int) -> list[Any] | None:

@@ -223,6 +223,9 @@ def _fused(journal: Journal) -> str:
     parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
     count = "1 compiled region" if len(regions) == 1 else f"{len(regions)} compiled regions"
     parts += [f"{sum(each.calls for each in regions)} ops in {count}"] if regions else []
+    if slower := sum(each.status == "slower" for each in journal.regions):
+        were = "1 region was compiled and is" if slower == 1 else f"{slower} regions were compiled and are"
+        parts.append(f"{were} slower than single ops")
     return "; ".join(parts)
 
 

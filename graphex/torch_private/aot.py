@@ -280,14 +280,20 @@ def symbolic_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any,
         plain = make_fx(call, decomposition_table=table, tracing_mode="real")(*args)
         if not any(_mutates(node) for node in plain.graph.nodes):
             return plain
-        return make_fx(torch.func.functionalize(call), decomposition_table=table, tracing_mode="real")(*args)
+        functional = make_fx(torch.func.functionalize(call), decomposition_table=table, tracing_mode="real")(*args)
+        if not any(map(_writes, functional.graph.nodes)):
+            return functional
+        # a decomposition writes to what it has made: it was taken apart below `functionalize`
+        return make_fx(torch.func.functionalize(functional), tracing_mode="real")(*args)
 
 
 def _mutates(node: Node) -> bool:
     """Whether a node writes to an argument, or calls what cannot be asked."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return _writes(node) or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def joint_trace(fn: Callable[..., Any], args: Sequence[Any], table: dict[Any, Any]) -> GraphModule:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
+from graphex.regions.trial import Outcome
 from tests.harness.cached import asked
 from tests.harness.processes import python
 
@@ -57,6 +58,16 @@ def test_the_log_says_that_a_graph_came_from_the_cache_and_how_to_see_its_graphs
     assert "cache" not in compiled
     assert loaded == f"{compiled}; from the cache"
     assert with_graphs == f"{loaded}; GRAPHEX_CACHE=off compiles it again and prints its graphs"
+
+
+@pytest.mark.parametrize(("is_doubtful", "then"), [(False, "hit"), (True, "uncacheable")])
+def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again(run, is_doubtful, then, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    outcome = Outcome(is_kept=False, compiled=0.2436, single=0.1, is_doubtful=is_doubtful)
+    monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: outcome)
+    first, second = (run(lambda x: x.sin().cos(), torch.ones(2)) for _ in range(2))
+    assert [each.status for each in first.regions] == ["slower"]
+    assert asked(second) == [then]
 
 
 def test_a_training_step_is_loaded_forward_and_backward(run):

@@ -445,6 +445,15 @@ def test_the_summary_counts_nothing_that_was_left_out():
     assert "Verification: mismatch by rule 'wrong' of 'fuse_patterns', which was left out" in summary
 
 
+def test_a_rule_that_was_left_out_applies_nowhere_and_says_why():
+    report = expect_report(right(), wrong())
+    counts = {each.rule: (each.matches, each.candidates) for each in report.journal.rules}
+    assert len(counts) == len(report.journal.rules)
+    assert counts == {"right": (2, 2), "wrong": (0, 1)}
+    (remark,) = report.rule("wrong").remarks
+    assert remark == f"verification left it out: {report.journal.verifications[0].reason}"
+
+
 def test_two_wrong_rules_are_both_left_out():
     (record,) = expect_report(wrong("a"), right(), rule("b", lambda x: x + 1, lambda x: x + 2)).journal.verifications
     assert set(record.rules) == {"a", "b"}

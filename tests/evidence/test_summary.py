@@ -16,6 +16,7 @@ import graphex
 from graphex.debug.history import GraphHistory
 from graphex.evidence.report.model import report_data
 from graphex.records import RegionCompiled
+from graphex.regions.trial import Outcome
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU alone is the subject")
 
@@ -106,6 +107,36 @@ def test_a_line_of_the_log_calls_a_preview_a_preview(monkeypatch: pytest.MonkeyP
     assert "lift_rms_norm 1 of 1" in preview
 
 
+@on_a_cpu
+def test_a_line_of_the_log_says_that_a_region_was_compiled_and_is_slower(regions, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    logger = logging.getLogger("graphex")
+    level = logger.level
+    monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: Outcome(is_kept=False, compiled=2.0, single=1.0))
+    logger.setLevel(logging.INFO)
+    try:
+        torch.compile(lambda x: x.sin().cos(), backend="graphex")(torch.ones(2))
+    finally:
+        logger.setLevel(level)
+    assert "fused nothing; 1 region was compiled and is slower than single ops; refused nothing" in said[0]
+
+
+@on_a_cpu
+def test_a_preview_says_that_its_ops_are_lost_to_compiled_regions(regions):
+    lifted = explained(nn.RMSNorm(8), torch.ones(4, 8), lift_idioms="always")
+    assert not lifted.journal.regions
+    assert "no faster on the CPU, and it keeps the ops out of compiled code: leave" in lifted.summary()
+
+
+@on_a_cpu
+def test_what_no_rule_applies_to_on_a_cpu_is_said_once():
+    with torch.no_grad():
+        summary = graphex.explain(nn.Linear(4, 4), (torch.ones(2, 4),), calls=1).summary()
+    assert "On the CPU no fusion rule applied" in summary
+    assert "changed nothing" not in summary
+
+
 # -- regions -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,8 +157,16 @@ def test_a_summary_says_what_regions_cost_what_to_expect_and_how_to_do_without(r
             {"seconds_compiled": 5e-3, "seconds_single": 2e-3, "status": "slower", "region": ""},
             "1 compiled region was slower than single ops, which run instead.",
         ),
+        (
+            {"seconds_compiled": 1.71, "seconds_single": 1.7},
+            "Measured here: 0.99 times the speed of single ops, 1.71 s instead of 1.7 s for all of them. Expect about",
+        ),
+        (
+            {"seconds_compiled": 1.71, "seconds_single": 1.7, "doubtful": True},
+            "1.71 s instead of 1.7 s for all of them. The machine was busy meanwhile: a quiet one may find otherwise.",
+        ),
     ],
-    ids=["faster", "slower"],
+    ids=["faster", "slower", "as fast", "doubtful"],
 )
 def test_a_measured_region_says_how_fast_it_is(found, said, regions):
     journal = explained(Net(), torch.randn(4, 64)).journal
@@ -391,7 +430,7 @@ def test_a_pass_that_is_rolled_back_in_every_graph_is_told_once():
     ("count", "said"),
     [
         (1, "0 of 1 sin_exp sites fused, because "),
-        (2, "0 of 2 sin_exp sites fused; 2 were not, the closest because "),
+        (2, "0 of 2 sin_exp sites fused: none, because "),
         (-1, "1 of 2 sin_exp sites fused; 1 was not, because "),
     ],
 )
@@ -443,11 +482,10 @@ def test_a_remark_of_a_pass_about_some_of_the_graphs_names_them():
         torch._dynamo.graph_break()
         return y.cos()
 
-    with torch.no_grad():
-        summary = graphex.explain(broken, (torch.ones(2, 4),)).summary()
+    summary = graphex.explain(broken, (torch.ones(2, 4, requires_grad=True),)).summary()
     lines = [line for line in summary.splitlines() if line.startswith("fold_projections changed nothing")]
     assert len(lines) == 1
-    assert lines[0].startswith("fold_projections changed nothing in 'broken inference': ")
+    assert lines[0].startswith("fold_projections changed nothing in 'broken forward'")
 
 
 def test_a_version_that_is_tried_beside_a_graph_is_no_graph_more():

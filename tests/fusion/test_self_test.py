@@ -87,3 +87,17 @@ def test_a_check_that_answers_with_text_is_told_how():
     compiled = torch.compile(lambda a: a.sin().cos(), backend="graphex", options={"fusion_rules": [rule]})
     with torch.no_grad(), pytest.raises(graphex.RuleError, match="Answer with True or False"):
         compiled(torch.ones(2))
+
+
+def test_a_replacement_may_call_what_torch_takes_apart_into_writes_to_fresh_memory():
+    def search(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+    def replace(x, weight):
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+    args = torch.randn(4, 8), torch.randn(8)
+    rule = graphex.replacement(search, replace, [torch.ones(4, 8), torch.ones(8)], name="mine")
+    report = graphex.explain(search, args, options={"fusion_rules": [rule]}, calls=1)
+    assert report.rule("mine").matched == 1
+    assert not report.differences

@@ -12,20 +12,25 @@ compiled again runs in place of the earlier one. Ops, times and bytes are added 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from graphex.evidence.tables import size_text
+from graphex.records import NO_KERNELS
 
 _TITLES = {
     "lift_capped_attention": "soft-capped attention",
     "grouped_attention": "repeated keys and values",
 }
 _WRITES_INPUTS = "restore_input_writes"
+_GROWN = "compile_regions"
 _REGION = "region"  # the rule that puts compiled regions in place, and the kind of their records
+_QUOTED = re.compile(r"'\w+'")  # the name of a node in a reason
 _MOST = 5  # sentences about one thing
-_EXPECTED = " Expect at least eager's speed."  # not where something is lifted as a preview, which is slower than eager
+_BUSY = " The machine was busy meanwhile: a quiet one may find otherwise."
+_CLEAR = 2  # times the speed, which a busy machine finds by no accident
 
 Sentence = dict[str, str]
 
@@ -54,7 +59,8 @@ def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     runs = {graph["instead"] for graph in graphs}
     kept = [graph for graph in graphs if not graph["instead"]]
-    return [_without_the_undone(graph) for graph in kept if not graph["version_of"] or graph["name"] in runs]
+    out = {(found["runs"], rule) for graph in graphs for found in graph["verifications"] for rule in found["rules"]}
+    return [_without_the_undone(graph, out) for graph in kept if not graph["version_of"] or graph["name"] in runs]
 
 
 def compilations(graphs: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -71,7 +77,9 @@ def _bytes_a_call(graphs: list[dict[str, Any]], count: Callable[[dict[str, Any]]
     return f"{'up to ' if len(found) > 1 else ''}{size_text(max(found, default=0))}"
 
 
-def _without_the_undone(graph: dict[str, Any]) -> dict[str, Any]:
+def _without_the_undone(graph: dict[str, Any], out: set[tuple[str, str]]) -> dict[str, Any]:
+    """`out` are graphs and the rules that verification left out of them."""
+    graph = graph | {"rules": [each for each in graph["rules"] if (graph["name"], each["rule"]) not in out]}
     undone = graph["undone_from"]
     if undone is None:
         return graph
@@ -239,9 +247,13 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if captured or _devices(graphs) != "The CPU" or not all(each["preview"] for each in fused):
         return
     if fused:
+        is_grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"])
+        is_lost = is_grown and not any(each.get("inlined") for each in _used(graphs))
+        lost = ", and it keeps the ops out of compiled code" if is_lost else ""
         yield _sentence(
             "plain",
-            "What is fused here is a preview, and no faster on the CPU: leave lift_idioms at 'auto' to run here.",
+            f"What is fused here is a preview, and no faster on the CPU{lost}: "
+            "leave lift_idioms at 'auto' to run here.",
         )
     elif not made:
         yield _sentence(
@@ -296,15 +308,22 @@ def _why_not(graphs: list[dict[str, Any]], rule: str, matches: int, missed: int)
     place = found[0]["line"].split(": ")[0]
     where = f" ({place})" if place and place.split(":")[0] not in found[0]["reason"] else ""
     who = "; 1 was not," if missed == 1 else f"; {missed} were not, the closest"
-    return f"{',' if missed == 1 and not matches else who} because {found[0]['reason']}{where}"
+    others = ""
+    if missed == 1 and not matches:
+        who = ","
+    elif not matches and len(found) >= missed and len({_QUOTED.sub("", each["reason"]) for each in found}) == 1:
+        who = ": none,"
+        others = ", and the others alike" if len({(each["reason"], each["line"]) for each in found}) > 1 else ""
+    return f"{who} because {found[0]['reason']}{where}{others}"
 
 
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
     said: dict[tuple[str, str], dict[str, None]] = {}
+    is_told = any(_nothing_applied(graphs))  # that no rule applies on this device
     for graph in graphs:
         for ran in graph["passes"]:
-            if ran["status"] == "unchanged" and ran["reason"]:
+            if ran["status"] == "unchanged" and ran["reason"] and not (is_told and ran["reason"] == NO_KERNELS):
                 said.setdefault((ran["name"], ran["reason"]), {})[graph["name"]] = None
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (name, reason), found in sorted(said.items()):
@@ -399,7 +418,7 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """What runs in regions that Inductor compiled, what that cost and gains, and the ops that stay outside."""
     tried = _records(graphs, _REGION)
     used = _used(graphs)
-    expected = "" if any(each["preview"] for graph in graphs for each in graph["rewrites"]) else _EXPECTED
+    is_preview = any(each["preview"] for graph in graphs for each in graph["rewrites"])
     seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
@@ -407,10 +426,13 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
         groups = [found for group in compilations(graphs) if (found := _used(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
-        yield _sentence("good", f"{calls} ops run in {where}{within}. {_gain(groups, expected)}")
+        yield _sentence("good", f"{calls} ops run in {where}{within}. {_gain(groups, is_preview)}")
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
-        yield _sentence("plain", f"{what} slower than single ops, which run instead.")
+        yield _sentence(
+            "plain",
+            f"{what} slower than single ops, which run instead.{_busy(each for each in tried if not each['region'])}",
+        )
     if tried:
         yield _sentence(
             "plain", f"Compiling regions took {seconds:.1f} s; regions=False or GRAPHEX_REGIONS=off does without."
@@ -428,7 +450,11 @@ def _used(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in _records(graphs, _REGION) if each["region"]]
 
 
-def _gain(groups: list[list[dict[str, Any]]], expected: str) -> str:
+def _busy(measured: Iterable[dict[str, Any]]) -> str:
+    return _BUSY if any(each.get("doubtful") for each in measured) else ""
+
+
+def _gain(groups: list[list[dict[str, Any]]], is_preview: bool) -> str:
     """The speed to expect of the compiled regions of each compilation, from their trials."""
     used = [each for group in groups for each in group]
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
@@ -440,12 +466,16 @@ def _gain(groups: list[list[dict[str, Any]]], expected: str) -> str:
         for group in groups
         if any(each in measured for each in group)
     ]
-    ratios = dict.fromkeys(_factor(ratio) for ratio in sorted(single / compiled for single, compiled in times))
+    found = sorted(single / compiled for single, compiled in times)
+    ratios = dict.fromkeys(map(_factor, found))
     single, compiled = max(times)
     of = "for all of them" if len(times) == 1 else "in the longest graph"
+    # a preview, which runs beside the regions, is slower than eager
+    busy = _busy(measured) if found[0] < _CLEAR else ""
+    expected = "" if is_preview else f" Expect {'at least' if found[0] >= 1 else 'about'} eager's speed."
     return (
         f"Measured here: {' to '.join([*ratios][:: max(len(ratios) - 1, 1)])} times the speed of single ops, "
-        f"{_time(compiled)} instead of {_time(single)} {of}{some}.{expected}"
+        f"{_time(compiled)} instead of {_time(single)} {of}{some}.{busy or expected}"
     )
 
 
