@@ -15,6 +15,7 @@ sees.
 from __future__ import annotations
 
 import linecache
+import pickle
 import random
 import sys
 import weakref
@@ -195,7 +196,7 @@ class Observation(TorchDispatchMode):
 def _drawn() -> tuple[object, ...]:
     """Where the random generators of Python and numpy stand."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else repr(numpy.random.get_state(legacy=False)["state"]["pos"])
+    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -111,10 +111,7 @@ def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)):
         return ""
-    found = (
-        f"Inductor would write code for {generated} of {kernels} ops" if generated else "Inductor writes code for none"
-    )
-    return f"{found}: too little to gain"
+    return f"Inductor would write code for {generated or 'none'} of {kernels} ops: too little to gain"
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:
