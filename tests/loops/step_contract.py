@@ -697,6 +697,25 @@ def test_what_a_replay_would_not_repeat_is_the_reason(reason, where):
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("generator", ["MT19937", "PCG64"])
+def test_numbers_that_numpy_draws_are_the_reason(generator, where):
+    numpy = pytest.importorskip("numpy")
+    model, before = model_on(where, mlp), numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(getattr(numpy.random, generator)(3))
+
+    @graphex.train_step(compile=False)
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y) * (1.0 if numpy.random.rand() < 2 else 0.0)
+        loss.backward()
+        return loss
+
+    try:
+        assert refused(step, points(where)).endswith("the step draws random numbers in Python")
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
 def test_rates_and_numbers_that_a_step_returns_are_those_of_eager(where):
     def returned(decorate: Callable[..., Any]) -> list[Any]:
         model, numbers = model_on(where, mlp), itertools.count()
