@@ -6,6 +6,7 @@ Without these names nothing is compiled in regions; graphs run as straight-line 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,21 @@ def _where_tracing_works(compile: F) -> F:
     return cast(F, call)
 
 
+@contextmanager
+def _without_complaint() -> Iterator[None]:
+    """Keep Inductor from warning that it cannot save an artefact: graphex stores code itself (`packed_code`)."""
+    log = logging.getLogger(_MODULE)
+    log.addFilter(_is_no_complaint)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_no_complaint)
+
+
+def _is_no_complaint(record: logging.LogRecord) -> bool:
+    return "artifact generation failed" not in record.getMessage()
+
+
 @_where_tracing_works
 def inductor_compile(
     gm: GraphModule,
@@ -116,7 +132,7 @@ def inductor_compile(
         return code
 
     without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
-    with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache:
+    with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache, _without_complaint():
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             table = find("torch._inductor.decomposition.select_decomp_table")()
