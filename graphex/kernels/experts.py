@@ -328,7 +328,11 @@ def route(call: Arguments) -> Any:
     chosen = torch.empty_like(weights, dtype=torch.int64)
     constants = {
         **{"SCORES": call.scores, "NORMALISED": call.normalised, "GROUPS": groups, "TOP_GROUPS": call.top_groups},
-        **{"GROUP_SLOTS": next_power_of_2(call.top_groups), "EXPERTS": max(16, block_of(count)), "COUNT": call.top_k},
+        **{
+            "GROUP_SLOTS": next_power_of_2(call.top_groups),
+            "EXPERTS": count if groups > 1 else max(16, block_of(count)),
+            "COUNT": call.top_k,
+        },
         **{"SLOTS": next_power_of_2(call.top_k), "num_warps": 1},
     }
     plan = Plan((logits.shape[0],), (count, logits.stride(0)), constants)

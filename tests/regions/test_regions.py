@@ -461,6 +461,36 @@ def test_code_that_raises_gives_way_to_its_nodes(monkeypatch):
     assert "a kernel was lost" in record.reason
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_code_whose_result_has_another_type_gives_way_to_its_nodes(monkeypatch):
+    def code_of(body, patches):
+        return compiler.RegionCode(lambda args: [value.double() for value in body(*args)], "", ("kernel",), 0.0)
+
+    monkeypatch.setattr(stage, "compile_region", code_of)
+    run, x = compiled(chain), torch.randn(4, 8)
+    for _ in range(3):
+        assert torch.equal(run(x), chain(x))
+        assert run(x).dtype is torch.float32
+    (record,) = graphex.journal(run).fallbacks
+    assert "another type" in record.reason
+
+
+def test_an_op_that_was_traced_with_another_type_is_the_ops_own_matter(monkeypatch):
+    """As torch does it with the random state of attention."""
+
+    def code_of(body, patches):
+        for leaf in body.graph.output_node().args[0]:
+            leaf.meta["val"] = leaf.meta["val"].double()
+        return compiler.RegionCode(lambda args: body(*args), "", ("kernel",), 0.0)
+
+    monkeypatch.setattr(stage, "compile_region", code_of)
+    run, x = compiled(chain), torch.randn(4, 8)
+    for _ in range(3):
+        assert torch.equal(run(x), chain(x))
+    assert not graphex.journal(run).fallbacks
+    assert regions(run)
+
+
 def test_branches_stay_outside(uncompiled):
     def program(x):
         h = torch.sin(x * 2).cos()

@@ -196,6 +196,11 @@ def test_experts_of_the_best_groups_with_a_correction(groups, top_groups):
     routed(logits(4, 32), bias, 4, "sigmoid", torch.float32, True, 1e-20, 2.5, groups, top_groups)
 
 
+@pytest.mark.parametrize(("count", "groups", "top_groups"), [(4, 2, 1), (8, 2, 1), (8, 4, 2)])
+def test_few_experts_in_groups(count, groups, top_groups):
+    routed(4 * logits(6, count), None, 2, "sigmoid", torch.float32, True, 1e-20, 2.5, groups, top_groups)
+
+
 def test_the_first_of_equal_experts_is_chosen_and_none_that_is_not_there():
     weights, chosen = route(torch.zeros(2, 6), None, 3, "softmax", torch.float32)
     assert chosen.tolist() == [[0, 1, 2]] * 2
