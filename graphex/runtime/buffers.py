@@ -323,7 +323,8 @@ class OutputPlan:
         ]
         self.may_be_held = bool(self._in_place("in place"))
         self._kept = self._in_place("kept")
-        self.are_kept_in_use = held_by_others(self._kept) if self._kept else None
+        with_memory = [value for value in self._kept if value.numel()]  # others cannot be overwritten
+        self.are_kept_in_use = held_by_others(with_memory) if with_memory else None
         self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
         is_kept = [isinstance(step, InPlace) and step.way == "kept" for step in self._plan]
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]

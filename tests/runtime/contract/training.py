@@ -103,6 +103,18 @@ def test_a_usual_loop_copies_neither_what_is_saved_nor_gradients(where):
     assert reasons(compiled) == []
 
 
+def test_what_is_saved_without_elements_is_never_in_use(where):
+    run = compile_it(lambda x, index: x.gather(0, index.long()))
+    index, held = torch.empty(0, dtype=torch.uint8, device=where), []
+    for _ in range(5):
+        x = torch.randn(5, device=where, requires_grad=True)
+        held.append(run(x, index))
+        (gradient,) = torch.autograd.grad(held[-1].sum(), x)
+        assert torch.equal(gradient, torch.zeros_like(x))
+    assert reasons(run) == []
+    assert replays(run) > 0
+
+
 def test_gradients_that_are_held_stay_right(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
     compiled = compile_it(model)
