@@ -109,8 +109,7 @@ def test_what_is_saved_without_elements_is_never_in_use(where):
     for _ in range(5):
         x = torch.randn(5, device=where, requires_grad=True)
         held.append(run(x, index))
-        (gradient,) = torch.autograd.grad(held[-1].sum(), x)
-        assert torch.equal(gradient, torch.zeros_like(x))
+        assert not torch.autograd.grad(held[-1].sum(), x)[0].any()
     assert reasons(run) == []
     assert replays(run) > 0
 
