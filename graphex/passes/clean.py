@@ -152,8 +152,6 @@ class RemoveDeadCode(GraphPass):
     rule = "unused"
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         for node in reversed(list(work.graph.nodes)):
             if not node.users and not is_effectful(node):
                 work.erase(node, rule=self.rule, because="nobody uses the value")
@@ -167,8 +165,6 @@ class MergeCommonSubexpressions(GraphPass):
     rule = "equal_calls"
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         first_seen: dict[Hashable, Node] = {}
         anywhere: dict[Hashable, Node] = {}  # on whichever stream
         positions = {node: index for index, node in enumerate(work.graph.nodes)}
