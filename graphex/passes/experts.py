@@ -49,7 +49,7 @@ class LiftExperts(IdiomPass):
         if work.phase != "inference":
             return
         found = [site for site in map(_site, list(work.graph.nodes)) if site and pays(work, "experts", site.end)]
-        self.lift(work, ((site.end, site.refusal() or site) for site in found))
+        self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
     def replace(self, work: Work, site: Site) -> None:
         nodes = [node for node in work.graph.nodes if node in site.inner]
