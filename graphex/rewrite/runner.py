@@ -145,7 +145,7 @@ class Step:
     before: GraphModule
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Runner:
     """Takes one graph through its passes. `gm` is the graph as it stands."""
 
