@@ -55,6 +55,8 @@ EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
 
 
 class RemoveRedundantCopies(GraphPass):
+    """Drop casts that lose nothing, and copies of values to where they are already."""
+
     name = "remove_redundant_copies"
     moves_writes = True  # it takes some away
     rule_names = ("cast_back", "cast_through", "self_copy")
@@ -148,6 +150,8 @@ def _is_plain_cast(node: Node) -> bool:
 
 
 class RemoveDeadCode(GraphPass):
+    """Drop nodes without users and without effects."""
+
     name = "remove_dead_code"
     rule = "unused"
 
@@ -161,6 +165,8 @@ class RemoveDeadCode(GraphPass):
 
 
 class MergeCommonSubexpressions(GraphPass):
+    """Compute equal calls once."""
+
     name = "merge_common_subexpressions"
     rule = "equal_calls"
 

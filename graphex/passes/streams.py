@@ -175,6 +175,8 @@ class _Schedule(AddingEvents):
 
 
 class CheckDeadlocks(GraphPass):
+    """Say where streams with limited cores could wait for each other for ever."""
+
     name = "check_deadlocks"
     option = "deadlock_check"
 
