@@ -175,7 +175,7 @@ class _Schedule(AddingEvents):
 
 
 class CheckDeadlocks(GraphPass):
-    """Say where streams with limited cores could wait for each other for ever."""
+    """Say which nodes may run at one time and need more cores together than the device has."""
 
     name = "check_deadlocks"
     option = "deadlock_check"
