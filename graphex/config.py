@@ -195,9 +195,10 @@ class Names(Kind[tuple[str, ...]]):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
             raise self.refuse(name, value)
-        for old in self.renamed.keys() & set(value):
+        names: list[str] = list(value)
+        for old in self.renamed.keys() & set(names):
             warnings.warn(f"option '{name}': '{old}' is now '{self.renamed[old]}'.", DeprecationWarning, stacklevel=2)
-        return tuple(self.renamed.get(each, each) for each in value)
+        return tuple(self.renamed.get(each, each) for each in names)
 
 
 class Passes(Kind[tuple[CustomPass, ...]]):

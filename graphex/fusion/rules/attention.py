@@ -172,10 +172,10 @@ def _interleaved(cache: Tensor, times: int) -> Tensor:
 
 def _group(repeat: Repeat, heads: int, *, masked: bool, sinks: bool = False) -> Rule:
     copied = () if heads == 1 and repeat is repeated else ("clone",)
-    functions = (_repeating_with_sinks, _with_sinks) if sinks else (_repeating, _attention)
     return rule(
         "grouped_attention",
-        *functions,
+        _repeating_with_sinks if sinks else _repeating,
+        _with_sinks if sinks else _attention,
         lambda: (_sink_examples if sinks else _examples)(heads, torch.bool),
         fixed={"repeat": repeat, **_without_mask(masked)},
         requires=("unsqueeze", "expand", *copied),
