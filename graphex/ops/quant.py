@@ -6,8 +6,8 @@ torchao's int8:         s = (amax / 127).clamp(min=1e-5);  q = clamp(round(x * (
 SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own type
 
 After `dynamic_quant` and `static_quant` come the ops that end in one of them: norms, and silu(gate) * up. Each is the
-composition of two ops of this library and nothing else: the value between them is rounded to its type. `norm` are the
-arguments of the norm that are no tensors (`NORM`), `quant` those of `dynamic_quant` and `static_quant`.
+composition of two ops of this library and nothing else: the value between them is rounded to its type. Their keyword
+arguments are those of `dynamic_quant` and `static_quant`.
 """
 
 from __future__ import annotations
@@ -191,14 +191,20 @@ def static_quant(
     kernel="norm.rms_norm_dynamic_quant",
 )
 def rms_norm_dynamic_quant(
-    x: Tensor, weight: Tensor | None, smooth: Tensor | None, *norm: Any, **quant: Any
+    x: Tensor,
+    weight: Tensor | None,
+    smooth: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+    **quant: Any,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm, then one scale for each row.
 
     y, _     = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
     q, scale = dynamic_quant(y, smooth, ...)
     """
-    return dynamic_quant(rms_norm(x, weight, *norm)[0], smooth, **quant)
+    return dynamic_quant(rms_norm(x, weight, eps, weight_offset, cast_before_weight)[0], smooth, **quant)
 
 
 @op(
@@ -207,14 +213,21 @@ def rms_norm_dynamic_quant(
     kernel="norm.add_rms_norm_dynamic_quant",
 )
 def add_rms_norm_dynamic_quant(
-    x1: Tensor, x2: Tensor, weight: Tensor | None, smooth: Tensor | None, *norm: Any, **quant: Any
+    x1: Tensor,
+    x2: Tensor,
+    weight: Tensor | None,
+    smooth: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+    **quant: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Residual add, RMSNorm, then one scale for each row.
 
     y, _, sum = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     q, scale  = dynamic_quant(y, smooth, ...)
     """
-    y, _, total = add_rms_norm(x1, x2, weight, *norm)
+    y, _, total = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     return (*dynamic_quant(y, smooth, **quant), total)
 
 
@@ -224,14 +237,21 @@ def add_rms_norm_dynamic_quant(
     kernel="norm.rms_norm_static_quant",
 )
 def rms_norm_static_quant(
-    x: Tensor, weight: Tensor | None, scale: Tensor, zero_point: Tensor | None, *norm: Any, **quant: Any
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+    **quant: Any,
 ) -> Tensor:
     """RMSNorm, then a quantisation with a known scale.
 
     y, _ = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
     q    = static_quant(y, scale, zero_point, ...)
     """
-    y = rms_norm(x, weight, *norm)[0]
+    y = rms_norm(x, weight, eps, weight_offset, cast_before_weight)[0]
     return static_quant(y, scale, zero_point, **quant)
 
 
@@ -241,14 +261,22 @@ def rms_norm_static_quant(
     kernel="norm.add_rms_norm_static_quant",
 )
 def add_rms_norm_static_quant(
-    x1: Tensor, x2: Tensor, weight: Tensor | None, scale: Tensor, zero_point: Tensor | None, *norm: Any, **quant: Any
+    x1: Tensor,
+    x2: Tensor,
+    weight: Tensor | None,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+    **quant: Any,
 ) -> tuple[Tensor, Tensor]:
     """Residual add, RMSNorm, then a quantisation with a known scale.
 
     y, _, sum = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     q         = static_quant(y, scale, zero_point, ...)
     """
-    y, _, total = add_rms_norm(x1, x2, weight, *norm)
+    y, _, total = add_rms_norm(x1, x2, weight, eps, weight_offset, cast_before_weight)
     return static_quant(y, scale, zero_point, **quant), total
 
 
