@@ -233,7 +233,7 @@ class Skinny:
                     partial = job.x.new_empty((self.parts, rows, part.blocks * self.bn), dtype=torch.float32)
                 biases, results = tuple(job.biases[part.chunk]), tuple(outs[part.results])
                 lists = tuple(job.weights[part.chunk]), biases, results, part.sizes, part.strides
-                arguments = (job.x, job.residual, *lists, partial, rows, columns, *steps, *residual_steps)
+                arguments = (job.x, *lists, job.residual, partial, rows, columns, *steps, *residual_steps)
                 start(skinny_kernel, (part.blocks, self.parts), arguments, constants)
                 if self.parts > 1:
                     sums = job.residual, biases, results, part.sizes, partial, rows, *residual_steps

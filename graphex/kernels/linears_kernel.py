@@ -214,12 +214,12 @@ def _store_results(
 @triton.jit(do_not_specialize=["rows", "inner", "r_inner"])
 def skinny_kernel(
     x,
-    residual,
     weights,
     biases,
     outs,
     sizes,
     strides,
+    residual,
     partial,  # [parts, rows, all columns], where K is split
     rows,
     K,
