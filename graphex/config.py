@@ -10,6 +10,7 @@ declaration is the only place that knows what a legal value is:
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,11 +190,15 @@ class Names(Kind[tuple[str, ...]]):
     """A list of names. Which names exist is known to the pipeline, which checks them when compilation starts."""
 
     allowed = "a list of names"
+    renamed: ClassVar[dict[str, str]] = {"call_inplace_twin": "call_inplace_variant"}
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
             raise self.refuse(name, value)
-        return tuple(value)
+        names: list[str] = list(value)
+        for old in self.renamed.keys() & set(names):
+            warnings.warn(f"option '{name}': '{old}' is now '{self.renamed[old]}'.", DeprecationWarning, stacklevel=2)
+        return tuple(self.renamed.get(each, each) for each in names)
 
 
 class Passes(Kind[tuple[CustomPass, ...]]):

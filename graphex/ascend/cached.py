@@ -34,6 +34,7 @@ from graphex.records import FellBack, Journal
 HOME = "TORCHAIR_CACHE_HOME"
 _FOLDER = ".torchair_cache"
 _NAME = "compiled_module"
+_RANKS = ("global_rank", "tp_rank", "pp_rank")
 _NO_GE = "there is no GE graph engine here; compiled graphs are kept either way"
 
 
@@ -56,17 +57,17 @@ def cache_compile(
     config: Group | None = None,
     dynamic: bool = True,
     cache_dir: str | Path | None = None,
-    global_rank: int | None = None,
-    tp_rank: int | None = None,
-    pp_rank: int | None = None,
     custom_decompositions: Mapping[Any, Any] | None = None,
     ge_cache: bool = False,
+    **ranks: int | None,
 ) -> Cached:
-    """Compile a method of a module, and keep what was compiled for the next process."""
+    """Compile a method of a module, and keep what was compiled for the next process.
+
+    `ranks` are `global_rank`, `tp_rank` and `pp_rank`: processes that give other ones keep their graphs apart.
+    """
     backend = get_npu_backend(compiler_config=config, custom_decompositions=custom_decompositions)
     if ge_cache:
         backend.journal.fall_back(FellBack("-", "the option 'ge_cache=True' is ignored", _NO_GE))
-    ranks = {"global_rank": global_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
     return _cached(func, backend, dynamic, cache_dir, ranks)
 
 
@@ -77,17 +78,14 @@ def cache_compile_flat(
     options: Mapping[str, Any] | None = None,
     dynamic: bool = True,
     cache_dir: str | Path | None = None,
-    global_rank: int | None = None,
-    tp_rank: int | None = None,
-    pp_rank: int | None = None,
     custom_decompositions: Mapping[Any, Any] | None = None,
+    **ranks: int | None,
 ) -> Cached:
     """`npugraph_ex.inference.cache_compile`: the same with a flat configuration, or its options as a dictionary."""
     if config is not None and options is not None:
         raise InputError("cache_compile takes a config or options, not both.")
     given = config if options is None else flat_config(options)
     backend = get_npugraph_ex_backend(compiler_config=given, custom_decompositions=custom_decompositions)
-    ranks = {"global_rank": global_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
     return _cached(func, backend, dynamic, cache_dir, ranks)
 
 
@@ -120,7 +118,9 @@ def _is_plain(backend: Any) -> bool:
 
 def _rank_folder(ranks: Mapping[str, int | None]) -> list[str]:
     """``world8global_rank3_tp_rank1``; nothing where no rank is given: processes share what they compile."""
-    given = {name: rank for name, rank in ranks.items() if rank is not None}
+    for name in ranks.keys() - set(_RANKS):
+        raise TypeError(f"cache_compile() got an unexpected keyword argument '{name}'")
+    given = {name: rank for name in _RANKS if (rank := ranks.get(name)) is not None}
     for name, rank in given.items():
         if type(rank) is not int or rank < 0:
             raise InputError(f"cache_compile takes {name} as a whole number, got {rank!r}.")

@@ -317,7 +317,7 @@ def _writes_arguments(replacement: Replacement) -> Refusal | None:
 
 
 def _written(nodes: list[Node], inputs: Iterable[Any], site: Site) -> Refusal | None:
-    """The replacement reads its inputs at another place, and makes its values at one: nobody may write in between."""
+    """The replacement reads its inputs and makes its values at one place: no node may write to them up to there."""
     first, last = nodes[0], nodes[-1]
     inside = set(nodes)
     between = [write for write in site.writes if first < write < last and write not in inside]

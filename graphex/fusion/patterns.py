@@ -395,7 +395,7 @@ class Pattern:
                 return result
             attempt.pattern_to_node = dict(before)
         if isinstance(output, OpPattern) and output.op_name is operator.getitem:
-            attempt.pattern_to_node[output] = None  # nobody asks for this result: it needs no replacement
+            attempt.pattern_to_node[output] = None  # this result has no users: it needs no replacement
             return Match(attempt, output)
         return result or attempt.fail(
             None,

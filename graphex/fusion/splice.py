@@ -237,7 +237,7 @@ def _move_behind(place: Node | None, nodes: list[Node]) -> None:
 
 
 def _used(made: list[Node]) -> list[Node]:
-    """Drop results that nobody asks for: as users of the new op they would stand in the way of the next rule."""
+    """Drop results without users: as users of the new op they would stand in the way of the next rule."""
     unused = [node for node in made if node.target is operator.getitem and not node.users]
     for node in unused:
         node.graph.erase_node(node)
@@ -245,7 +245,7 @@ def _used(made: list[Node]) -> list[Node]:
 
 
 def _erase(plan: FusionPlan) -> None:
-    """Drop what was matched, and what did nothing before, in between and behind it, as far as nobody uses it."""
+    """Drop the nodes that were matched, and no-ops before, between and behind them, if they have no users."""
     doomed = set(plan.nodes)
     for node in plan.nodes:
         around = [*node.users, *node.all_input_nodes]

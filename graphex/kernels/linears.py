@@ -233,7 +233,7 @@ class Skinny:
                     partial = job.x.new_empty((self.parts, rows, part.blocks * self.bn), dtype=torch.float32)
                 biases, results = tuple(job.biases[part.chunk]), tuple(outs[part.results])
                 lists = tuple(job.weights[part.chunk]), biases, results, part.sizes, part.strides
-                arguments = (job.x, job.residual, *lists, partial, rows, columns, *steps, *residual_steps)
+                arguments = (job.x, *lists, job.residual, partial, rows, columns, *steps, *residual_steps)
                 start(skinny_kernel, (part.blocks, self.parts), arguments, constants)
                 if self.parts > 1:
                     sums = job.residual, biases, results, part.sizes, partial, rows, *residual_steps
@@ -257,39 +257,36 @@ GEMVS = (
     Gemv(2, 2048, 4, prefetch=True),
     Gemv(8, 512, 4, 4),
 )
+
+
+def _skinnies(by_columns: dict[int, tuple[tuple[int, ...], ...]]) -> tuple[Skinny, ...]:
+    """Tiles by their columns (`bn`): (bk, warps, stages) and, where K is split, into how many parts."""
+    return tuple(Skinny(bn, *others) for bn, tiles in by_columns.items() for others in tiles)
+
+
 # By the rows of a tile.
 SKINNIES = {
-    16: (
-        Skinny(32, 128, 4, 5),
-        Skinny(32, 256, 4, 5),
-        Skinny(32, 256, 4, 6),
-        Skinny(16, 128, 2, 5),
-        Skinny(16, 256, 2, 5),
-        Skinny(64, 64, 4, 5),
-        Skinny(64, 128, 4, 5),
-        Skinny(64, 256, 4, 4),
-        Skinny(128, 64, 4, 5),
-        Skinny(64, 128, 4, 5, parts=2),
-        Skinny(64, 64, 4, 5, parts=4),
+    16: _skinnies(
+        {
+            32: ((128, 4, 5), (256, 4, 5), (256, 4, 6)),
+            16: ((128, 2, 5), (256, 2, 5)),
+            64: ((64, 4, 5), (128, 4, 5), (256, 4, 4), (128, 4, 5, 2), (64, 4, 5, 4)),
+            128: ((64, 4, 5),),
+        }
     ),
-    32: (
-        Skinny(32, 128, 4, 5),
-        Skinny(32, 256, 4, 3),
-        Skinny(64, 128, 4, 4),
-        Skinny(64, 256, 4, 3),
-        Skinny(128, 64, 4, 5),
-        Skinny(64, 128, 4, 4, parts=2),
-        Skinny(64, 128, 4, 4, parts=4),
+    32: _skinnies(
+        {
+            32: ((128, 4, 5), (256, 4, 3)),
+            64: ((128, 4, 4), (256, 4, 3), (128, 4, 4, 2), (128, 4, 4, 4)),
+            128: ((64, 4, 5),),
+        }
     ),
-    64: (
-        Skinny(32, 128, 4, 4),
-        Skinny(32, 128, 4, 5),
-        Skinny(64, 64, 4, 5),
-        Skinny(64, 128, 4, 4),
-        Skinny(128, 64, 4, 5),
-        Skinny(128, 128, 8, 3),
-        Skinny(64, 128, 4, 4, parts=2),
-        Skinny(64, 128, 4, 4, parts=4),
+    64: _skinnies(
+        {
+            32: ((128, 4, 4), (128, 4, 5)),
+            64: ((64, 4, 5), (128, 4, 4), (128, 4, 4, 2), (128, 4, 4, 4)),
+            128: ((64, 4, 5), (128, 8, 3)),
+        }
     ),
 }
 # A program of these has twice its tile of weights under config.
@@ -300,20 +297,8 @@ GATED_GEMVS = (
     Gemv(4, 512, 4, 3),
     Gemv(4, 512, 4, 4),
 )
-_MANY_GATED = (
-    Skinny(32, 128, 4, 4),
-    Skinny(32, 64, 4, 5),
-    Skinny(64, 64, 4, 5),
-    Skinny(64, 128, 4, 3),
-    Skinny(128, 64, 4, 4),
-)
-_FEW_GATED = (
-    Skinny(64, 128, 4, 5),
-    Skinny(64, 256, 4, 3),
-    Skinny(128, 128, 8, 3),
-    Skinny(64, 64, 4, 5),
-    Skinny(32, 128, 4, 4),
-)
+_MANY_GATED = _skinnies({32: ((128, 4, 4), (64, 4, 5)), 64: ((64, 4, 5), (128, 4, 3)), 128: ((64, 4, 4),)})
+_FEW_GATED = _skinnies({64: ((128, 4, 5), (256, 4, 3), (64, 4, 5)), 128: ((128, 8, 3),), 32: ((128, 4, 4),)})
 GATED_SKINNIES = {16: _FEW_GATED, 32: _MANY_GATED, 64: _MANY_GATED}
 
 

@@ -196,9 +196,7 @@ def _store_results(
     outs,
     sizes,
     residual,
-    r_inner,
-    r_outer_stride,
-    r_inner_stride,
+    residual_row,  # where its rows start
     GATED: tl.constexpr,  # then the biases are in the result
 ):
     """Bias and residual are added and the sum is rounded, once. `row` is a column, `n` a row."""
@@ -209,20 +207,19 @@ def _store_results(
             if GATED == "" and biases[i] is not None:
                 total += tl.load(biases[i] + n, mask=n_ok, other=0.0).to(tl.float32)
             if residual is not None:
-                at = row_start(row, r_inner, r_outer_stride, r_inner_stride) + n
-                total += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+                total += tl.load(residual + residual_row + n, mask=ok, other=0.0).to(tl.float32)
             tl.store(outs[i] + row.to(tl.int64) * sizes[i] + n, total.to(outs[i].dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "inner", "r_inner"])
 def skinny_kernel(
     x,
-    residual,
     weights,
     biases,
     outs,
     sizes,
     strides,
+    residual,
     partial,  # [parts, rows, all columns], where K is split
     rows,
     K,
@@ -282,22 +279,8 @@ def skinny_kernel(
     if GATED != "":
         total = gated(total, up_total, biases, n[None, :], n_ok, GATED)
     if partial is None:
-        _store_results(
-            total,
-            which,
-            row,
-            row_ok,
-            n[None, :],
-            n_ok,
-            biases,
-            outs,
-            sizes,
-            residual,
-            r_inner,
-            r_outer_stride,
-            r_inner_stride,
-            GATED,
-        )
+        start = row_start(row, r_inner, r_outer_stride, r_inner_stride)
+        _store_results(total, which, row, row_ok, n[None, :], n_ok, biases, outs, sizes, residual, start, GATED)
     else:
         columns = tl.num_programs(0) * BN
         at = (tl.program_id(1) * rows + row).to(tl.int64) * columns + block * BN + tl.arange(0, BN)[None, :]
@@ -335,6 +318,5 @@ def combine_kernel(
     pdl_launch(PDL)
     n = block_here * BN + column
     n_ok = n < size
-    _store_results(
-        total, which, row, ok, n, n_ok, biases, outs, sizes, residual, r_inner, r_outer_stride, r_inner_stride, ""
-    )
+    start = row_start(row, r_inner, r_outer_stride, r_inner_stride)
+    _store_results(total, which, row, ok, n, n_ok, biases, outs, sizes, residual, start, "")

@@ -234,16 +234,6 @@ class Quantise(NamedTuple):
 NOT = Quantise()
 
 
-@dataclass(slots=True)
-class Results:
-    total: Tensor | None = None
-    y: Tensor | None = None
-    y32: Tensor | None = None
-    rstd: Tensor | None = None
-    q: Tensor | None = None
-    scale: Tensor | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class NormPlan(Plan):
     order: tuple[int, ...] | None
@@ -299,10 +289,10 @@ def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Declined:
     return NormPlan((blocks_of(count, tile.rows),), integers, constants, inputs.order, y_dtype, numbers)
 
 
-def launch(
-    norm: Norm, quantise: Quantise = NOT, *, y: bool = False, y32: bool = False, rstd: bool = False
-) -> Results | Declined:
-    """Run the kernel for the results that are asked for."""
+def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
+    """The results of these names, as a tuple, or why there are none."""
+    if isinstance(norm, Declined):
+        return norm
     x1, x2, weight, eps, offset, cast_first, beta = norm
     dynamic, static, smooth, scale, zero_point = quantise
     tensors = signature(x1, x2, weight, beta, smooth, scale, zero_point)
@@ -310,30 +300,18 @@ def launch(
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(norm, quantise))
     if isinstance(plan, Declined):
         return plan
-    order = plan.order
-    results = Results(
-        total=None if x2 is None else allocate(x1, order, x1.dtype),
-        y=allocate(x1, order, plan.y_dtype) if y else None,
-        y32=allocate(x1, order, torch.float32) if y32 else None,
-        rstd=allocate_ones(x1, torch.float32) if rstd else None,
-    )
-    if dynamic is not None:
-        results.q = allocate(x1, order, dynamic.dtype)
-        results.scale = scale = allocate_ones(x1, dynamic.scale_dtype)
-    elif static is not None:
-        results.q = allocate(x1, order, static.dtype)
-    made = results.total, results.y, results.y32, results.rstd, results.q
-    tensors = x1, x2, weight, beta, *made, scale, smooth if static is None else zero_point
+    order, quantised_to = plan.order, dynamic or static
+    made = {  # in the order of the kernel's arguments
+        "total": None if x2 is None else allocate(x1, order, x1.dtype),
+        "y": allocate(x1, order, plan.y_dtype) if "y" in names else None,
+        "y32": allocate(x1, order, torch.float32) if "y32" in names else None,
+        "rstd": allocate_ones(x1, torch.float32) if "rstd" in names else None,
+        "q": None if quantised_to is None else allocate(x1, order, quantised_to.dtype),
+        "scale": scale if dynamic is None else allocate_ones(x1, dynamic.scale_dtype),
+    }
+    tensors = x1, x2, weight, beta, *made.values(), smooth if static is None else zero_point
     plan.launch(norm_kernel, tensors, x1, (eps, offset, *plan.numbers))
-    return results
-
-
-def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
-    """The results of these names, as a tuple, or why there are none."""
-    if isinstance(norm, Declined):
-        return norm
-    done = launch(norm, quantise, y="y" in names, y32="y32" in names, rstd="rstd" in names)
-    return done if isinstance(done, Declined) else tuple(getattr(done, name) for name in names)
+    return tuple(made[name] for name in names)
 
 
 def norm_of(call: Arguments) -> Norm:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import signature
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import TRITON_TYPES
 from graphex.kernels.layout import FLOATS
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments, Declined, keyword_defaults
 
+DYNAMIC_QUANT, STATIC_QUANT = "graphex::dynamic_quant", "graphex::static_quant"
 INTEGERS = frozenset((torch.int8, torch.uint8))
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 RANGES = {
@@ -62,53 +64,30 @@ def _through(value: float, dtype: torch.dtype) -> float:
 
 
 @lru_cache(maxsize=256)
-def dynamic_options(
-    *,
-    divisor: float = 127.0,
-    min_amax: float = 0.0,
-    min_scale: float = 0.0,
-    mode: str = "divide",
-    quant_min: float = -128.0,
-    quant_max: float = 127.0,
-    dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype | None = None,
-    keepdim: bool = True,
-    zero_is_zero: bool = False,
-) -> Dynamic | Declined:
+def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | Declined:
     """The keyword arguments of `graphex::dynamic_quant`; `zero_is_zero` as in `npu_dynamic_quant`."""
-    dtype = dtype or torch.int8
-    compute = compute_dtype or torch.float32
-    scale = scale_dtype or compute
+    options = SimpleNamespace(**keyword_defaults(DYNAMIC_QUANT) | given)
+    dtype, quant_min, quant_max = options.dtype or torch.int8, options.quant_min, options.quant_max
+    compute = options.compute_dtype or torch.float32
+    scale = options.scale_dtype or compute
     refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
     if refusal is not None:
         return refusal
-    if mode not in ("divide", "reciprocal"):
-        return Declined(f"unknown mode '{mode}'")
+    if options.mode not in ("divide", "reciprocal"):
+        return Declined(f"unknown mode '{options.mode}'")
     types = {
-        "MODE": mode,
+        "MODE": options.mode,
         "COMPUTE": TRITON_TYPES[compute],
         "SCALE": TRITON_TYPES[scale],
         "RESULT": TRITON_TYPES[torch.promote_types(compute, scale)],
         "ZERO_IS_ZERO": zero_is_zero,
         "FULL_RANGE": RANGES[dtype] == (quant_min, quant_max),
     }
-    numbers = divisor, _through(min_amax, compute), _through(min_scale, compute), quant_min, quant_max
-    return Dynamic(dtype, scale, keepdim, numbers, types)
+    least = _through(options.min_amax, compute), _through(options.min_scale, compute)
+    return Dynamic(dtype, scale, options.keepdim, (options.divisor, *least, quant_min, quant_max), types)
 
 
-def static_options(
-    scale: Tensor,
-    zero_point: Tensor | None,
-    columns: int,
-    *,
-    mode: str = "divide",
-    zero_point_before_round: bool = False,
-    quant_min: float = -128.0,
-    quant_max: float = 127.0,
-    dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype | None = None,
-) -> Static | Declined:
+def static_options(scale: Tensor, zero_point: Tensor | None, columns: int, **given: Any) -> Static | Declined:
     """The keyword arguments of `graphex::static_quant`, given its scale and zero point."""
     for value in (scale, zero_point):
         if value is not None and (value.dim() > 1 or value.numel() not in (1, columns)):
@@ -120,12 +99,7 @@ def static_options(
         None if zero_point is None else zero_point.dtype,
         zero_point is not None and zero_point.dim() == 0,
         zero_point is not None and zero_point.numel() == 1,
-        mode,
-        zero_point_before_round,
-        quant_min,
-        quant_max,
-        dtype or torch.int8,
-        compute_dtype or torch.float32,
+        **keyword_defaults(STATIC_QUANT) | given,
     )
 
 
@@ -137,13 +111,15 @@ def _static_options(
     zero_point: torch.dtype | None,
     zero_point_is_scalar: bool,
     one_zero_point: bool,
+    *,
     mode: str,
-    zero_point_first: bool,
+    zero_point_before_round: bool,
     quant_min: float,
     quant_max: float,
-    dtype: torch.dtype,
-    compute: torch.dtype,
+    dtype: torch.dtype | None,
+    compute_dtype: torch.dtype | None,
 ) -> Static | Declined:
+    dtype, compute = dtype or torch.int8, compute_dtype or torch.float32
     refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
     if refusal is not None:
         return refusal
@@ -164,24 +140,20 @@ def _static_options(
         "SUM": TRITON_TYPES[total],
         "ONE_SCALE": one_scale,
         "ONE_ZERO_POINT": one_zero_point,
-        "ZERO_POINT_FIRST": zero_point_first,
+        "ZERO_POINT_FIRST": zero_point_before_round,
         "FULL_RANGE": RANGES[dtype] == (quant_min, quant_max),
     }
     return Static(dtype, (quant_min, quant_max), types)
 
 
-_DYNAMIC = tuple(name for name in signature(dynamic_options).parameters if name != "zero_is_zero")
-_STATIC = tuple(signature(static_options).parameters)[3:]
-
-
 def dynamic_of(call: Arguments) -> Dynamic | Declined:
     """The options of an op that ends in `graphex::dynamic_quant`."""
-    return dynamic_options(**{name: getattr(call, name) for name in _DYNAMIC})
+    return dynamic_options(**{name: getattr(call, name) for name in keyword_defaults(DYNAMIC_QUANT)})
 
 
 def static_of(call: Arguments, x: Tensor) -> Static | Declined:
     """The options of an op that ends in `graphex::static_quant` of tensors that are shaped as x."""
-    options = {name: getattr(call, name) for name in _STATIC}
+    options = {name: getattr(call, name) for name in keyword_defaults(STATIC_QUANT)}
     return static_options(call.scale, call.zero_point, x.shape[-1] if x.dim() else 0, **options)
 
 

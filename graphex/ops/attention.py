@@ -92,8 +92,9 @@ def _attended(
 ) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if softcap > 0 or sinks is not None:
-        heads = (query, repeated(key, groups), repeated(value, groups))
-        found = _step_by_step(*heads, mask, scale, is_causal, softcap, sinks)
+        if is_causal:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        found = _step_by_step(query, repeated(key, groups), repeated(value, groups), mask, scale, softcap, sinks)
     elif mask is None:
         found = functional.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
@@ -107,21 +108,12 @@ def _attended(
 
 
 def _step_by_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    is_causal: bool,
-    softcap: float,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """As models that cap their scores, or have sinks, write it: in their type, and the softmax in float32."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
-    if is_causal:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:

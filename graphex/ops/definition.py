@@ -267,6 +267,12 @@ def _arguments(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), short).default._schema.arguments
 
 
+@cache
+def keyword_defaults(name: str) -> dict[str, Any]:
+    """The keyword arguments of an op and their defaults, as its schema has them."""
+    return {each.name: each.default_value for each in _arguments(name) if each.kwarg_only}
+
+
 def launcher_of(spec: OpSpec) -> Function:
     """The function that launches an op's kernel, with the arguments of the op."""
     launch, bind = _launcher(spec)

@@ -41,11 +41,11 @@ def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 @op(
     "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
     title="silu(gate) * up",
-    fake=_fake_silu_mul,
     gradient=Gradient(_save_silu_mul, _silu_mul_backward),
     kernel="gated.silu_mul",
     rows=RowRule("pointwise"),
     inlines=True,
+    fake=_fake_silu_mul,
 )
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""

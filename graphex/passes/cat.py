@@ -165,8 +165,6 @@ class WritePartsOfCat(GraphPass):
     moves_writes = True
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         sizes = Sizes(work.graph)
         for node in list(work.graph.nodes):
             if node.op == "call_function" and node.target is aten.cat.default and node.args:

@@ -55,6 +55,8 @@ EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
 
 
 class RemoveRedundantCopies(GraphPass):
+    """Drop casts that lose nothing, and copies of values to where they are already."""
+
     name = "remove_redundant_copies"
     moves_writes = True  # it takes some away
     rule_names = ("cast_back", "cast_through", "self_copy")
@@ -148,12 +150,12 @@ def _is_plain_cast(node: Node) -> bool:
 
 
 class RemoveDeadCode(GraphPass):
+    """Drop nodes without users and without effects."""
+
     name = "remove_dead_code"
     rule = "unused"
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         for node in reversed(list(work.graph.nodes)):
             if not node.users and not is_effectful(node):
                 work.erase(node, rule=self.rule, because="nobody uses the value")
@@ -163,12 +165,12 @@ class RemoveDeadCode(GraphPass):
 
 
 class MergeCommonSubexpressions(GraphPass):
+    """Compute equal calls once."""
+
     name = "merge_common_subexpressions"
     rule = "equal_calls"
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         first_seen: dict[Hashable, Node] = {}
         anywhere: dict[Hashable, Node] = {}  # on whichever stream
         positions = {node: index for index, node in enumerate(work.graph.nodes)}

@@ -31,7 +31,6 @@ from graphex.analysis import node_line
 from graphex.analysis.source import placement
 from graphex.ops.experts import CLAMPED, SILU
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.records import RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.motion import used_by
@@ -47,21 +46,12 @@ class LiftExperts(IdiomPass):
         return any(node.target in (aten.bmm.default, aten._grouped_mm.default) for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
-        if work.phase != "inference" or not work.allows(self.rule):
+        if work.phase != "inference":
             return
         found = [site for site in map(_site, list(work.graph.nodes)) if site and pays(work, "experts", site.end)]
-        made = 0
-        for site in found:
-            refusal = site.refusal()
-            if refusal is not None:
-                work.refuse(site.end, refusal, rule=self.rule)
-            else:
-                self._replace(work, site)
-                made += 1
-        if found:
-            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(found)))
+        self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
-    def _replace(self, work: Work, site: Site) -> None:
+    def replace(self, work: Work, site: Site) -> None:
         nodes = [node for node in work.graph.nodes if node in site.inner]
         with work.graph.inserting_before(site.end):
             x, end = site.x.meta["val"], site.end.meta["val"]

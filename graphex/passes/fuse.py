@@ -11,6 +11,7 @@ graph has a name yet, and leaves a note on the nodes that come of it. `LiftAtten
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,23 @@ class IdiomPass(GraphPass):
 
     def enabled(self, config: CompilerConfig) -> bool:
         return super().enabled(config) and config.lift_idioms != "never"
+
+    def lift(self, work: Work, sites: Iterable[tuple[Node, Any]]) -> None:
+        """Replace each site, given with the node that it is known by, or say why not where it is a refusal."""
+        lifted = candidates = 0
+        for node, site in sites:
+            candidates += 1
+            if isinstance(site, Refusal):
+                work.refuse(node, site, rule=self.rule)
+            else:
+                self.replace(work, site)
+                lifted += 1
+        if candidates:
+            work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
+
+    def replace(self, work: Work, site: Any) -> None:
+        """Put the op in place of the nodes of one site."""
+        raise NotImplementedError
 
 
 def pays(work: Work, op: str, node: Node) -> bool:
@@ -139,9 +157,6 @@ class LiftAttention(IdiomPass):
 
     def rules(self) -> tuple[str, ...]:
         return self.rule, self.known_mask
-
-    def enabled(self, config: CompilerConfig) -> bool:
-        return super().enabled(config) and self.rule not in config.disable_rules
 
     def concerns(self, graph: Graph) -> bool:
         return any(decided_about(node) is not None for node in graph.nodes)

@@ -49,34 +49,32 @@ from graphex.rewrite.adapter import as_graph_pass
 from graphex.rewrite.base import GraphPass
 from graphex.rewrite.runner import Runner
 
-OURS: tuple[tuple[str, GraphPass], ...] = (
-    ("joint", FuseJointPatterns()),
-    ("place", PlaceNodes()),
-    ("clean", RemoveNoops()),
-    ("clean", RemoveRedundantCopies()),
-    ("clean", RemoveDeadCode()),
-    ("lift", LiftAttention()),
-    ("lift", LiftExperts()),  # before what is inside of them
-    ("lift", LiftRouters()),
-    ("lift", LiftIdioms()),
-    ("unify", MergeCommonSubexpressions()),
-    ("fuse", FoldProjections()),  # before a residual add joins the norm behind it
-    ("fuse", FoldGates()),
-    ("fuse", FusePatterns()),
+Stages = tuple[tuple[str, GraphPass], ...]
+
+
+def _stage(name: str, *passes: GraphPass) -> Stages:
+    return tuple((name, graph_pass) for graph_pass in passes)
+
+
+OURS: Stages = (
+    *_stage("joint", FuseJointPatterns()),
+    *_stage("place", PlaceNodes()),
+    *_stage("clean", RemoveNoops(), RemoveRedundantCopies(), RemoveDeadCode()),
+    # Experts come before what is inside of them.
+    *_stage("lift", LiftAttention(), LiftExperts(), LiftRouters(), LiftIdioms()),
+    *_stage("unify", MergeCommonSubexpressions()),
+    # Projections are folded before a residual add joins the norm behind it.
+    *_stage("fuse", FoldProjections(), FoldGates(), FusePatterns()),
 )
-LAST: tuple[tuple[str, GraphPass], ...] = (
-    ("place", PlaceNodes()),
-    ("memory", RestoreInputWrites()),
-    ("memory", WriteRotaryToCache()),
-    ("memory", JoinRotaryAndAttention()),
-    ("region", CompileRegions()),
-    ("memory", WritePartsOfCat()),
-    ("memory", ReuseDeadMemory()),
-    ("tidy", RemoveDeadCode()),
-    ("streams", ScheduleStreams()),
-    ("streams", CheckDeadlocks()),
+LAST: Stages = (
+    *_stage("place", PlaceNodes()),
+    *_stage("memory", RestoreInputWrites(), WriteRotaryToCache(), JoinRotaryAndAttention()),
+    *_stage("region", CompileRegions()),
+    *_stage("memory", WritePartsOfCat(), ReuseDeadMemory()),
+    *_stage("tidy", RemoveDeadCode()),
+    *_stage("streams", ScheduleStreams(), CheckDeadlocks()),
 )
-AUTOMATIC: tuple[tuple[str, GraphPass], ...] = (("place", PlaceBranches()),)  # for a second version of the graph
+AUTOMATIC: Stages = _stage("place", PlaceBranches())  # for a second version of the graph
 
 
 def optimise(runner: Runner) -> Graph:

@@ -296,6 +296,8 @@ class _Gate:
 
 
 class FoldGates(IdiomPass):
+    """A gate and the layers that it is made of become one op, on what `fold_projections` has made."""
+
     name = "fold_gates"
     rule = GATE
 
@@ -304,7 +306,7 @@ class FoldGates(IdiomPass):
 
     def apply(self, work: Work) -> None:
         mode = fake_mode_of(work.gm)
-        if mode is None or not work.allows(GATE):
+        if mode is None:
             return
         matches = candidates = 0
         for node in list(work.graph.nodes):

@@ -30,7 +30,7 @@ from graphex.analysis.memory import bytes_of, why_not_reusable
 from graphex.analysis.shapes import known_contiguous
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
 
-COMPUTE, VARIANT = "compute_in_place", "call_inplace_twin"
+COMPUTE, VARIANT = "compute_in_place", "call_inplace_variant"
 
 _DIRECT = "graphex_written_directly"
 

@@ -46,8 +46,8 @@ ONE, ALL = "rotary_write", "rotary_qkv_write"
 class WriteRotaryToCache(GraphPass):
     name = "write_rotary_to_cache"
     option = "pattern_fusion_pass"
-    moves_writes = True
     rule_names = (ONE, ALL)
+    moves_writes = True
 
     def apply(self, work: Work) -> None:
         found = [node for node in work.graph.nodes if _rotary(node) is not None]

@@ -21,7 +21,6 @@ from torch.fx import Graph, Node
 from graphex.analysis import node_line
 from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.records import RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import inherit_all
 
@@ -37,21 +36,10 @@ class LiftRouters(IdiomPass):
         return any(node.target is experts for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
-        if not work.allows(self.rule):
-            return
         mixtures = [node for node in work.graph.nodes if node.target is experts and pays(work, "route", node)]
-        made = 0
-        for node in mixtures:
-            router = _router(node.args[1], node.args[2])
-            if isinstance(router, Refusal):
-                work.refuse(node, router, rule=self.rule)
-            else:
-                self._replace(work, router)
-                made += 1
-        if mixtures:
-            work.note(lambda graph, name: RuleTried(graph, name, self.rule, made, len(mixtures)))
+        self.lift(work, ((node, _router(node.args[1], node.args[2])) for node in mixtures))
 
-    def _replace(self, work: Work, router: Router) -> None:
+    def replace(self, work: Work, router: Router) -> None:
         graph = work.graph
         if (clamp := router.clamp) is not None:
             clamp.replace_all_uses_with(clamp.args[0])

@@ -175,6 +175,8 @@ class _Schedule(AddingEvents):
 
 
 class CheckDeadlocks(GraphPass):
+    """Say which nodes may run at one time and need more cores together than the device has."""
+
     name = "check_deadlocks"
     option = "deadlock_check"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class Work:
         graph_name: str,
         pass_name: str,
         write: Callable[[Record], None],
-        aliases: Aliases | None = None,
+        aliases: Aliases,
         phase: str = "inference",
         table: Mapping[Any, Any] | None = None,
         fall_back_later: Callable[[str, str, str], None] = lambda what, reason, line: None,
@@ -52,52 +53,35 @@ class Work:
         self._graph_name = graph_name
         self._pass_name = pass_name
         self._write = write
-        self._aliases = aliases
-        self._order: Order | None = None
-        self._order_with_data: Order | None = None
-        self._raising: Raising | None = None
+        self.aliases = aliases  # kept up to date by `replace`
 
     @property
     def graph(self) -> Graph:
         return self.gm.graph
 
-    @property
-    def aliases(self) -> Aliases:
-        """Alias facts, computed when first asked for and kept up to date by `replace`."""
-        if self._aliases is None:
-            self._aliases = Aliases(self.graph)
-        return self._aliases
-
-    @property
+    @cached_property
     def order(self) -> Order:
         """The order of nodes, as the graph stood when this was first asked for; data dependencies do not count,
         because the passes that ask take them away.
         """
-        if self._order is None:
-            self._order = Order(self.graph, data=False)
-        return self._order
+        return Order(self.graph, data=False)
 
-    @property
+    @cached_property
     def order_with_data(self) -> Order:
         """The same where data dependencies count: for readers of a value that stay its readers."""
-        if self._order_with_data is None:
-            self._order_with_data = Order(self.graph)
-        return self._order_with_data
+        return Order(self.graph)
 
-    @property
+    @cached_property
     def raising(self) -> Raising:
         """The nodes that can raise, at the places that `aliases` know."""
-        if self._raising is None:
-            self._raising = raising_in(self.graph, self.aliases)
-        return self._raising
+        return raising_in(self.graph, self.aliases)
 
     def allows(self, rule: str) -> bool:
         return rule not in self.config.disable_rules
 
     def replace(self, node: Node, kept: Node, *, rule: str, because: str) -> None:
         """Let `kept` stand for `node` everywhere, and drop `node`."""
-        if self._aliases is not None:
-            self._aliases.join(node, kept)
+        self.aliases.join(node, kept)
         self._record_rewrite(rule, [node], [kept], because)
         inherit(kept, node)
         node.replace_all_uses_with(kept)
@@ -154,7 +138,7 @@ class GraphPass(ABC):
 
     name: str
     option: ClassVar[str | None] = None
-    rule: ClassVar[str] = ""  # for a pass that has one
+    rule: ClassVar[str] = ""  # for a pass that has one: without it there is nothing to do
     rule_names: ClassVar[tuple[str, ...]] = ()  # for a pass that has several
     stage: str = ""
     preserves_results: bool = True
@@ -164,7 +148,9 @@ class GraphPass(ABC):
 
     def enabled(self, config: CompilerConfig) -> bool:
         name = getattr(self, "name", type(self).__name__)  # a user's may have none
-        return name not in config.disable_passes and (self.option is None or bool(getattr(config, self.option)))
+        if name in config.disable_passes or (self.rule in config.disable_rules and not self.is_needed):
+            return False
+        return self.option is None or bool(getattr(config, self.option))
 
     def concerns(self, graph: Graph) -> bool:
         """Whether there is anything for the pass in a graph; if not, it does not run and leaves no record."""

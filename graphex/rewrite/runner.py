@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -145,22 +145,22 @@ class Step:
     before: GraphModule
 
 
+@dataclass(eq=False, repr=False)
 class Runner:
     """Takes one graph through its passes. `gm` is the graph as it stands."""
 
-    def __init__(
-        self, compilation: Compilation, graph_name: str, gm: GraphModule, example_inputs: Sequence[Any], phase: str
-    ) -> None:
-        self.compilation = compilation
-        self.graph_name = graph_name
-        self.gm = gm
-        self.example_inputs = example_inputs
-        self.phase = phase
-        self.steps: list[Step] = []
+    compilation: Compilation
+    graph_name: str
+    gm: GraphModule
+    example_inputs: Sequence[Any]
+    phase: str
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._snapshot: Graph | None = None
-        self._interface = interface_of(gm.graph)
+        self._interface = interface_of(self.gm.graph)
         self._aliases: Aliases | None = None
-        stamp_order(gm.graph, self.aliases)
+        stamp_order(self.gm.graph, self.aliases)
         self._show("original", stage="as given")
 
     def run(self, stage: str, graph_pass: GraphPass) -> None:

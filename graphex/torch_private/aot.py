@@ -258,8 +258,8 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
 
 
 _NO_RULES = "rules given as functions match nothing"
-_NO_JOINT_RULES = "rules about training match nothing"
 _python_dispatcher = private("torch._dispatch.python.enable_python_dispatcher", lost=_NO_RULES)
+_NO_JOINT_RULES = "rules about training match nothing"
 _aot_function = later("torch._functorch.aot_autograd.aot_function", lost=_NO_JOINT_RULES)
 _boxed = private("torch._functorch._aot_autograd.utils.make_boxed_func", lost=_NO_JOINT_RULES)
 _no_context = private("torch._guards.tracing", lost=_NO_JOINT_RULES)

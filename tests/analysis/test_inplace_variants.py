@@ -69,7 +69,7 @@ def both(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", sorted(SAME_BITS))
-def test_the_twin_gives_the_same_bits(name):
+def test_the_variant_gives_the_same_bits(name):
     compared = 0
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -81,5 +81,5 @@ def test_the_twin_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", ["mul.Scalar", "transpose.int", "t.default", "bernoulli.default", "set.source_Tensor"])
-def test_what_rounds_differently_or_is_no_computation_has_no_twin(name):
+def test_what_rounds_differently_or_is_no_computation_has_no_variant(name):
     assert inplace_variant(overload(name)) is None

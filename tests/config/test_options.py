@@ -132,6 +132,12 @@ def test_disable_rules_by_the_name_the_journal_gives():
     assert aten.clone.default not in targets
 
 
+def test_the_old_name_of_a_rule_is_understood_and_answered_with_the_new_one():
+    with pytest.warns(DeprecationWarning, match="'call_inplace_variant'"):
+        config = graphex.CompilerConfig(disable_rules=["call_inplace_twin"])
+    assert config.disable_rules == ("call_inplace_variant",)
+
+
 @pytest.mark.parametrize(
     ("option", "wrong", "right"),
     [("disable_passes", "remove_noop", "remove_noops"), ("disable_rules", "plain_copies", "plain_copy")],

@@ -102,7 +102,7 @@ RULES = (
     "write_input_in_place",
     "write_argument_in_place",
     "compute_in_place",
-    "call_inplace_twin",
+    "call_inplace_variant",
     "cat_in_place",
     "equal_calls",
     "unused",

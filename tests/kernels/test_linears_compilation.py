@@ -17,55 +17,55 @@ from tests.harness.kernels.hopper import MOST_SHARED, Compiler
 from tests.harness.kernels.linears import zeros_job
 
 
-def compiled(way: Config, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """The code of a way's product, and how much shared memory it needs."""
+def compiled(config: Config, of: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """The code of a config's product, and how much shared memory it needs."""
     compilers = {}
     for name in ("gemv_kernel", "skinny_kernel", "combine_kernel"):
         compilers[name] = Compiler(getattr(linears, name))
         monkeypatch.setattr(linears, name, compilers[name])
-    way.prepare(of)(of)
+    config.prepare(of)(of)
     used = [compiler for compiler in compilers.values() if compiler.code]
-    assert len(used) == (2 if getattr(way, "parts", 1) > 1 else 1)
+    assert len(used) == (2 if getattr(config, "parts", 1) > 1 else 1)
     return used[0].code[0], used[0].shared
 
 
-@pytest.mark.parametrize("way", [GEMVS[0], GEMVS[-1]], ids=lambda way: way.name)
+@pytest.mark.parametrize("config", [GEMVS[0], GEMVS[-1]], ids=lambda config: config.name)
 @pytest.mark.parametrize(("prologue", "sizes"), [("none", (64,)), ("rms_norm", (64, 32, 32)), ("silu_mul", (64,))])
-def test_one_row(way, prologue, sizes, monkeypatch):
-    code, _ = compiled(way, zeros_job(1, prologue, sizes), monkeypatch)
-    assert ("cp.async" if way.stages > 1 else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in code
+def test_one_row(config, prologue, sizes, monkeypatch):
+    code, _ = compiled(config, zeros_job(1, prologue, sizes), monkeypatch)
+    assert ("cp.async" if config.stages > 1 else "ld.global.L1::evict_first.L2::cache_hint.v4.b32") in code
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", GEMVS[1:-1], ids=lambda way: way.name)
-def test_other_tiles_of_one_row(way, monkeypatch):
-    compiled(way, zeros_job(1, "rms_norm", (64, 32)), monkeypatch)
+@pytest.mark.parametrize("config", GEMVS[1:-1], ids=lambda config: config.name)
+def test_other_tiles_of_one_row(config, monkeypatch):
+    compiled(config, zeros_job(1, "rms_norm", (64, 32)), monkeypatch)
 
 
-ALL = [(rows, way) for rows, ways in SKINNIES.items() for way in ways]
-GATED = [(rows, way) for rows, ways in GATED_SKINNIES.items() for way in ways]
+ALL = [(rows, config) for rows, configs in SKINNIES.items() for config in configs]
+GATED = [(rows, config) for rows, configs in GATED_SKINNIES.items() for config in configs]
 
 
 @pytest.mark.parametrize(
-    ("rows", "way"),
+    ("rows", "config"),
     [pytest.param(*each, marks=() if at % 9 in (2, 8) else pytest.mark.full) for at, each in enumerate(ALL)],
 )
-def test_several_rows(rows, way, monkeypatch):
-    code, shared = compiled(way, zeros_job(rows, "none", (256, 128)), monkeypatch)
+def test_several_rows(rows, config, monkeypatch):
+    code, shared = compiled(config, zeros_job(rows, "none", (256, 128)), monkeypatch)
     assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
     assert "mma" in code
     assert shared <= MOST_SHARED
 
 
 @pytest.mark.parametrize(
-    ("rows", "way"),
+    ("rows", "config"),
     [
         (1, GATED_GEMVS[0]),
-        *(pytest.param(1, way, marks=pytest.mark.full) for way in GATED_GEMVS[1:]),
-        (16, GATED_SKINNIES[16][2]),
+        *(pytest.param(1, config, marks=pytest.mark.full) for config in GATED_GEMVS[1:]),
+        (16, GATED_SKINNIES[16][3]),
         *(pytest.param(*each, marks=pytest.mark.full) for each in GATED),
     ],
 )
-def test_a_gate_and_what_it_lets_through(rows, way, monkeypatch):
-    _, shared = compiled(way, replace(zeros_job(rows, "none", (256, 256)), gated="silu"), monkeypatch)
+def test_a_gate_and_what_it_lets_through(rows, config, monkeypatch):
+    _, shared = compiled(config, replace(zeros_job(rows, "none", (256, 256)), gated="silu"), monkeypatch)
     assert shared <= MOST_SHARED

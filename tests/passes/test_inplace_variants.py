@@ -12,8 +12,8 @@ from torch import Tensor
 import graphex
 from tests.harness.compiling import Verified
 
-RULE, INPUT = "call_inplace_twin", "write_input_in_place"
-LIBRARY = torch.library.Library("graphex_twins", "DEF")
+RULE, INPUT = "call_inplace_variant", "write_input_in_place"
+LIBRARY = torch.library.Library("graphex_variants", "DEF")
 LIBRARY.define("scale(Tensor x, float by) -> Tensor")
 LIBRARY.define("scale_(Tensor(a!) x, float by) -> ()")
 LIBRARY.define("scale_back_(Tensor(a!) x, float by) -> Tensor(a!)")
@@ -26,7 +26,7 @@ LIBRARY.define("listed(Tensor x, Tensor[] ks) -> Tensor")
 LIBRARY.define("listed_(Tensor x, Tensor(a!)[] ks) -> ()")
 LIBRARY.define("several(Tensor x) -> Tensor")
 LIBRARY.define("several.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
-ops = torch.ops.graphex_twins
+ops = torch.ops.graphex_variants
 
 
 def _implement(name: str, function: Any) -> None:
@@ -331,7 +331,7 @@ def test_either_pass_uses_it_alone():
     assert Final(lambda x: ops.scale(x + 1, 2.0).sum(), X, input_inplace_pass=False).added(ops.scale_) == 1
 
 
-@torch.library.custom_op("graphex_twins::double", mutates_args=())
+@torch.library.custom_op("graphex_variants::double", mutates_args=())
 def double(x: Tensor) -> Tensor:
     return x * 2
 
@@ -339,7 +339,7 @@ def double(x: Tensor) -> Tensor:
 double.register_fake(torch.empty_like)
 
 
-@torch.library.custom_op("graphex_twins::double_", mutates_args=("x",))
+@torch.library.custom_op("graphex_variants::double_", mutates_args=("x",))
 def double_(x: Tensor) -> None:
     x.mul_(2)
 
@@ -353,7 +353,7 @@ def test_a_declaration_that_was_removed_is_forgotten():
     assert Final(lambda x: double(x + 1).sum(), X).added(ops.double_) == 0
 
 
-def test_a_twin_that_hands_back_what_it_wrote():
+def test_a_variant_that_hands_back_what_it_wrote():
     LIBRARY.define("scaled(Tensor x, float by) -> Tensor")
     _implement("scaled", lambda x, by: x * by)
     with graphex.register_inplace_variant(ops.scaled, ops.scale_back_, mutated=[0]):
@@ -384,7 +384,7 @@ def test_a_pair_that_does_not_fit_is_refused_in_one_sentence(arguments, sentence
     assert sentence in str(raised.value)
 
 
-def test_a_twin_with_too_many_results_is_refused():
+def test_a_variant_with_too_many_results_is_refused():
     LIBRARY.define("unscaled(Tensor x, float by) -> Tensor")
     with pytest.raises(graphex.InputError, match="must return 0 new tensors"):
         graphex.register_inplace_variant(ops.unscaled, ops.reversed_)

@@ -166,28 +166,17 @@ def _repeating_with_sinks(
     return _with_sinks(query, repeat(key, times), repeat(value, times), mask, scale, sinks)
 
 
-def _group_with_sinks(*, masked: bool) -> Rule:
-    return rule(
-        "grouped_attention",
-        _repeating_with_sinks,
-        _with_sinks,
-        lambda: _sink_examples(2, torch.bool),
-        fixed={"repeat": repeated, **_without_mask(masked)},
-        requires=("unsqueeze", "expand", "clone"),
-    )
-
-
 def _interleaved(cache: Tensor, times: int) -> Tensor:
     return cache.repeat_interleave(times, 1)
 
 
-def _group(repeat: Repeat, heads: int, *, masked: bool) -> Rule:
+def _group(repeat: Repeat, heads: int, *, masked: bool, sinks: bool = False) -> Rule:
     copied = () if heads == 1 and repeat is repeated else ("clone",)
     return rule(
         "grouped_attention",
-        _repeating,
-        _attention,
-        lambda: _examples(heads, torch.bool),
+        _repeating_with_sinks if sinks else _repeating,
+        _with_sinks if sinks else _attention,
+        lambda: (_sink_examples if sinks else _examples)(heads, torch.bool),
         fixed={"repeat": repeat, **_without_mask(masked)},
         requires=("unsqueeze", "expand", *copied),
     )
@@ -198,7 +187,7 @@ def _variants() -> Iterator[Rule]:
         yield _lift(masked=masked)
         yield _lift_sinks(masked=masked, copied=True)
         yield _lift_sinks(masked=masked, copied=False)
-        yield _group_with_sinks(masked=masked)
+        yield _group(repeated, 2, masked=masked, sinks=True)
     for masked in (True, False):
         yield _group(repeated, 2, masked=masked)
         yield _group(repeated, 1, masked=masked)

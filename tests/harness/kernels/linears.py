@@ -47,16 +47,16 @@ def eager(job: Job) -> list[Tensor]:
     return results if job.residual is None else [job.residual + results[0]]
 
 
-def check(way: Config, job: Job, at_most: float = 2.0) -> None:
+def check(config: Config, job: Job, at_most: float = 2.0) -> None:
     """The results have at most twice the error of eager's, or half a unit in the last place of the largest."""
-    found = way.prepare(job)(job)
+    found = config.prepare(job)(job)
     for mine, its, right in zip(found, eager(job), exact(job), strict=True):
         assert (mine.shape, mine.dtype, mine.is_contiguous()) == (its.shape, its.dtype, True)
         if not mine.numel():
             continue
         allowed = at_most * (its - right).abs().max() + 0.5 * torch.finfo(mine.dtype).eps * right.abs().max()
         worst = (mine - right).abs().max()
-        assert worst <= allowed, f"{way.name}: {worst} from exact, eager and rounding allow {allowed}"
+        assert worst <= allowed, f"{config.name}: {worst} from exact, eager and rounding allow {allowed}"
 
 
 def zeros_job(rows: int, prologue: str, sizes: tuple[int, ...]) -> Job:

@@ -1,4 +1,4 @@
-"""Linear layers of few rows: every way to compute them, any shape, stride and prologue, against float64."""
+"""Linear layers of few rows: every configuration, any shape, stride and prologue, against float64."""
 
 from __future__ import annotations
 
@@ -87,23 +87,23 @@ def test_several_rows(prologue, lead, columns, sizes, gap, biases, residual, gai
     check(Skinny(16, 16, 1, 2, parts=2), several)
 
 
-@pytest.mark.parametrize("way", GEMVS, ids=lambda way: way.name)
-def test_tiles_for_one_row(way):
-    check(way, job("rms_norm", (1,), 2100, [9, 5]))
+@pytest.mark.parametrize("config", GEMVS, ids=lambda config: config.name)
+def test_tiles_for_one_row(config):
+    check(config, job("rms_norm", (1,), 2100, [9, 5]))
 
 
 @pytest.mark.parametrize("rows", [2, 17, 64])
 def test_tiles_for_several_rows(rows):
     padded = padded_rows(rows)
-    for way in SKINNIES[padded]:
-        check(way, job("silu_mul", (rows,), 300, [70, 20]))
-    for way in GATED_SKINNIES[padded]:
-        check(way, job("none", (rows,), 300, [70, 70], gated="silu"))
+    for config in SKINNIES[padded]:
+        check(config, job("silu_mul", (rows,), 300, [70, 20]))
+    for config in GATED_SKINNIES[padded]:
+        check(config, job("none", (rows,), 300, [70, 70], gated="silu"))
 
 
 def test_tiles_of_a_gate_for_one_row():
-    for way in GATED_GEMVS:
-        check(way, job("rms_norm", (1,), 2100, [9, 9], gated="silu"))
+    for config in GATED_GEMVS:
+        check(config, job("rms_norm", (1,), 2100, [9, 9], gated="silu"))
 
 
 @FEW
