@@ -255,7 +255,7 @@ SWITCHES: tuple[tuple[str, str, str], ...] = (
     (
         "torch.empty(..., pin_memory=True)",
         "",
-        "not offered: torch asks for an allocator in C++; write `torch.empty(...).pin_memory()`, as for other tensors",
+        "not offered on the simulated npu (torch asks for an allocator in C++); write `torch.empty(...).pin_memory()`",
     ),
 )
 

@@ -111,7 +111,7 @@ def keep_accelerator(target: torch.device) -> None:
         if hasattr(torch.cuda, name):
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
     torch.accelerator.current_stream = _current_stream
-    leave_uncompiled(_current_stream)
+    leave_uncompiled(_current_stream.__code__)
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -69,8 +69,7 @@ class ExternalStream(Stream):
     """A stream that something else has made: the one with this number, where torch_npu takes an address."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> ExternalStream:
-        made: ExternalStream = super().__new__(cls, stream_id=stream_ptr)
-        return made
+        return cast(ExternalStream, super().__new__(cls, stream_id=stream_ptr))
 
 
 class Event(torch.Event):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -56,13 +56,13 @@ def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
         _objects.stash_graph_created_object = disable(stash, _NOT_TRACED)
 
 
-def leave_uncompiled(function: FunctionType) -> None:
-    """Let Dynamo run `function` as it is where code of its own calls it: it would compile that call like a user's.
+def leave_uncompiled(code: CodeType) -> None:
+    """Let Dynamo run a function as it is where code of its own calls it: it would compile that call like a user's.
 
     What Dynamo's tables say about a call in a function that it traces stays as it is.
     """
     if _skip_code is not None:
-        _skip_code(function.__code__)
+        _skip_code(code)
 
 
 def _know_recorded_events(event: Callable[..., Any]) -> None:

@@ -77,6 +77,39 @@ def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
     assert in_folder(code, tmp_path) == "True False None"
 
 
+# A package that makes the device itself, as torch_npu does; graphex has nothing to serve.
+REAL = """
+import types
+from graphex.ascend import npu_module
+from graphex.torch_private.privateuse1 import claim
+
+module = types.ModuleType("torch.npu")
+vars(module).update({name: value for name, value in vars(npu_module).items() if not name.startswith("__")})
+claim("npu", module, accelerator=True)
+"""
+
+
+def test_dynamo_knows_the_streams_of_a_real_torch_npu(tmp_path):
+    (tmp_path / "torch_npu.py").write_text(REAL)
+    code = """
+import graphex, graphex.ascend, torch
+graphex.ascend.serve()
+
+def f(x):
+    side, done = torch.npu.Stream(), torch.npu.Event()
+    with torch.npu.stream(side):
+        y = x.sin()
+        done.record(side)
+    done.wait()
+    return y + 1
+
+compiled = torch.compile(f, backend="graphex", fullgraph=True)
+assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin() + 1)
+print(len(graphex.journal(compiled).streams[0].streams))
+"""
+    assert in_folder(code, tmp_path) == "2"
+
+
 def test_importing_serves_nothing_and_neither_do_logs_of_torch_that_import_every_package(tmp_path):
     code = "import torch, graphex.ascend, importlib.util as u\nprint(hasattr(torch, 'npu'), u.find_spec('torch_npu'))"
     assert in_folder(code, tmp_path, TORCH_LOGS="graphex") == "False None"
