@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Any, TextIO
 
 import torch
@@ -134,6 +134,37 @@ def use_internal_format_weight(model: Any) -> None:
 def npu_format_cast(self: Any, acl_format: int, *args: Any, **kwargs: Any) -> Any:
     """The tensor as it is: the NPU's private memory formats do not exist here."""
     return self
+
+
+class Format(IntEnum):
+    """The NPU's memory formats, by torch_npu's names and numbers."""
+
+    UNDEFINED = -1
+    NCHW = 0
+    NHWC = 1
+    ND = 2
+    NC1HWC0 = 3
+    FRACTAL_Z = 4
+    NC1HWC0_C04 = 12
+    HWCN = 16
+    NDHWC = 27
+    FRACTAL_NZ = 29
+    NCDHW = 30
+    NDC1HWC0 = 32
+    FRACTAL_Z_3D = 33
+
+
+def get_npu_format(self: Any) -> Format:
+    """ND, the format without an order of its own: no tensor has another one here."""
+    return Format.ND
+
+
+def npu_prefetch(input: Any, dependency: Any = None, max_size: int = 0, offset: int = 0) -> None:
+    """Nothing: the NPU would read the tensor into its cache."""
+
+
+def _register_atb_extensions() -> None:
+    """Nothing: the NPU's library of transformers' ops is not here."""
 
 
 def _checked(config: object) -> Group:

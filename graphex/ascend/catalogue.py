@@ -52,7 +52,12 @@ _NOT_TRIED = "tests of its own are in tests/ascend/test_cached.py; a graph is fo
 _STREAMS = "graphex.scope"
 _AIR = "there is no .air file without CANN; torch.export and graphex.compile_fx take exported programs"
 _GE = "there is no GE graph engine here"
+_NO_REFERENCE = "graphex has no reference for it yet; define it with torch.library in the namespace `npu`"
 _GEARS = "the option capture_sizes pads calls to sizes that were captured"
+_MEMORY = (
+    "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats"
+    " memory_stats"
+)
 _UPDATE = "tasks of a captured graph cannot be changed here; another length is another key"
 
 NAMES: tuple[Name, ...] = (
@@ -67,12 +72,18 @@ NAMES: tuple[Name, ...] = (
     *served(
         "torch.npu",
         ".npu_module",
-        "empty_cache memory_allocated memory_reserved max_memory_allocated max_memory_reserved reset_peak_memory_stats"
-        " memory_stats",
+        _MEMORY,
         "the simulated device does not count the host's memory",
     ),
-    *served("torch.npu", ".npu_module", "set_compile_mode config", "switches of CANN", does_nothing=True),
-    *served("torch.npu", ".npu_module", "Stream Event stream current_stream default_stream set_stream"),
+    *served(
+        "torch.npu",
+        ".npu_module",
+        "set_compile_mode set_option config matmul conv",
+        "switches of CANN",
+        does_nothing=True,
+    ),
+    *served("torch.npu", ".npu_module", "get_soc_version", "that of an Ascend 910B"),
+    *served("torch.npu", ".npu_module", "Stream ExternalStream Event stream current_stream default_stream set_stream"),
     *served(
         "torch.npu",
         ".npu_module",
@@ -81,12 +92,18 @@ NAMES: tuple[Name, ...] = (
         does_nothing=True,
     ),
     *served("torch.npu", ".npu_module", "mem_get_info", "the host's"),
+    *served("torch.npu.memory", ".npu_module", f"{_MEMORY} mem_get_info", "those of torch.npu"),
+    *not_offered(
+        "torch.npu.memory",
+        "NPUPluggableAllocator MemPool use_mem_pool",
+        "memory comes from the host, or from torch's allocator of the GPU; the option use_graph_pool shares a pool",
+    ),
     *served("torch.npu.amp", ".npu_module", "autocast GradScaler", "off on the simulated npu"),
     *served("torch.npu", ".simulated", "NPUGraph graph graph_pool_handle is_current_stream_capturing"),
     *not_offered("torch.npu", "make_graphed_callables", "torch.compile(backend='npugraph_ex') captures"),
     *not_offered(
         "torch.npu",
-        "graph_task_group_begin graph_task_group_end graph_task_update_begin graph_task_update_end",
+        "graph_task_group_begin graph_task_group_end graph_task_update_begin graph_task_update_end ExternalEvent",
         _UPDATE,
     ),
     *not_offered(
@@ -121,12 +138,42 @@ NAMES: tuple[Name, ...] = (
         "docs/ops.md; a reference in plain ATen, which says what it does not take",
     ),
     *served("torch_npu", "torch.ops.npu", "save_npugraph_tensor", "the graph is cut there"),
-    *served("torch_npu", ".api", "npu_format_cast", "private formats are the NPU's", does_nothing=True),
+    *served(
+        "torch_npu",
+        ".api",
+        "npu_format_cast npu_format_cast_=npu_format_cast get_npu_format Format",
+        "private formats are the NPU's",
+        does_nothing=True,
+    ),
+    *served("torch_npu", ".api", "npu_prefetch", "a hint for the NPU's caches", does_nothing=True),
+    *served(
+        "torch_npu.op_plugin.atb._atb_ops",
+        ".api",
+        "_register_atb_extensions",
+        "there is no ATB library to load",
+        does_nothing=True,
+    ),
     *not_offered(
         "torch_npu",
-        "npu_fusion_attention npu_prompt_flash_attention npu_incre_flash_attention _npu_paged_attention"
-        " npu_quant_scatter print_npugraph_tensor",
-        "graphex has no reference for it yet; define it with torch.library in the namespace `npu`",
+        "npu_fusion_attention npu_prompt_flash_attention npu_incre_flash_attention _npu_flash_attention"
+        " _npu_flash_attention_qlens _npu_paged_attention _npu_paged_attention_splitfuse _npu_paged_attention_mla"
+        " npu_attention_update npu_lightning_indexer npu_sparse_flash_attention",
+        "graphex has no reference for it; npu_fused_infer_attention_score has one, for pages too",
+    ),
+    *not_offered("torch_npu.atb", "npu_multi_head_latent_attention npu_ring_mla npu_paged_cache_load", _NO_REFERENCE),
+    *not_offered(
+        "torch_npu",
+        "_npu_reshape_and_cache _npu_reshape_and_cache_siso npu_scatter_pa_kv_cache npu_quant_scatter"
+        " _npu_rotary_embedding npu_apply_rotary_pos_emb npu_interleave_rope npu_dequant_swiglu_quant"
+        " npu_grouped_matmul_swiglu_quant npu_grouped_matmul_finalize_routing _npu_matmul_add_fp32"
+        " npu_moe_re_routing npu_top_k_top_p npu_sort_v2 print_npugraph_tensor",
+        _NO_REFERENCE,
+    ),
+    *not_offered(
+        "torch_npu",
+        "npu_mm_all_reduce_base npu_mm_reduce_scatter_base npu_all_gather_base_mm npu_moe_distribute_dispatch"
+        " npu_moe_distribute_dispatch_v2 npu_moe_distribute_combine npu_moe_distribute_combine_v2",
+        "a product or a choice of rows in one kernel with a collective; call torch.distributed's beside it",
     ),
     *served(
         "torch_npu.profiler",
@@ -205,6 +252,11 @@ SWITCHES: tuple[tuple[str, str, str], ...] = (
         "works (gloo on host memory under the simulated npu, nccl on a GPU); also as `npu`",
     ),
     ("an op that you define in the namespace `npu`", "torch.ops.npu", "works (found in `torch_npu` too)"),
+    (
+        "torch.empty(..., pin_memory=True)",
+        "",
+        "not offered on the simulated npu (torch asks for an allocator in C++); write `torch.empty(...).pin_memory()`",
+    ),
 )
 
 
@@ -298,7 +350,7 @@ def tables() -> dict[str, list[Row]]:
         "names": [
             ("name", "here", "state"),
             *((f"`{each.name}`", _home(each), _state(each)) for each in NAMES),
-            *((what if "`" in what else f"`{what}`", f"`{home}`", how) for what, home, how in SWITCHES),
+            *((what if "`" in what else f"`{what}`", f"`{home}`" if home else "", how) for what, home, how in SWITCHES),
         ],
         "torchair_options": list(_options(TORCHAIR)),
         "npugraph_ex_options": list(_options(NPUGRAPH_EX)),

@@ -33,11 +33,11 @@ TARGETS = ("simulated", "cuda", "cpu")
 _installing = threading.RLock()  # an import on the way may ask for the installation again
 _ON_CUDA = {"NPUGraph": "CUDAGraph"}  # the one name that differs in torch.cuda
 TRANSFER = "torch_npu.contrib.transfer_to_npu"  # a module that does something when it is imported
-_NPU_MODULES = ("torch.npu", "torch.npu.amp")
+_PARTS = tuple(name for name in modules() if name.startswith("torch.npu."))  # torch.npu.amp and others
 _TAKE_A_DEVICE = (
     "set_device device synchronize get_device_name get_device_properties memory_allocated memory_reserved"
     " max_memory_allocated max_memory_reserved reset_peak_memory_stats get_rng_state set_rng_state"
-    " mem_get_info memory_stats default_stream Stream"
+    " mem_get_info memory_stats default_stream Stream ExternalStream"
 )
 
 
@@ -80,9 +80,10 @@ def _install_device(target: str) -> ServedModule:
     claim("npu", module, accelerator=is_simulated)
     module.serve([name for name in NAMES if name.module == "torch.npu"], lambda name: _value(name, target))
     module.__path__ = []  # a package: `import torch.npu.amp`
-    amp = sys.modules["torch.npu.amp"] = ServedModule("torch.npu.amp")
-    amp.serve([name for name in NAMES if name.module == "torch.npu.amp"], lambda name: _value(name, target))
-    module.amp = amp  # type: ignore[attr-defined]
+    for each in _PARTS:
+        part = sys.modules[each] = ServedModule(each)
+        part.serve([name for name in NAMES if name.module == each], lambda name: _value(name, target))
+        setattr(module, each.rpartition(".")[2], part)
     there = None if is_simulated else torch.device(target)
     mapped.install_autocast(there)
     collectives.install(there)
@@ -99,7 +100,7 @@ def _value(name: Name, target: str) -> Any:
     from graphex.ascend.mapped import with_device_mapped
 
     attribute = name.name.rpartition(".")[2]
-    there = torch.cuda.amp if name.module == "torch.npu.amp" else torch.cuda
+    there = getattr(torch.cuda, name.module.rpartition(".")[2]) if name.module in _PARTS else torch.cuda
     theirs = getattr(there, _ON_CUDA.get(attribute, attribute), None) if target == "cuda" else None
     if theirs is None:
         return resolved(name.home)
@@ -205,7 +206,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if name.startswith(prefix) and "." not in name.removeprefix(prefix) and name != TRANSFER:
                 setattr(module, name.removeprefix(prefix), import_module(name))
         if module.__name__ == "torch_npu":
-            sys.modules.update({name.replace("torch.", "torch_npu.", 1): sys.modules[name] for name in _NPU_MODULES})
+            theirs = ("torch.npu", *_PARTS)
+            sys.modules.update({name.replace("torch.", "torch_npu.", 1): sys.modules[name] for name in theirs})
 
 
 def is_installed(package: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import InputError, NotOfferedError
+from graphex.torch_private.model_streams import leave_uncompiled
 from graphex.torch_private.privateuse1 import map_fake_tensors
 
 _libraries: list[torch.library.Library] = []
@@ -32,6 +33,7 @@ def install_mapping(target: torch.device) -> None:
     _map_methods(target)
     keep_accelerator(target)
     if target.type != "cpu":
+        torch.cuda.Stream.npu_stream = property(lambda self: self.cuda_stream)  # type: ignore[attr-defined]
         _explain_lost_gradients()
 
 
@@ -109,6 +111,7 @@ def keep_accelerator(target: torch.device) -> None:
         if hasattr(torch.cuda, name):
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
     torch.accelerator.current_stream = _current_stream
+    leave_uncompiled(_current_stream.__code__)
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 
@@ -154,9 +157,12 @@ def _another(function: Any) -> Any:
 def _current_stream(device: Any = None, /) -> torch.Stream:
     """`torch.cuda.current_stream` as a plain `torch.Stream`, as torch.accelerator returns it.
 
-    Dynamo keeps it in guards; with a `torch.cuda.Stream` there torch 2.11 ends the process when it frees them.
+    Dynamo keeps it in guards; with a `torch.cuda.Stream` there torch 2.11 ends the process when it frees them. In a
+    function that Dynamo traces it is the stream that Dynamo knows.
     """
-    stream = torch.cuda.current_stream(device)
+    stream = torch.cuda.current_stream() if device is None else torch.cuda.current_stream(device)
+    if torch.compiler.is_dynamo_compiling():
+        return stream
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 

@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 NAME = "simulated npu (host memory)"
-CORES = {"cube_core_num": 24, "vector_core_num": 48}  # of one Ascend processor
+CORES = {"cube_core_num": 24, "vector_core_num": 48}  # of one Ascend processor, a 910B
+_ASCEND_910B = 220
 
 _DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 _numbers = itertools.count(1)
@@ -62,6 +63,13 @@ class Stream(torch.Stream):
 
     def query(self) -> bool:
         return True
+
+
+class ExternalStream(Stream):
+    """A stream that something else has made: the one with this number, where torch_npu takes an address."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> ExternalStream:
+        return cast(ExternalStream, super().__new__(cls, stream_id=stream_ptr))
 
 
 class Event(torch.Event):
@@ -159,6 +167,7 @@ def _limited(cube_num: int, vector_num: int) -> dict[str, int]:
 
 
 config = SimpleNamespace(allow_internal_format=False)  # a switch of the NPU's private memory formats
+matmul, conv = (SimpleNamespace(allow_hf32=False) for _ in range(2))  # switches of its shorter float32
 
 
 class device:  # noqa: N801  (torch_npu's name)
@@ -278,6 +287,15 @@ def is_bf16_supported() -> bool:
 
 def set_compile_mode(jit_compile: bool = False) -> None:
     """How CANN builds single ops; there is no CANN here."""
+
+
+def set_option(option: Any) -> None:
+    """Options of CANN; there is no CANN here."""
+
+
+def get_soc_version() -> int:
+    """The number of the processor whose cores are those of the simulated device."""
+    return _ASCEND_910B
 
 
 def _is_in_bad_fork() -> bool:

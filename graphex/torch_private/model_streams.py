@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _objects: Any = present("torch._dynamo.graph_bytecode_inputs")
 _scope: Any = present("torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable")
 _stream: Any = present("torch._dynamo.variables.streams.StreamVariable")
 _graph: Any = present("torch._dynamo.output_graph.OutputGraph")
+
+_skip_code: Any = present("torch._dynamo.eval_frame.skip_code")
 
 _NOT_TRACED = "it runs between compiled graphs"
 _MOST_KEPT = 4096  # objects that one call may make
@@ -51,6 +54,15 @@ def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
 
     if hasattr(_objects, "stash_graph_created_object"):
         _objects.stash_graph_created_object = disable(stash, _NOT_TRACED)
+
+
+def leave_uncompiled(code: CodeType) -> None:
+    """Let Dynamo run a function as it is where code of its own calls it: it would compile that call like a user's.
+
+    What Dynamo's tables say about a call in a function that it traces stays as it is.
+    """
+    if _skip_code is not None:
+        _skip_code(code)
 
 
 def _know_recorded_events(event: Callable[..., Any]) -> None:

@@ -136,6 +136,16 @@ def test_names_that_scripts_look_at():
     one = torch.ones(1).npu()
     with autocast(enabled=False):
         assert GradScaler().scale(one).item() == (2**16 if one.is_cuda else 1)  # the simulated npu needs no scale
+    from torch_npu.npu.memory import memory_reserved
+    from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
+
+    _register_atb_extensions()
+    assert memory_reserved() == torch.npu.memory_reserved()
+    assert torch_npu.npu_prefetch(one, None, 1024) is None
+    assert torch_npu.npu_format_cast_(one, torch_npu.Format.FRACTAL_NZ) is one
+    assert torch_npu.get_npu_format(one) == torch_npu.Format.ND == 2
+    assert torch_npu.npu.get_soc_version() == 220
+    torch.npu.matmul.allow_hf32 = torch.npu.conv.allow_hf32 = False
     from npugraph_ex.configs.compiler_config import CompilerConfig
 
     assert CompilerConfig().capture_limit == 64

@@ -110,6 +110,19 @@ def test_a_stream_is_used_in_every_way(use, made):
     assert compiled.captures() == ["captured"]
 
 
+def test_a_stream_that_something_else_made_is_used_by_its_address():
+    side = torch.npu.Stream()
+    known = torch.npu.ExternalStream(side.npu_stream)
+    assert known.npu_stream == side.npu_stream
+
+    torch._dynamo.reset()
+    compiled = Compiled(lambda x: by_record_stream(x, known))
+    for _ in range(2):
+        compiled(*on_npu(torch.randn(4)))
+    assert len(compiled.journal.streams[0].streams) == 2
+    assert compiled.captures() == ["captured"]
+
+
 @pytest.mark.parametrize("what", ["stream", "event"])
 def test_waiting_on_the_host_is_right_and_told(what):
     def fn(x):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
 import graphex
-from graphex.ascend.catalogue import NAMES, SCHEMAS, modules
+from graphex.ascend.catalogue import NAMES, SCHEMAS, SWITCHES, modules
 from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
 from graphex.ascend.install import TRANSFER
 from graphex.ascend.mapped import with_device_mapped
@@ -74,6 +75,39 @@ def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
         "print(torch_npu.mine, hasattr(torch, 'npu'), importlib.util.find_spec('torchair'))"
     )
     assert in_folder(code, tmp_path) == "True False None"
+
+
+# A package that makes the device itself, as torch_npu does; graphex has nothing to serve.
+REAL = """
+import types
+from graphex.ascend import npu_module
+from graphex.torch_private.privateuse1 import claim
+
+module = types.ModuleType("torch.npu")
+vars(module).update({name: value for name, value in vars(npu_module).items() if not name.startswith("__")})
+claim("npu", module, accelerator=True)
+"""
+
+
+def test_dynamo_knows_the_streams_of_a_real_torch_npu(tmp_path):
+    (tmp_path / "torch_npu.py").write_text(REAL)
+    code = """
+import graphex, graphex.ascend, torch
+graphex.ascend.serve()
+
+def f(x):
+    side, done = torch.npu.Stream(), torch.npu.Event()
+    with torch.npu.stream(side):
+        y = x.sin()
+        done.record(side)
+    done.wait()
+    return y + 1
+
+compiled = torch.compile(f, backend="graphex", fullgraph=True)
+assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin() + 1)
+print(len(graphex.journal(compiled).streams[0].streams))
+"""
+    assert in_folder(code, tmp_path) == "2"
 
 
 def test_importing_serves_nothing_and_neither_do_logs_of_torch_that_import_every_package(tmp_path):
@@ -156,6 +190,21 @@ def test_the_page_says_where_the_schema_of_every_op_comes_from():
     assert sorted(SCHEMAS) == sorted(name.removeprefix("npu::") for name in SPECS if name.startswith("npu::"))
 
 
+def test_every_op_is_a_name_of_torch_npu():
+    ops = {name.removeprefix("npu::") for name in SPECS if name.startswith("npu::")}
+    assert ops <= {name.home.rpartition(":")[2] for name in NAMES if name.home.startswith("torch.ops.npu:")}
+
+
+def test_what_the_page_says_about_other_calls_is_so():
+    for what, home, how in SWITCHES:
+        assert bool(home) != how.startswith("not offered"), what
+        assert not home or resolve_name(home)
+    if not torch.ones(1).npu().is_cuda:
+        with pytest.raises(NotImplementedError):
+            torch.empty(3, pin_memory=True)
+        assert torch.empty(3).pin_memory().is_pinned()
+
+
 def test_functions_of_the_other_device_take_the_npus_names():
     seen = with_device_mapped(lambda *args, **kwargs: (args, kwargs), torch.device("cuda"))
     args, kwargs = seen("npu:1", torch.device("npu"), 0, device="npu", name="npu_0")
@@ -194,6 +243,79 @@ print("compiled")
 
 def test_dynamo_still_compiles_where_the_accelerator_is_kept(tmp_path):
     assert in_folder(KEPT, tmp_path) == "compiled"
+
+
+# torch.cuda without a GPU: streams are numbers, and nothing runs on them.
+STREAMS_OF_CUDA = """
+import itertools, torch
+
+class Stream(torch.Stream):
+    numbers = itertools.count(1)
+
+    def __new__(cls, device=None, priority=0, *, stream_id=None, **_):
+        number = next(cls.numbers) if stream_id is None else stream_id
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=1)
+
+    def wait_stream(self, stream):
+        pass
+
+    wait_event = wait_stream
+
+class Event(torch.Event):
+    def record(self, stream=None):
+        pass
+
+def set_stream(stream):
+    pass
+
+torch.cuda.Stream, torch.cuda.Event, torch.cuda.set_stream = Stream, Event, set_stream
+torch.cuda.current_stream = lambda device=None: Stream(stream_id=0)
+there_is_none, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+import graphex, graphex.ascend
+graphex.ascend.serve()
+torch.cuda.is_available = there_is_none
+side, event = torch.npu.Stream(), torch.npu.Event()
+
+def kept(x):
+    y = x + 1
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        z = y * 2
+    torch.npu.current_stream().wait_stream(side)
+    return z + 1
+
+def made(x):
+    other, current = torch.npu.Stream(), torch.npu.current_stream()
+    other.wait_stream(torch.accelerator.current_stream())
+    with torch.npu.stream(other):
+        y = x.sin()
+        event.record(other)
+    current.wait_event(event)
+    return y * 2
+
+def set(x):
+    current = torch.npu.current_stream()
+    side.wait_stream(current)
+    torch.npu.set_stream(side)
+    y = x.cos()
+    torch.npu.set_stream(current)
+    current.wait_stream(side)
+    return y * 2
+
+x = torch.randn(3)
+for f, wanted in ((kept, (x + 1) * 2 + 1), (made, x.sin() * 2), (set, x.cos() * 2)):
+    for whole in (False, True):
+        compiled = torch.compile(f, backend="npugraph_ex", fullgraph=whole)
+        for _ in range(3):
+            assert torch.equal(compiled(x), wanted)
+        (record,) = graphex.journal(compiled).streams
+        assert len(record.streams) == 2, record
+print("compiled")
+"""
+
+
+def test_the_current_stream_of_the_other_device_is_known_in_compiled_functions(tmp_path):
+    assert in_folder(STREAMS_OF_CUDA, tmp_path, GRAPHEX_NPU="cuda") == "compiled"
 
 
 @pytest.mark.cuda
