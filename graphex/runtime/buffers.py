@@ -19,6 +19,7 @@ A result gets out in one of these ways:
     "lent"       the same, for a caller that copies it before that
 
 A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
+A large product at the end of a graph is `Computed` after the replay instead, into new memory, and is not copied at all.
 
 A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
 written to a copy of an input, the new value is put back first.
@@ -264,6 +265,17 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A result that is computed after the replay, into new memory, from what the graph has left in its own."""
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    reads: tuple[Tensor, ...]
+
+    def taken(self) -> Tensor:
+        return self.run(list(self.reads))[0]
+
+
+@dataclass(frozen=True)
 class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
@@ -291,7 +303,9 @@ class OutputPlan:
         left = {_memory(each.value): each for each in unlaid}
         self._plan: list[Any] = []
         for value, way in zip(outputs, ways, strict=True):
-            if not _lives(value):
+            if isinstance(value, Computed):
+                self._plan.append(value)
+            elif not _lives(value):
                 self._plan.append(Constant(value))
             elif value.numel() and (each := left.get(_memory(value))):
                 self._plan.append(_laid_out(each, value))
@@ -423,7 +437,7 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
         return step.of(next(given))
     if isinstance(step, InPlace):
         return step.value.detach()
-    if isinstance(step, LaidOut):
+    if isinstance(step, (LaidOut, Computed)):
         return step.taken()
     return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
 

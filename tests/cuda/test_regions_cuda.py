@@ -128,6 +128,21 @@ def test_kept_logits_stay_right():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_the_product_that_makes_large_logits_runs_after_the_replay(mode):
+    model = nn.Sequential(*(Block() for _ in range(2)), nn.Linear(64, 32128, bias=False)).cuda().bfloat16()
+    run = compiled(model, mode=mode)
+    given = [torch.randn(8, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
+    kept = [run(x) for x in given]
+    for x, found in zip(given, kept, strict=True):
+        close(found, model(x), 3e-2)
+    assert replays(run) == CALLS - 1
+    outside = [border.op for border in graphex.journal(run).region_borders if "after the replay" in border.reason]
+    assert outside == (["aten.mm.default"] if mode == "reduce-overhead" else [])
+    assert bool(graphex.journal(run).captures[0].computed_after) == (mode == "reduce-overhead")
+
+
+@torch.no_grad()
 def test_convolutions_keep_eagers_strides():
     torch.manual_seed(0)
     model = (
