@@ -132,6 +132,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return "Inductor computes it in float32, where the next number is another one"
     if _is_rounding(node):
         return "it rounds a value that is cast on, and Inductor would not"
+    if value.dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
+        return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
     if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""

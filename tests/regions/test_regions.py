@@ -580,6 +580,27 @@ def test_a_cast_there_and_back_rounds(narrow):
     assert regions(run)
 
 
+def test_numbers_too_large_for_float16_become_infinite():
+    def program(x):
+        h = x * 2
+        return torch.softmax(h.half(), -1), 1 / h.half().view(2, 4), (h + 1).half(), h.half() @ h.half()
+
+    run, x = compiled(program), torch.tensor([1e5, -1e5, 3.0, 65510.0, 1.0, 2.0, 0.5, 0.0])
+    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in borders(run)
+    assert regions(run)
+
+
+def test_gelu_of_what_is_infinite_is_its_limit():
+    """Eager's is nan, but inf for a single element: no region could give both."""
+    run, x = compiled(lambda x: nn.functional.gelu(x * 2) + 1), torch.tensor([inf, 1e4, 0.5, 0.0, -1e-8, -1e4])
+    gelu = nn.functional.gelu
+    assert gelu(x[:1]).item() == inf
+    assert run(x)[0] == inf
+    close(run(x)[1:], gelu(x[1:] * 2) + 1)
+    assert regions(run)
+
+
 def test_the_next_number_is_that_of_the_type():
     def program(x):
         return torch.nextafter(x * 2, x.new_tensor(inf)).abs() + x.sin()
