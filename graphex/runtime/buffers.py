@@ -1,6 +1,6 @@
 """The memory of a captured graph's inputs and outputs: copies in, private buffers, copies out.
 
-    Copies        many tensors copied in one launch
+    Copies        small tensors copied in one launch, a few large ones one by one
     InputBuffer   a private buffer, laid out as the input is; `Arena` is the memory of all buffers of a graph
     OutputPlan    how each result gets out of the graph's memory
 
@@ -59,11 +59,41 @@ from graphex.torch_private.memory import (
 
 _UNITS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _WIDEST = _UNITS[0][0]
+_LARGE, _FEW = 2**18, 4  # bytes of a tensor, and how many such tensors, that are copied one by one
 _MOST_REINTERPRETED = 16  # looking at a tensor as integers costs the host about as much as half a launch
 
 
 class Copies:
-    """Copies between a fixed list of tensors and lists that are laid out alike."""
+    """Copies between a fixed list of tensors and lists that are laid out alike.
+
+    A few large tensors are copied one by one: the kernel that copies many has one block for every 65,536 elements, so
+    that a large tensor would keep a small part of a GPU busy for long.
+    """
+
+    def __init__(self, fixed: Sequence[Tensor]) -> None:
+        large = [place for place, tensor in enumerate(fixed) if bytes_of(tensor) >= _LARGE]
+        self._large = [(place, fixed[place]) for place in large] if len(large) <= _FEW else []
+        alone = {place for place, _ in self._large}
+        small = [place for place in range(len(fixed)) if place not in alone]
+        self._together, self._small = _Together([fixed[place] for place in small]) if small else None, picker(small)
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Copy into the fixed tensors."""
+        for place, tensor in self._large:
+            tensor.copy_(sources[place])
+        if self._together is not None:
+            self._together.fill(self._small(sources))
+
+    def drain(self, targets: Sequence[Tensor]) -> None:
+        """Copy out of the fixed tensors, into fresh ones."""
+        for place, tensor in self._large:
+            targets[place].copy_(tensor)
+        if self._together is not None:
+            self._together.drain(self._small(targets))
+
+
+class _Together:
+    """The same in one launch."""
 
     def __init__(self, fixed: Sequence[Tensor]) -> None:
         self._fixed = list(fixed)
@@ -74,14 +104,12 @@ class Copies:
             self._copy_integers = copier([self._unit])
 
     def fill(self, sources: Sequence[Tensor]) -> None:
-        """Copy into the fixed tensors."""
         if self._unit is None or not _is_plain_bits(sources):
             self._copy(self._fixed, sources)
         else:
             self._copy_integers(self._integers, _as_integers(sources, self._unit))
 
     def drain(self, targets: Sequence[Tensor]) -> None:
-        """Copy out of the fixed tensors, into fresh ones."""
         if self._unit is None:
             self._copy(targets, self._fixed)
         else:

@@ -51,6 +51,17 @@ def test_outputs_of_many_types(where):
     agree(compiled, f, (torch.randn(3, 5, device=where) for _ in range(4)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("large", [1, 5])
+def test_inputs_and_outputs_of_many_sizes(large, where):
+    def f(x, row):
+        return *(x * step for step in range(large)), row + 1, x.half() + 1, row > 0
+
+    compiled = compile_it(f)
+    agree(compiled, f, ((torch.randn(512, 256, device=where), torch.randn(8, device=where)) for _ in range(4)))
+    assert replays(compiled) == 3
+
+
 CONJUGATED = {
     "alone": lambda z: (z * 2).conj(),
     "negated": lambda z: (z * 2).conj().imag,
