@@ -3,6 +3,7 @@
     PYTHONPATH=. python benchmarks/models.py [--models bert unet] [--seconds 480] [--warm] [--json rows.json]
     PYTHONPATH=. python benchmarks/models.py --max-autotune --no-regions --clone-output-false
     PYTHONPATH=. python benchmarks/models.py --device cpu --threads 1 2
+    PYTHONPATH=. python benchmarks/models.py --from rows.json more.json  (the table of earlier runs)
 
 On CUDA the models are in bfloat16 with a batch of 8 (prompts: one of 1024 tokens), on the CPU smaller and in float32.
 Weights are random. Every row comes from a new process with empty compile caches. The rows of a model, and those of as
@@ -31,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import machine, versions
-from benchmarks.models_rows import Job, Row, Rows, inductor_beside
+from benchmarks.models_rows import PACKAGES, Job, Row, Rows, inductor_beside
 from benchmarks.models_targets import means, missed
 from benchmarks.variants import (
     AUTOTUNE,
@@ -54,16 +55,23 @@ CPU_ONLY = ("resnet",)  # where torchvision is there, resnet50 has its shape
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.earlier:
+        about, rows = Rows.read(options.earlier)
+        return told(rows, [f"inference of models. {each}" for each in about])
     device = "cpu" if options.tiny else options.device
     if device == "cuda" and not torch.cuda.is_available():
         print("this machine has no CUDA device: see --device cpu")
         return 1
     about = versions("transformers", "torchvision")
     print(f"inference of models on {device}. {machine()}", end=", ")
-    print(", ".join(f"{name} {about[name]}" for name in ("triton", "transformers", "torchvision")), flush=True)
+    print(", ".join(f"{name} {about[name]}" for name in PACKAGES), flush=True)
     names, remarks = available(options.models or [name for name in MODELS if device == "cpu" or name not in CPU_ONLY])
     settings = [setting for name in names for setting in settings_of(name, device, options)]
-    rows = measured(jobs(settings, variants(device, options)), options)
+    return told(measured(jobs(settings, variants(device, options)), options), remarks)
+
+
+def told(rows: Rows, remarks: list[str]) -> int:
+    """Print the table of some rows, what failed, the means and the targets that are missed. Returns 1 if any are."""
     print(f"\n{table(rows.good)}\n")
     remarks += [f"failed: {row}: {row.failed}" for row in rows.all if row.failed]
     remarks += [f"remark: {row}: {row.remark}" for row in rows.good if row.remark]
@@ -76,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", nargs="+", choices=tuple(MODELS))
+    made.add_argument(
+        "--from", nargs="+", type=Path, dest="earlier", metavar="JSON", help="measure nothing: show these"
+    )
     made.add_argument("--variants", nargs="+", choices=tuple(MODEL_VARIANTS), help="these and no others")
     made.add_argument("--max-autotune", action="store_true", help="rows of that mode, of Inductor and of graphex")
     made.add_argument("--no-regions", action="store_true", help="rows of graphex with regions=False")

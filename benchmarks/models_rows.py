@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,8 @@ from benchmarks.measure import machine, versions
 from benchmarks.variants import AUTOTUNE, DEFAULT, EAGER, MODEL_VARIANTS, REDUCE, Variant
 from benchmarks.workers import VariantOf, write_rows
 from benchmarks.zoo import MODELS, Setting
+
+PACKAGES = ("triton", "transformers", "torchvision")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,17 @@ class Rows:
         if self.path is not None:
             where = {"machine": machine(), "versions": versions("transformers", "torchvision")}
             write_rows(self.path, {**where, "rows": [asdict(each) for each in self.all]})
+
+    @staticmethod
+    def read(paths: Iterable[Path]) -> tuple[list[str], Rows]:
+        """The machines that some files are about, and the rows of all; a later file replaces rows of an earlier one."""
+        found, machines = Rows(), []
+        for path in paths:
+            data = json.loads(path.read_text())
+            machines.append(", ".join((data["machine"], *(f"{name} {data['versions'][name]}" for name in PACKAGES))))
+            for row in data["rows"]:
+                found.add(Row(**{**row, "setting": Setting(**row["setting"])}))
+        return list(dict.fromkeys(machines)), found
 
     @property
     def good(self) -> list[Row]:

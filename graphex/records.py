@@ -200,7 +200,10 @@ class FellBack(Record):
 
 @dataclass(frozen=True)
 class Captured(Record):
-    """A device graph, one for each key. `status` is captured or recaptured."""
+    """A device graph, one for each key. `status` is captured or recaptured.
+
+    `computed_after` is the result that is computed after each replay, into memory of the caller.
+    """
 
     kind: ClassVar[str] = "capture"
     status: str
@@ -210,6 +213,7 @@ class Captured(Record):
     inputs_copied: int
     reason: str = ""
     reserved_bytes: int = 0
+    computed_after: str = ""
 
 
 @dataclass(frozen=True)

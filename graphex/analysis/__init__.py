@@ -12,6 +12,7 @@ a rewrite. In the order to read:
     aliasing          which values share memory, which nodes write to it, and when
     memory            sizes, last uses, and whether memory may be written over
     program           when the user's program wrote to its inputs, and which nodes can raise
+    tails             a large product at the end of a graph, and the graph without it
     dependencies      what has to run before what, stream epochs included
     happens_before    the order of nodes on several streams; `races` finds what events are missing
     row_independence  whether a graph treats the rows of its inputs separately

@@ -110,7 +110,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     started = time.perf_counter()
     formulas = inlined_ops(body.graph)
-    odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if _is_odd(*_factors(node))]
+    odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if is_odd_product(node)]
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
     whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, traced)
     seconds = time.perf_counter() - started
@@ -146,8 +146,9 @@ SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
 }
 
 
-def _factors(node: Node) -> list[Any]:
-    return [value.meta.get("val") for value in node.all_input_nodes]
+def is_odd_product(node: Node) -> bool:
+    """Whether a product is one that is computed in two parts."""
+    return node.target is MM and _is_odd(*(value.meta.get("val") for value in node.all_input_nodes))
 
 
 def _in_two_parts(x: Tensor, w: Tensor) -> Any:

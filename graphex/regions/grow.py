@@ -30,6 +30,7 @@ from graphex.regions.layers import cut_at_layers
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
 
+LATER = "it makes a large result, and is computed after the replay, straight into the caller's memory"
 FEWEST = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
 ENOUGH = 8  # such nodes of all regions that are worth compiling for, in a graph of whatever size
 SHARE = 4  # with fewer of them than that, one kernel in so many has to be of that kind
@@ -76,20 +77,20 @@ class Growth:
 class _Members:
     """What a partition may hold, as `Partitioner` asks for it; keeps the reasons of the others."""
 
-    def __init__(self, device: torch.device, kept: frozenset[str]) -> None:
-        self._device, self._kept = device, kept
+    def __init__(self, device: torch.device, kept: frozenset[str], tail: frozenset[Node]) -> None:
+        self._device, self._kept, self._tail = device, kept, tail
         self.outside: dict[Node, str] = {}
 
     def is_node_supported(self, submodules: object, node: Node) -> bool:
-        reason = why_outside(node, self._device, self._kept)
+        reason = LATER if node in self._tail else why_outside(node, self._device, self._kept)
         if reason and not is_number(node) and is_kernel(node):
             self.outside[node] = reason
         return not reason
 
 
-def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = ()) -> Growth:
-    """The regions of a graph on one device, in an order in which they can run."""
-    members = _Members(device, frozenset(kept))
+def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: Sequence[Node] = ()) -> Growth:
+    """The regions of a graph on one device, in an order in which they can run. Nodes of the `tail` run after them."""
+    members = _Members(device, frozenset(kept), frozenset(tail))
     partitioner = Partitioner(gm, members, allows_single_node_partition=True)  # type: ignore[arg-type]
     plans: list[Plan] = []
     refused: list[Refusal] = []

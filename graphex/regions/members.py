@@ -57,6 +57,16 @@ _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {aten.acosh, aten.asinh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr}
 )
+# Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.
+_INEXACT_ON_GPU = frozenset(
+    {
+        *(aten.i0, aten.special_i1, aten.special_modified_bessel_i0, aten.special_modified_bessel_i1),
+        *(aten.special_bessel_j0, aten.special_bessel_j1, aten.special_bessel_y0, aten.special_bessel_y1),
+        aten.nextafter,
+    }
+)
+# Of float64: eager divides by a float32 of 6, and Inductor's sign of -0 is that of 0.
+_INEXACT_OF_DOUBLES_ON_GPU = frozenset({aten.hardsigmoid, aten.hardswish, aten.signbit})
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
@@ -121,6 +131,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return ""
     if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
         return f"its result is {value.dtype}, and Inductor's is torch.bool"
+    if device.type == "cuda" and _is_other_on_gpu(node, op.overloadpacket):
+        return "Inductor's results on a GPU differ from eager's by more than rounding"
     if not value.dtype.is_floating_point:
         return ""
     if op.overloadpacket is aten.mul and any(type(arg) is int and arg == 0 for arg in node.args):
@@ -132,9 +144,18 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return "Inductor computes it in float32, where the next number is another one"
     if _is_rounding(node):
         return "it rounds a value that is cast on, and Inductor would not"
+    if value.dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
+        return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
     if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
+
+
+def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
+    if op in _INEXACT_ON_GPU:
+        return True
+    read = [value.meta.get("val") for value in node.all_input_nodes]
+    return op in _INEXACT_OF_DOUBLES_ON_GPU and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in read)
 
 
 def _is_rounding(node: Node) -> bool:

@@ -117,9 +117,7 @@ class Region(torch.nn.Module):
             results = self._uncompiled(given)  # raises what eager raises, if it is the call that is wrong
             self._give_up(f"the compiled code raised {one_line(error)}")
             return results
-        if problem := self._why_other_types(given, results) or _why_not_as_promised(
-            self._promised, symbols, given, results
-        ):
+        if problem := _why_not_as_promised(self._promised, symbols, given, results):
             self._give_up(problem)
             return self._uncompiled(given)
         is_laid_out = all(
@@ -128,18 +126,6 @@ class Region(torch.nn.Module):
         )
         self._run = self.code.run if is_laid_out else self._copied
         return results if is_laid_out else self._laid_out(symbols, results)
-
-    def _why_other_types(self, given: Sequence[Any], results: Sequence[Any]) -> str:
-        """Why the types of compiled results are wrong; empty if they are those of the graph, or of its body's results.
-
-        Torch traces some results of an op with other types than its kernels give: the random state of attention is
-        traced on the device, and made on the host.
-        """
-        pairs = enumerate(zip(self._promised, results, strict=False))  # their number is checked with their sizes
-        other = [place for place, (value, result) in pairs if _type(value) != _type(result)]
-        found = self._uncompiled(list(given)) if other else ()
-        wrong = next((place for place in other if _type(found[place]) != _type(results[place])), None)
-        return "" if wrong is None else f"result {wrong} has another type than the graph says"
 
     def _copied(self, args: list[Any]) -> Any:
         symbols = self._symbols(args)
@@ -180,14 +166,10 @@ class Region(torch.nn.Module):
         return known
 
 
-def _type(value: Any) -> tuple[Any, ...]:
-    return (value.dtype, value.device) if isinstance(value, Tensor) else (type(value),)
-
-
 def _why_not_as_promised(
     promised: Sequence[Tensor], symbols: Symbols, given: Sequence[Any], results: Sequence[Any]
 ) -> str:
-    """Why compiled results are not what the graph says they are; empty if they are, types and strides apart.
+    """Why compiled results are not what the graph says they are; empty if they are, strides apart.
 
     No two results may share memory, nor a result with an input: later passes rely on that.
     """
@@ -195,6 +177,8 @@ def _why_not_as_promised(
         return f"it returns {len(results)} values instead of {len(promised)}"
     seen = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor) and value.numel()}
     for place, (value, result) in enumerate(zip(promised, results, strict=True)):
+        if not isinstance(result, Tensor) or result.dtype != value.dtype or not _is_on(value.device, result):
+            return f"result {place} has another type than the graph says"
         if tuple(result.shape) != _numbers(symbols, value.shape):
             return f"result {place} has the sizes {tuple(result.shape)}, and not {_numbers(symbols, value.shape)}"
         if not result.numel():
@@ -204,6 +188,13 @@ def _why_not_as_promised(
             return f"result {place} shares its memory with another result or an input"
         seen.add(memory)
     return ""
+
+
+def _is_on(device: torch.device, result: Tensor) -> bool:
+    """Whether a result is on a device. The seeds that attention saves for its backward are there in a capture, and in
+    the memory of the host in other calls, whatever is said of them while a graph is traced.
+    """
+    return result.device == device or (result.device.type == "cpu" and not result.dim())
 
 
 def _has_room(value: Tensor, stride: tuple[int, ...]) -> bool:

@@ -22,6 +22,7 @@ from graphex.analysis.contract import declare_region
 from graphex.analysis.effects import is_kernel, moves_between_devices, operator_of, synchronisation
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.source import placement
+from graphex.analysis.tails import tail_of
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line
@@ -30,6 +31,7 @@ from graphex.regions.compiler import (
     RegionCode,
     awaited_code,
     compile_region,
+    is_odd_product,
     region_key,
     settings,
     shown_on_terminal,
@@ -73,7 +75,7 @@ class CompileRegions(GraphPass):
             return
         move_constants(work, device)
         seed_dropouts(work, device)
-        growth = grow(work.gm, device, work.config.regions_keep_out)
+        growth = grow(work.gm, device, work.config.regions_keep_out, _tail(work, device))
         _note_borders(work, growth)
         if not growth.plans:
             work.remark = growth.reason
@@ -197,6 +199,18 @@ def _reads_scalar(node: Node, device: torch.device) -> bool:
     value = node.meta.get("val")
     is_there = isinstance(value, Tensor) and value.device == device
     return is_there and operator_of(node) is not None and not moves_between_devices(node)
+
+
+def _tail(work: Work, device: torch.device) -> list[Node]:
+    """The large product at the end of a graph, which runs after the replay. With max-autotune Inductor chooses its
+    kernel; one of odd width needs a region for its padded rows, and a copy in any case.
+    """
+    config = work.config
+    is_captured = device.type == "cuda" and config.mode == "reduce-overhead" and not config.force_eager
+    if work.phase != "inference" or not is_captured or config.clone_output is False or config.capture_sizes:
+        return []
+    nodes = tail_of(work.graph)
+    return [] if nodes and is_odd_product(nodes[0]) else nodes
 
 
 def _why_not_grown(graph: Graph) -> str:

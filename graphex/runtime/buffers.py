@@ -1,6 +1,6 @@
 """The memory of a captured graph's inputs and outputs: copies in, private buffers, copies out.
 
-    Copies        many tensors copied in one launch
+    Copies        small tensors copied in one launch, a few large ones one by one
     InputBuffer   a private buffer, laid out as the input is; `Arena` is the memory of all buffers of a graph
     OutputPlan    how each result gets out of the graph's memory
 
@@ -19,6 +19,7 @@ A result gets out in one of these ways:
     "lent"       the same, for a caller that copies it before that
 
 A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
+A large product at the end of a graph is `Computed` after the replay instead, into new memory, and is not copied at all.
 
 A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
 written to a copy of an input, the new value is put back first.
@@ -58,11 +59,41 @@ from graphex.torch_private.memory import (
 
 _UNITS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _WIDEST = _UNITS[0][0]
+_LARGE, _FEW = 2**18, 4  # bytes of a tensor, and how many such tensors, that are copied one by one
 _MOST_REINTERPRETED = 16  # looking at a tensor as integers costs the host about as much as half a launch
 
 
 class Copies:
-    """Copies between a fixed list of tensors and lists that are laid out alike."""
+    """Copies between a fixed list of tensors and lists that are laid out alike.
+
+    A few large tensors are copied one by one: the kernel that copies many has one block for every 65,536 elements, so
+    that a large tensor would keep a small part of a GPU busy for long.
+    """
+
+    def __init__(self, fixed: Sequence[Tensor]) -> None:
+        large = [place for place, tensor in enumerate(fixed) if bytes_of(tensor) >= _LARGE]
+        self._large = [(place, fixed[place]) for place in large] if len(large) <= _FEW else []
+        alone = {place for place, _ in self._large}
+        small = [place for place in range(len(fixed)) if place not in alone]
+        self._together, self._small = _Together([fixed[place] for place in small]) if small else None, picker(small)
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Copy into the fixed tensors."""
+        for place, tensor in self._large:
+            tensor.copy_(sources[place])
+        if self._together is not None:
+            self._together.fill(self._small(sources))
+
+    def drain(self, targets: Sequence[Tensor]) -> None:
+        """Copy out of the fixed tensors, into fresh ones."""
+        for place, tensor in self._large:
+            targets[place].copy_(tensor)
+        if self._together is not None:
+            self._together.drain(self._small(targets))
+
+
+class _Together:
+    """The same in one launch."""
 
     def __init__(self, fixed: Sequence[Tensor]) -> None:
         self._fixed = list(fixed)
@@ -73,14 +104,12 @@ class Copies:
             self._copy_integers = copier([self._unit])
 
     def fill(self, sources: Sequence[Tensor]) -> None:
-        """Copy into the fixed tensors."""
         if self._unit is None or not _is_plain_bits(sources):
             self._copy(self._fixed, sources)
         else:
             self._copy_integers(self._integers, _as_integers(sources, self._unit))
 
     def drain(self, targets: Sequence[Tensor]) -> None:
-        """Copy out of the fixed tensors, into fresh ones."""
         if self._unit is None:
             self._copy(targets, self._fixed)
         else:
@@ -264,6 +293,17 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A result that is computed after the replay, into new memory, from what the graph has left in its own."""
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    reads: tuple[Tensor, ...]
+
+    def taken(self) -> Tensor:
+        return self.run(list(self.reads))[0]
+
+
+@dataclass(frozen=True)
 class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
@@ -291,7 +331,9 @@ class OutputPlan:
         left = {_memory(each.value): each for each in unlaid}
         self._plan: list[Any] = []
         for value, way in zip(outputs, ways, strict=True):
-            if not _lives(value):
+            if isinstance(value, Computed):
+                self._plan.append(value)
+            elif not _lives(value):
                 self._plan.append(Constant(value))
             elif value.numel() and (each := left.get(_memory(value))):
                 self._plan.append(_laid_out(each, value))
@@ -424,7 +466,7 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
         return step.of(next(given))
     if isinstance(step, InPlace):
         return step.value.detach()
-    if isinstance(step, LaidOut):
+    if isinstance(step, (LaidOut, Computed)):
         return step.taken()
     return step.value.view_as(step.value) if isinstance(step.value, Tensor) else step.value
 

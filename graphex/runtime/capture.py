@@ -37,6 +37,7 @@ from graphex.runtime.captured_graph import (
     SavedMemory,
     Slot,
     Store,
+    Tail,
     capture_graph,
     pool_for,
 )
@@ -78,9 +79,10 @@ class CapturedProgram(program.GraphProgram):
         pool: Pool | None = None,
         ways: dict[int, str] | None = None,
         from_pieces: PieceInputs | None = None,
+        tail: Tail | None = None,
     ) -> None:
         """`ways` are the outputs that get out in another way than the options say (see `buffers`). `from_pieces` are
-        the inputs that other pieces have made; None if all come from the user.
+        the inputs that other pieces have made; None if all come from the user. `tail` runs after each replay.
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
         self._saved = graph.saved if graph.phase == "backward" else None
@@ -95,7 +97,7 @@ class CapturedProgram(program.GraphProgram):
         self._error_mode, self._captures_first = config.capture_error_mode, config.capture_first_call
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
-        plan = self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, from_pieces)
+        plan = self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, from_pieces, tail)
         super().__init__([*plan.written, *plan.moving])
         known = counts(gm) if from_pieces is None else {}  # the program around all pieces counts writes to its inputs
         self._count_in_call = _counting(repeated(plan.written, known, elsewhere=True))
@@ -332,7 +334,8 @@ class CapturedProgram(program.GraphProgram):
         if self._counter["captured"] + self._counter["recaptured"] <= RECORDED:
             seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
             sizes = (len(graph.checked.indices) + len(self._plan.unchecked), len(graph.copied))
-            record = Captured(self._graph_name, status, str(slot.key.values), seconds, *sizes, why_again, grown)
+            tail = "" if self._plan.tail is None else self._plan.output_names[self._plan.tail.place]
+            record = Captured(self._graph_name, status, str(slot.key.values), seconds, *sizes, why_again, grown, tail)
             self._compilation.journal.add(record)
             log.info("%s: %s for sizes %s in %.3f s", self._graph_name, status, record.key, seconds)
         return graph

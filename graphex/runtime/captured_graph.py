@@ -1,5 +1,6 @@
 """Captured graphs: how a graph treats its inputs and outputs, one capture of it, the memory and the store of them all.
 
+Tail            the large product at the end of a graph, which is computed after the replay
 Plan            known before any call: which inputs are captured by address, which are copied, how outputs get out
 Pool            the memory that captured graphs share, and the order that sharing asks for
 SavedMemory     what a captured forward keeps in its own memory for the backward
@@ -26,10 +27,11 @@ from graphex.device import Device, Replay
 from graphex.records import Journal
 from graphex.regions.members import is_view
 from graphex.regions.region import Region, laid_out_by_caller
-from graphex.runtime.buffers import Arena, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
+from graphex.runtime.buffers import Arena, Computed, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
 from graphex.runtime.codegen import Boxed, region_called
 from graphex.runtime.fast_replay import Addresses, FastReplay, ReplayBody, picker
 from graphex.runtime.keys import Key
+from graphex.torch_private.memory import borrowed
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -44,6 +46,26 @@ class PieceInputs:
 
     received: Iterable[int]
     moving: Mapping[int, bool]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The product that makes result `place` after each replay (see `graphex.analysis.tails`).
+
+    `captured` is captured instead of the whole graph, and returns as many values more as `run` takes: `reads`.
+    """
+
+    place: int
+    captured: Boxed
+    run: Boxed
+    reads: int
+
+    def computed(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        """What was captured, with the result that is computed later in its place."""
+        end = len(results) - self.reads
+        found = [*results[:end]]
+        found[self.place] = Computed(self.run, tuple(map(borrowed, results[end:])))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -67,6 +89,7 @@ class Plan:
     received: list[int]
     unlaid: frozenset[tuple[Region, int]]
     returns_one: bool
+    tail: Tail | None
 
     @staticmethod
     def of(
@@ -77,6 +100,7 @@ class Plan:
         config: CompilerConfig,
         ways: dict[int, str],
         from_pieces: PieceInputs | None = None,
+        tail: Tail | None = None,
     ) -> Plan:
         nodes = gm.graph.find_nodes(op="placeholder")
         values = [node.meta.get("val") for node in nodes]
@@ -114,6 +138,7 @@ class Plan:
             received=received,
             unlaid=_copied_alone(gm, found),
             returns_one=returns_one(gm),
+            tail=tail,
         )
 
     def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
@@ -386,10 +411,12 @@ def capture_graph(
             buffer.target.copy_(buffer.source(args[index]))
     for index in plan.hosts:
         captured[index] = args[index].clone()
+    run = run if plan.tail is None else plan.tail.captured
     with laid_out_by_caller(plan.unlaid) as unlaid:
         replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
     try:
         flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
+        flat = flat if plan.tail is None else plan.tail.computed(flat)
         inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
         put_back = [index for index in plan.put_back if index in copied]
         about = flat, plan.ways, inputs, unlaid

@@ -23,6 +23,7 @@ from graphex.analysis.contract import inlined
 from graphex.analysis.effects import is_kernel
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.row_independence import MixedRowsError
+from graphex.analysis.tails import cut_tail
 from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
@@ -30,7 +31,7 @@ from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
-from graphex.runtime.captured_graph import PieceInputs, output_leaves, pool_for, pool_of_steps
+from graphex.runtime.captured_graph import PieceInputs, Tail, output_leaves, pool_for, pool_of_steps
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
@@ -124,7 +125,20 @@ def _program(graph: ExecutableGraph) -> Program:
         if config.clone_output is not False and config.reuse_graph_pool_in_same_fx:  # nothing stays there unseen
             pool = pool_of_steps(graph.device, graph.compilation.journal)
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
-    return CapturedProgram(graph, run, graph.static_inputs, pool=pool, ways=ways, from_pieces=from_pieces)
+    tail = None if ways else _tail(graph)
+    return CapturedProgram(graph, run, graph.static_inputs, pool=pool, ways=ways, from_pieces=from_pieces, tail=tail)
+
+
+def _tail(graph: ExecutableGraph) -> Tail | None:
+    """The large product at the end of a graph, where results are copied out of the device graph's memory."""
+    is_copied = graph.compilation.config.clone_output is not False
+    if graph.phase != "inference" or graph.streams is not None or not is_copied or not _is_plain(graph.gm):
+        return None
+    cut = cut_tail(graph.gm)
+    if cut is None:
+        return None
+    head, tail = (_below_autograd(generate(gm).function(f"<graphex {graph.name}>")) for gm in (cut.head, cut.tail))
+    return Tail(cut.place, _observed(graph.name, head, graph.counter, None), tail, cut.reads)
 
 
 def _may_be_captured(graph: ExecutableGraph) -> bool:

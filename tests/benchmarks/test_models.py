@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import models
-from benchmarks.models_rows import Row, inductor_beside
+from benchmarks.models_rows import Row, Rows, inductor_beside
 from benchmarks.models_targets import means, missed
 from benchmarks.variants import (
     AUTOTUNE,
@@ -68,6 +68,17 @@ def test_a_tiny_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: p
     assert min(eager["pipelined"], ours["pipelined"], ours["compile"], ours["warm"], ours["peak"]) > 0
     assert max(eager["error"], ours["error"]) < 1e-5
     assert (eager["graphs"], eager["warm"], ours["graphs"]) == (0, 0, 1)
+
+
+def test_rows_of_earlier_runs_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    paths = []
+    for variant, milliseconds in ((REDUCE, 1.0), (GRAPHEX, 1.5), (GRAPHEX, 0.9)):
+        paths.append(tmp_path / f"{len(paths)}.json")
+        Rows(paths[-1]).add(row(variant, milliseconds))
+    assert models.main(["--from", *map(str, paths)]) == 0
+    printed = capsys.readouterr().out
+    assert "| bert | graphex | 0.900 | 0.900 |" in printed
+    assert "1.500" not in printed
 
 
 def test_a_model_without_its_package_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import graphex
 from tests.harness.capture import count, reasons, replays
-from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
+from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, OUTSIDE_ON_GPU, extremes, far_off
 
 pytestmark = pytest.mark.cuda
 
@@ -128,6 +128,21 @@ def test_kept_logits_stay_right():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_the_product_that_makes_large_logits_runs_after_the_replay(mode):
+    model = nn.Sequential(*(Block() for _ in range(2)), nn.Linear(64, 32128, bias=False)).cuda().bfloat16()
+    run = compiled(model, mode=mode)
+    given = [torch.randn(8, 64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(CALLS)]
+    kept = [run(x) for x in given]
+    for x, found in zip(given, kept, strict=True):
+        close(found, model(x), 3e-2)
+    assert replays(run) == CALLS - 1
+    outside = [border.op for border in graphex.journal(run).region_borders if "after the replay" in border.reason]
+    assert outside == (["aten.mm.default"] if mode == "reduce-overhead" else [])
+    assert bool(graphex.journal(run).captures[0].computed_after) == (mode == "reduce-overhead")
+
+
+@torch.no_grad()
 def test_convolutions_keep_eagers_strides():
     torch.manual_seed(0)
     model = (
@@ -240,7 +255,7 @@ def test_max_autotune_tries_kernels_for_products():
 def test_extreme_numbers_give_what_eager_gives():
     """Those below the smallest normal number count as zero, so that results of that size may be zero."""
     inside = INSIDE | INSIDE_ON_GPU
-    x, ops = extremes(smallest=1e-20).cuda(), inside | OUTSIDE
+    x, ops = extremes(smallest=1e-20).cuda(), inside | OUTSIDE | OUTSIDE_ON_GPU
 
     def program(x):
         return {name: op(x) for name, op in ops.items()}
@@ -249,6 +264,10 @@ def test_extreme_numbers_give_what_eager_gives():
     found = run(x)
     assert [name for name in ops if far_off(found[name], wanted[name], nothing=1e-35)] == []
     assert sum(region.generated for region in graphex.journal(run).regions) >= len(inside)
+    reason = "Inductor's results on a GPU differ from eager's by more than rounding"
+    assert [border.count for border in graphex.journal(run).region_borders if border.reason == reason] == [
+        len(OUTSIDE_ON_GPU)
+    ]
 
 
 def test_signs_of_zeros_are_eagers():

@@ -1,6 +1,6 @@
 """Numbers near zero, large ones and infinite ones, and ops that compiled code may get wrong there.
 
-`INSIDE` are compiled on every device, `INSIDE_ON_GPU` not on a CPU, `OUTSIDE` nowhere.
+`INSIDE` are compiled on every device, `INSIDE_ON_GPU` not on a CPU, `OUTSIDE_ON_GPU` not on a GPU, `OUTSIDE` nowhere.
 """
 
 from __future__ import annotations
@@ -37,6 +37,18 @@ INSIDE_ON_GPU = {
     "expm1": torch.expm1,
     "ndtr": torch.special.ndtr,
     "selu": nn.functional.selu,
+}
+OUTSIDE_ON_GPU = {
+    "i0": torch.i0,
+    "i1": torch.special.i1,
+    "j0": torch.special.bessel_j0,
+    "j1": torch.special.bessel_j1,
+    "y0": torch.special.bessel_y0,
+    "y1": torch.special.bessel_y1,
+    "next": lambda x: torch.nextafter(x, x.new_tensor(inf)),
+    "hard sigmoid of doubles": lambda x: nn.functional.hardsigmoid(x.double()),
+    "hard swish of doubles": lambda x: nn.functional.hardswish(x.double()),
+    "signs of doubles": lambda x: torch.signbit(x.double()).float(),
 }
 OUTSIDE = {
     "floored": lambda x: torch.div(x, 0.7, rounding_mode="floor"),

@@ -51,6 +51,17 @@ def test_outputs_of_many_types(where):
     agree(compiled, f, (torch.randn(3, 5, device=where) for _ in range(4)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("large", [1, 5])
+def test_inputs_and_outputs_of_many_sizes(large, where):
+    def f(x, row):
+        return *(x * step for step in range(large)), row + 1, x.half() + 1, row > 0
+
+    compiled = compile_it(f)
+    agree(compiled, f, ((torch.randn(512, 256, device=where), torch.randn(8, device=where)) for _ in range(4)))
+    assert replays(compiled) == 3
+
+
 CONJUGATED = {
     "alone": lambda z: (z * 2).conj(),
     "negated": lambda z: (z * 2).conj().imag,
@@ -252,3 +263,73 @@ def test_a_result_that_stands_for_a_part_of_a_written_input(clone_output, where)
         assert part.data_ptr() == c[2:].data_ptr()
         same(part, torch.arange(8.0, 14.0, device=where).view(2, 3))
         del part
+
+
+# -- a large product at the end of a graph -----------------------------------------------------------------------------
+
+
+def logits(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = torch.relu(x @ v)
+    return (hidden @ w).view(8, 128, -1), hidden
+
+
+def with_bias(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return torch.addmm(w[0], torch.relu(x @ v), w)
+
+
+def read_again(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.relu(x @ v) @ w
+    return found, found.amax()
+
+
+def nothing_before_it(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def overwritten_weight(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    found = torch.relu(x @ v) @ w
+    w.mul_(0.5)
+    return found
+
+
+def reused_factor(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = torch.relu(x @ v)
+    return hidden @ w, hidden * 2  # may be written to the memory of `hidden`
+
+
+def factors(where: str) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(size, device=where) for size in ((1024, 32), (32, 32), (32, 8192)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [logits, with_bias])
+def test_a_large_product_at_the_end_is_computed_into_the_callers_memory(model, where):
+    compiled = compile_it(model)
+    x, v, w = factors(where)
+    kept = [compiled(x * step, v, w) for step in range(4)]
+    for step, found in enumerate(kept):
+        same(found, model(x * step, v, w))
+    (record,) = graphex.journal(compiled).captures
+    assert record.computed_after
+    assert replays(compiled) == 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [read_again, nothing_before_it, overwritten_weight, reused_factor])
+def test_a_product_that_cannot_wait_is_a_part_of_the_graph(model, where):
+    compiled = compile_it(model)
+    x, v, w = factors(where)
+    mine, theirs = w.clone(), w.clone()
+    for step in range(4):
+        same(compiled(x * step, v, mine), model(x * step, v, theirs))
+    same(mine, theirs)
+    assert [record.computed_after for record in graphex.journal(compiled).captures] == [""]
+
+
+@torch.no_grad()
+def test_a_large_product_stays_in_the_graph_where_results_do(where):
+    compiled = compile_it(logits, clone_output=False)
+    x, v, w = factors(where)
+    for step in range(3):
+        same(compiled(x * step, v, w), logits(x * step, v, w))
+    assert graphex.journal(compiled).captures[0].computed_after == ""
