@@ -179,11 +179,10 @@ FEW_TILES = {
         Tile("pair", 32, 128, 8),
     ),
     (False, False): (
-        Tile("pair", 64, 64, 8, parts=5),
         Tile("pair", 64, 64, 8, parts=3),
         Tile("pair", 64, 64, 4, parts=5),
-        Tile("pair", 64, 32, 4, 4, parts=3),
-        Tile("pair", 128, 32, 8, parts=5),
+        Tile("pair", 64, 64, 4, parts=3),
+        Tile("pair", 64, 64, 8, parts=5),
         Tile("pair", 64, 64, 8),
         Tile("pair", 64, 64, 4, 3),
         Tile("sum", 32, 64, 8, 3),
