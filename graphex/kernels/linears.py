@@ -255,11 +255,11 @@ GEMVS = (
     Gemv(4, 1024, 8),
     Gemv(4, 1024, 4, prefetch=True),
     Gemv(2, 2048, 4, prefetch=True),
-    Gemv(8, 512, 4, 4),
-    # Weights of few rows: more programs than with the tile before, so that multiprocessors have equally many.
+    # Weights of few rows: more programs than with the last tile, so that multiprocessors have equally many.
     Gemv(4, 512, 4, 4),
     Gemv(4, 1024, 4, 3),
     Gemv(2, 1024, 4, 4),
+    Gemv(8, 512, 4, 4),
 )
 # By the rows of a tile.
 SKINNIES = {
