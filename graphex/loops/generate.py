@@ -115,7 +115,8 @@ def why_not(
 
 def _why_no_room(model: Any, cache: Any, positions: int) -> str:
     """Why a cache of the user's may be too small. A window needs no more than its own length."""
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     for layer in getattr(cache, "layers", ()):
         held = getattr(layer, "max_cache_len", None)
         if held is None or held >= positions or (layer.is_sliding and window is not None and held >= window):
