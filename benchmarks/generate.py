@@ -6,10 +6,10 @@ loop with compiled prompts (`prefill`).
                                                [--seconds 600] [--tiny]
 
 128 new tokens after a prompt of 128, greedy, in bfloat16. Every row comes from a process of its own with empty compile
-caches. Rows compile side by side, `--together` of them, and are timed one by one. `token` is the time of a token after
-the first, `first` that of `generate` with one new token, `step alone` a captured step replayed in a row, `x floor` the
-token's time over that of reading what it needs at the speed of a large copy. No row is begun that would not end within
-`--seconds`. `--rows` are those rows alone, as model:batch:variant.
+caches. Rows compile side by side, `--together` of them; tiles are measured and rows are timed one by one. `token` is
+the time of a token after the first, `first` that of `generate` with one new token, `step alone` a captured step
+replayed in a row, `x floor` the token's time over that of reading what it needs at the speed of a large copy. No row is
+begun that would not end within `--seconds`. `--rows` are those rows alone, as model:batch:variant.
 """
 
 from __future__ import annotations

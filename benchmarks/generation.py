@@ -13,10 +13,11 @@ layers where that is said.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import graphex
 from benchmarks.measure import synchronize
 from benchmarks.variants import Variant
 from benchmarks.workers import VariantOf
+from graphex.kernels import tuning
 from graphex.loops.report import floor_bytes
 
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -219,7 +221,7 @@ def arguments(setting: Setting) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def stages(setting: Setting, rounds: int = 3) -> Iterator[dict[str, Any]]:
+def stages(setting: Setting, rounds: int = 5) -> Iterator[dict[str, Any]]:
     """Runs one stage for each value requested."""
     import transformers  # noqa: F401
 
@@ -259,8 +261,22 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def take_turns(lock: Path) -> None:
+    """Processes that compile beside each other measure tiles and regions one after the other."""
+    measured = tuning._seconds_on
+
+    def alone(device: Any, candidates: Sequence[tuning.Candidate]) -> dict[str, float]:
+        with open(lock, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            return measured(device, candidates)
+
+    tuning._seconds_on = alone
+
+
 def main() -> None:
-    steps = stages(Setting(**json.loads(sys.argv[1])["setting"]))
+    given = json.loads(sys.argv[1])
+    take_turns(Path(given["reference"]).with_name("measuring"))
+    steps = stages(Setting(**given["setting"]))
     for _ in sys.stdin:
         print(f"\n@{json.dumps(next(steps))}", flush=True)
 

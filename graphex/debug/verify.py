@@ -365,6 +365,26 @@ class NotInFloat64Error(Exception):
     """The graph has something that cannot, or must not, be run in float64."""
 
 
+def _grouped_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Groups of rows of x [T, K], which end at `offs`, each with its own matrix of weight [G, K, N]."""
+    if x.dim() != 2 or weight.dim() != 3 or offs is None or bias is not None:
+        raise NotInFloat64Error("a grouped product is not one of groups of rows")
+    found, start = x.new_zeros((x.shape[0], weight.shape[2])), 0
+    for matrix, end in zip(weight, offs.tolist(), strict=True):
+        found[start:end] = x[start:end] @ matrix
+        start = end
+    return found
+
+
+_WITHOUT_FLOAT64 = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
 class _Wide(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _BITS:
@@ -372,7 +392,7 @@ class _Wide(Interpreter):
         args, kwargs = pytree.tree_map(
             lambda value: _WIDE.get(value, value) if _is_dtype(value) else value, (args, kwargs)
         )
-        return super().call_function(target, args, kwargs)
+        return super().call_function(_WITHOUT_FLOAT64.get(target, target), args, kwargs)
 
     def fetch_attr(self, target: str) -> Any:
         return _widen(super().fetch_attr(target))

@@ -44,8 +44,10 @@ TILES = (
     (FEW, 32, 4, 3),
     (FEW, 64, 8, 3),
     (FEW, 128, 8, 3),
+    (8, 32, 8, 2),
 )
 WIDE_TILES = ((PROGRAMS, 64, 8, 3), (8, 64, 8, 2))
+SMALL = (32, 8, 2)  # where there are few keys: one tile for each program, so that little follows on something else
 
 
 class Job(NamedTuple):
@@ -179,7 +181,7 @@ class Tile:
         integers = (positions, length, chunk, *strides)
         shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
         sizes = {"WIDTH": width, "PAGE": page, "SPLIT": splits > 1}
-        constants = shared | self._constants(job, chunk) | sizes | _rotation(new)
+        constants = shared | self._constants(job, chunk, splits) | sizes | _rotation(new)
         joined = shared | {"SPLITS": next_power_of_2(splits), "num_warps": 2 if splits <= 16 else 4}
         scratch = batch * job.heads * splits * rows * (value_width + 2) if splits > 1 else 0
         grid, join_grid = (splits, job.heads, batch), (rows, job.heads, batch)
@@ -198,16 +200,17 @@ class Tile:
 
         return run
 
-    def _constants(self, job: Job, chunk: int) -> dict[str, Any]:
+    def _constants(self, job: Job, chunk: int, splits: int) -> dict[str, Any]:
         mask = job.mask
         by_row = any(job.mask_strides()[1:3])
+        at_once = 128 if by_row else min(1024, next_power_of_2(chunk))
         return {
             "ROWS": max(16, next_power_of_2(job.rows)),
             "BLOCK": self.block,
             "COLUMNS": columns_for(job.query.shape[3]),
             "MASK": "none" if mask is None else "boolean" if mask.dtype == torch.bool else "added",
             "ROWWISE": by_row,
-            "SCAN": 128 if by_row else min(1024, next_power_of_2(chunk)),
+            "SCAN": 0 if chunk == self.block and splits > 1 else at_once,
             "CAUSAL": job.is_causal,
             "CAPPED": job.softcap > 0,
             "num_warps": self.warps,
@@ -298,9 +301,9 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
 def chosen_config(job: Job) -> tuple[Config, bool]:
     """The config for a job that the kernel takes, and whether that is the last word."""
     length = next_power_of_2(job.length)
-    likely = tiles(job, length)[0]
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
-        return likely, True
+        return Tile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
+    likely = tiles(job, length)[0]
     text = description(job)
     found = candidates(job, length)
     chosen = choose(KIND, text, list(found.values()), found[likely.name])

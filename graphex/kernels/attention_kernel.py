@@ -5,8 +5,9 @@ up to the 16 rows of a matrix product. Keys and values are thus read once. Softm
 float32. With several splits a program leaves its sum unscaled, and `combine_kernel` joins them.
 
 Where the mask has something to say, a program first looks for the first and the last position of its split that any of
-its rows may attend to: what lies outside is not read. A row that may attend to nothing has a maximum of -inf and a sum
-of 0, and its result is 0.
+its rows may attend to: what lies outside is not read. Where each split is a single tile (SCAN is 0) that would take
+longer than reading it: keys, values and mask are asked for together. A row that may attend to nothing has a maximum of
+-inf and a sum of 0, and its result is 0.
 
 A decode step may bring along the token that it adds: the tuple (key, value, cos, sin, place, and strides), with one row
 of key and value for each head and sequence, the angles of each sequence, and the one place in the caches where all of
@@ -72,6 +73,13 @@ def mask_at(mask, row_start, position, inside, stride, BOOLEAN: tl.constexpr):
     else:
         added = tl.load(mask + at, mask=inside, other=MINUS_INFINITY).to(tl.float32)
     return added
+
+
+@triton.jit
+def rows_at(cache, at, inside, column, WIDTH: tl.constexpr):
+    """Keys or values of some positions, [positions, columns]: zeros outside."""
+    ok = inside[:, None] & (column < WIDTH)[None, :]
+    return tl.load(cache + at[:, None] + column[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -298,10 +306,11 @@ def attention_kernel(
         mask_row = batch * mask_batch
         if ROWWISE:
             mask_row += query_head.to(tl.int64)[:, None] * mask_head + token.to(tl.int64)[:, None] * mask_token
-        first, end = attended(
-            mask, mask_row, row_ok[:, None], start, end, mask_position, MASK == "boolean", ROWWISE, SCAN
-        )
-        start += (tl.maximum(first, start) - start) // BLOCK * BLOCK
+        if SCAN:
+            first, end = attended(
+                mask, mask_row, row_ok[:, None], start, end, mask_position, MASK == "boolean", ROWWISE, SCAN
+            )
+            start += (tl.maximum(first, start) - start) // BLOCK * BLOCK
     head_of_keys = head.to(tl.int64)
     keys, values = key + head_of_keys * k_head, value + head_of_keys * v_head
     if not PAGE:
@@ -337,11 +346,9 @@ def attention_kernel(
             page = tl.maximum(tl.load(table + position // PAGE, mask=inside, other=0).to(tl.int64), 0)
             in_page = (position % PAGE).to(tl.int64)
             k_at, v_at = page * k_batch + in_page * k_position, page * v_batch + in_page * v_position
-        k = tl.load(
-            keys + k_at[:, None] + column[None, :],
-            mask=inside[:, None] & (column < WIDTH)[None, :],
-            other=0.0,
-        )
+        k = rows_at(keys, k_at, inside, column, WIDTH)
+        if SCAN == 0:
+            v = rows_at(values, v_at, inside, value_column, VALUE_WIDTH)
         scores = scaled(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, softcap, CAPPED)
         allowed = inside[None, :]
         if MASK != "none":
@@ -358,11 +365,8 @@ def attention_kernel(
         weights = tl.exp2((scores - base[:, None]) * LOG2_E)  # not scaled before: a mask of -3e38 would become -inf
         fading = tl.exp2((largest - base) * LOG2_E)
         totals = totals * fading[:, None] + weights
-        v = tl.load(
-            values + v_at[:, None] + value_column[None, :],
-            mask=inside[:, None] & (value_column < VALUE_WIDTH)[None, :],
-            other=0.0,
-        )
+        if SCAN > 0:
+            v = rows_at(values, v_at, inside, value_column, VALUE_WIDTH)
         weighted = weighted * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = larger
         if not PAGE:

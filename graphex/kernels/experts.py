@@ -5,8 +5,9 @@
 
 Each of the two is computed by the fastest of some tiles, which is measured once (`tuning.py`). A program of a tile has
 some columns, of a "pair", of a whole "sum" over the experts of a token, or of an "expert" with all its pairs. Where
-`down` is no sum, another launch adds its results up. With more than `MOST_TOKENS` tokens the library's grouped product
-does both projections, on pairs in the order of their experts.
+`down` is no sum, another launch adds its results up; then a column may be cut into parts, each of another program. With
+more than `MOST_TOKENS` tokens the library's grouped product does both projections, on pairs in the order of their
+experts.
 """
 
 from __future__ import annotations
@@ -88,10 +89,12 @@ class Tile:
     block: int
     warps: int = 4
     stages: int = 1
+    parts: int = 1  # of the elements along a column of `down`
 
     @property
     def name(self) -> str:
-        return f"{self.of} {self.columns}x{self.block} {self.warps}w {self.stages}s"
+        split = f" /{self.parts}" if self.parts > 1 else ""
+        return f"{self.of} {self.columns}x{self.block} {self.warps}w {self.stages}s{split}"
 
     def prepare(self, job: Projection) -> Prepared:
         return self._run
@@ -102,23 +105,27 @@ class Tile:
             out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
             self._few(job, out, start)
             return out
-        found = call.x.new_empty((job.pairs, job.width))
+        assert self.parts == 1 or not job.gate, "the parts of a gate are no gate"
+        kind = call.x.dtype if self.parts == 1 else torch.float32
+        found = call.x.new_empty((self.parts, job.pairs, job.width), dtype=kind)
         (self._many if self.of == "expert" else self._few)(job, found, start)
-        return found if job.gate else combine(call, found, start)
+        return found[0] if job.gate else combine(call, found, start)
 
     def _constants(self, job: Projection) -> dict[str, Any]:
         block = min(self.block, max(16, block_of(job.x.shape[1])))
-        sizes = {"COLUMNS": self.columns, "BLOCK": block, "TILES": blocks_of(job.x.shape[1], block)}
-        even = {"EVEN_K": job.x.shape[1] % block == 0, "EVEN_N": job.width % self.columns == 0}
+        tiles = blocks_of(blocks_of(job.x.shape[1], block), self.parts)
+        sizes = {"COLUMNS": self.columns, "BLOCK": block, "TILES": tiles}
+        even = {"EVEN_K": job.x.shape[1] == tiles * block * self.parts, "EVEN_N": job.width % self.columns == 0}
         return {"GATE": job.gate, **sizes, **even, "STAGES": self.stages, "num_warps": self.warps}
 
     def _few(self, job: Projection, out: Tensor, start: Start) -> None:
         call, whole = job.call, self.of == "sum"
-        tensors = (job.x, call.experts, call.weights, call.residual if whole else None, job.weight, job.bias, out)
+        bias = job.bias if self.parts == 1 else None
+        tensors = (job.x, call.experts, call.weights, call.residual if whole else None, job.weight, bias, out)
         sizes = (job.times, job.weight.shape[0], job.x.shape[1], job.width, job.x.stride(0), *job.strides)
         constants = {"WEIGHTED": whole, "ROUNDED": call.weights.dtype == call.x.dtype} | self._constants(job)
-        constants["EXPERTS"] = next_power_of_2(job.times) if whole else 1
-        grid = blocks_of(job.width, self.columns), call.x.shape[0] if whole else job.pairs
+        constants |= {"EXPERTS": next_power_of_2(job.times) if whole else 1, "PARTS": self.parts}
+        grid = blocks_of(job.width, self.columns), call.x.shape[0] if whole else job.pairs, self.parts
         start(few_kernel, grid, (*tensors, *sizes, call.alpha, call.limit), constants)
 
     def _many(self, job: Projection, out: Tensor, start: Start) -> None:
@@ -130,13 +137,16 @@ class Tile:
 
 
 def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
-    """The weighted sum over the experts of each token."""
+    """The weighted sum over the experts of each token, of results [parts, pairs, width]. Several parts have no bias."""
     out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    tokens, width = out.shape
-    columns = min(512, block_of(width))
-    constants = {"ROUNDED": call.weights.dtype == out.dtype, "COLUMNS": columns, "num_warps": 4}
-    arguments = (projected, call.weights, call.residual, out, projected.shape[0] // tokens, width)
-    start(combine_kernel, (blocks_of(width, columns), tokens), arguments, constants)
+    (parts, pairs, _), (tokens, width) = projected.shape, out.shape
+    slots = next_power_of_2(pairs // tokens)
+    columns = min(max(32, 1024 // slots), block_of(width))
+    constants = {"ROUNDED": call.weights.dtype == out.dtype, "EXPERTS": slots, "PARTS": parts, "COLUMNS": columns}
+    bias = call.down_bias if parts > 1 else None
+    tensors = (projected, call.experts, call.weights, bias, call.residual, out)
+    arguments = (*tensors, pairs // tokens, call.down.shape[0], width)
+    start(combine_kernel, (blocks_of(width, columns), tokens), arguments, constants | {"num_warps": 4})
     return out
 
 
@@ -169,10 +179,12 @@ FEW_TILES = {
         Tile("pair", 32, 128, 8),
     ),
     (False, False): (
+        Tile("pair", 64, 64, 8, parts=3),
+        Tile("pair", 64, 64, 4, parts=5),
+        Tile("pair", 64, 64, 4, parts=3),
+        Tile("pair", 64, 64, 8, parts=5),
         Tile("pair", 64, 64, 8),
         Tile("pair", 64, 64, 4, 3),
-        Tile("pair", 64, 32, 4, 4),
-        Tile("pair", 128, 32, 8, 3),
         Tile("sum", 32, 64, 8, 3),
     ),
 }
@@ -308,7 +320,7 @@ def _grouped(call: Any) -> Any:
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=x.device)
     with on_device_of(x):
-        return combine(call, linear(inner, call.down, call.down_bias)[back])
+        return combine(call, linear(inner, call.down, call.down_bias)[back][None])
 
 
 def route(call: Arguments) -> Any:

@@ -1,8 +1,8 @@
 """The kernels of a mixture of experts. A pair is a token and one of the k experts that were chosen for it.
 
-    few_kernel        a block of columns of one pair, or of all experts of a token with their weighted sum
+    few_kernel        a block of columns of one pair, or of a part of it, or of all experts of a token with their sum
     many_kernel       a block of columns of an expert, for all its pairs, 16 at a time, through the tensor cores
-    combine_kernel    the weighted sum over the experts of a token, where they were computed apart
+    combine_kernel    the weighted sum over the experts of a token, where they or parts of them were computed apart
     route_kernel      which experts a token goes to, and with which weights
 
 A block of weights is read once by a program. There are no atomic operations: the same call gives the same bits.
@@ -214,6 +214,7 @@ def few_kernel(
     limit,
     GATE: tl.constexpr,  # "silu", "clamped", or "" for the second projection
     WEIGHTED: tl.constexpr,  # the results of a token's experts are added up here
+    PARTS: tl.constexpr,  # of the elements along a column, each a program and a result of its own: sums in float32
     ROUNDED: tl.constexpr,  # weighted results are held in the type of the results, and not in float32
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -226,6 +227,13 @@ def few_kernel(
 ):
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
+    if PARTS > 1:
+        part = tl.program_id(2)
+        first = part * (TILES * BLOCK)
+        x += first
+        weight += first.to(tl.int64) * k_stride
+        size -= first
+        out += part * tl.num_programs(1).to(tl.int64) * width
     each = tl.arange(0, EXPERTS)
     pair, there = token + each, each < 1
     if WEIGHTED:
@@ -320,22 +328,43 @@ def many_kernel(
     pdl_launch(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def combine_kernel(
-    projected, weights, residual, out, times, width, ROUNDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
+    projected,  # [parts, pairs, width]
+    experts,
+    weights,
+    bias,  # where there are parts: it comes after their sum
+    residual,
+    out,
+    times,
+    count,
+    width,
+    ROUNDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    ok = column < width
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for each in range(0, bound(times)):
-        pair = token * times + each
-        found = tl.load(projected + pair * width + column, mask=ok, other=0.0).to(tl.float32)
-        found *= tl.load(weights + pair).to(tl.float32)
-        total += rounded(found, out) if ROUNDED else found
+    each = tl.arange(0, EXPERTS)
+    # Experts past the end are the last one again: they are not added.
+    pair, ok = token * times + tl.minimum(each, times - 1), (column < width)[None, :]
+    place = pair[:, None] * width + column[None, :]
+    found = tl.load(projected + place, mask=ok, other=0.0).to(tl.float32)
+    if PARTS > 1:
+        pairs = tl.num_programs(1).to(tl.int64) * times
+        for part in tl.static_range(1, PARTS):
+            found += tl.load(projected + part * pairs * width + place, mask=ok, other=0.0)
+        expert = expert_of(experts, pair, pair >= 0, count)
+        found = with_bias(found, bias, expert[:, None] * width + column[None, :], ok, out)
+    found *= tl.load(weights + pair).to(tl.float32)[:, None]
     pdl_launch(PDL)
-    store_sum(total, residual, out, token * width + column, ok)
+    if ROUNDED:
+        found = rounded(found, out)
+    total = tl.sum(tl.where((each < times)[:, None], found, 0.0), axis=0)
+    store_sum(total, residual, out, token * width + column, column < width)
 
 
 @triton.jit

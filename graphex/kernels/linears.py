@@ -255,6 +255,10 @@ GEMVS = (
     Gemv(4, 1024, 8),
     Gemv(4, 1024, 4, prefetch=True),
     Gemv(2, 2048, 4, prefetch=True),
+    # Weights of few rows: more programs than with the last tile, so that multiprocessors have equally many.
+    Gemv(4, 512, 4, 4),
+    Gemv(4, 1024, 4, 3),
+    Gemv(2, 1024, 4, 4),
     Gemv(8, 512, 4, 4),
 )
 
@@ -294,6 +298,7 @@ GATED_GEMVS = (
     Gemv(2, 1024, 4),
     Gemv(2, 2048, 8),
     Gemv(2, 1024, 4, prefetch=True),
+    Gemv(2, 512, 4, 4),
     Gemv(4, 512, 4, 3),
     Gemv(4, 512, 4, 4),
 )

@@ -106,7 +106,23 @@ def why_not(
     if input_ids.device != model.device or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model and the prompt are not on one device"
     others = [name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and isinstance(value, Tensor)]
-    return f"the model is called with '{others[0]}'" if others else ""
+    if others:
+        return f"the model is called with '{others[0]}'"
+    embeds = model_kwargs.get("inputs_embeds")
+    more = 0 if embeds is None else max(0, embeds.shape[1] - input_ids.shape[1])
+    return _why_no_room(model, model_kwargs["past_key_values"], criteria.max_length - 1 + more)
+
+
+def _why_no_room(model: Any, cache: Any, positions: int) -> str:
+    """Why a cache of the user's may be too small. A window needs no more than its own length."""
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    for layer in getattr(cache, "layers", ()):
+        held = getattr(layer, "max_cache_len", None)
+        if held is None or held >= positions or (layer.is_sliding and window is not None and held >= window):
+            continue
+        return f"the cache has room for {held} positions, and {positions} may be needed"
+    return ""
 
 
 def _counts_by_mask(model: Any) -> bool:

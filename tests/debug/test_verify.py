@@ -95,6 +95,16 @@ def test_floats_are_measured_against_float64():
     assert 0 < verdict(fast).worst_error < 1e-5
 
 
+def test_products_of_groups_of_rows_are_measured_against_float64():
+    def f(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight, offs=ends) * 2
+
+    given = torch.randn(6, 16, dtype=torch.bfloat16), torch.randn(3, 16, 8, dtype=torch.bfloat16)
+    fast = verified(f)
+    fast(*given, torch.tensor([2, 2, 6], dtype=torch.int32))
+    assert verdict(fast).reference == "float64"
+
+
 def test_only_the_first_call_is_verified():
     fast = verified(lambda x: x.sin())
     for _ in range(3):

@@ -138,6 +138,24 @@ def test_a_cache_is_continued(name, kind):
     assert reasons(model) == []
 
 
+@pytest.mark.parametrize("size", [5, 16, 22])
+def test_a_prompt_that_does_not_fit_into_the_cache_is_for_transformers_to_refuse(size):
+    model = built("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=size)
+    if size == 22:
+        assert torch.equal(looped(model, prompt(), past_key_values=cache, **GREEDY), model.generate(prompt(), **GREEDY))
+    else:
+        with pytest.warns(graphex.GraphexWarning, match=f"room for {size} positions"), pytest.raises(IndexError):
+            looped(model, prompt(), past_key_values=cache, **GREEDY)
+    assert_same(model, prompt(), **GREEDY)
+
+
+def test_a_prompt_that_is_longer_than_the_window_and_all_caches_so_far(model):
+    for length in (7, 150, 9):
+        assert_same(model, prompt(length=length), **GREEDY)
+    assert reasons(model) == []
+
+
 def test_a_prompt_in_chunks(model):
     assert_same(model, prompt(length=11), prefill_chunk_size=4, **GREEDY)
 

@@ -100,7 +100,7 @@ def test_every_tile_that_may_be_chosen_computes_the_same(transposed, monkeypatch
     wanted = reference(**given)
     for gated in (True, False):
         tiles = (*kernels.FEW_TILES[not transposed, gated], *kernels.MANY_TILES)
-        for tile in {(each.of, each.columns, each.stages > 1): each for each in tiles}.values():
+        for tile in {(each.of, each.columns, each.stages > 1, each.parts): each for each in tiles}.values():
             monkeypatch.setattr(kernels, "_PREPARED", {})
             monkeypatch.setitem(kernels.FEW_TILES, (not transposed, gated), (tile,))
             torch.testing.assert_close(experts(**given), wanted, rtol=3e-2, atol=3e-2)
