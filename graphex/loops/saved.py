@@ -21,8 +21,9 @@ import torch
 
 from graphex.backend import get_backend
 from graphex.cache.keys import machine_of
-from graphex.env import open_folder, sealed, unsealed, why_off, written_whole
+from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
 from graphex.errors import GraphexError, InputError, one_line
+from graphex.frontend.aot import CompiledAhead
 from graphex.records import Journal
 from graphex.torch_private.aot import aot_compiled, aot_loaded
 
@@ -76,7 +77,8 @@ class Loaded:
 
     def __init__(self, function: Any, model: torch.nn.Module | None) -> None:
         self._function, self._model = function, model
-        self.journal: Journal = function._artifacts.compiled_fn.journal
+        compiled: CompiledAhead = function._artifacts.compiled_fn
+        self.journal: Journal = compiled.journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args if self._model is None else (self._model, *args)
@@ -111,7 +113,8 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
         )
         raise InputError(f"'{path}' {wanted}.")
     names = {} if model is None else getattr(type(model).forward, "__globals__", {})
-    return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
+    with collector_paused():
+        return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
 
 
 def _why_not(error: RuntimeError) -> str:
