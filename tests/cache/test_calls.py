@@ -164,7 +164,7 @@ def test_the_graph_of_a_loaded_training_step_is_retained_if_asked(run):
     torch._dynamo.reset()
     model = net()
     compiled = torch.compile(model, backend="graphex")
-    loss = compiled(torch.arange(24.0).view(6, 4)).square().sum()
+    loss = compiled(torch.arange(24.0, requires_grad=True).view(6, 4) * 2).square().sum()
     loss.backward(retain_graph=True)
     once = model[0].weight.grad.clone()
     loss.backward()
