@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.contract import every_node
@@ -49,6 +51,20 @@ class Executables(NamedTuple):
     functional: FunctionalProgram
     artefact: Artefact | str
     entry: str
+
+
+def _import_kernels() -> None:
+    """Import what kernels need, where torch is built for GPUs: the first call is not to wait for it.
+
+    Triton itself imports the last one when the first kernel gets its arguments.
+    """
+    if has_triton() and torch.version.cuda is not None:
+        for name in ("graphex.kernels.precompile", "graphex.kernels.attention", "triton.experimental.gluon.language"):
+            with suppress(ImportError):  # said where it is used
+                import_module(name)
+
+
+_import_kernels()
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor

@@ -90,10 +90,11 @@ def register_as_serializable(kind: type) -> None:
 
 def aot_compiled(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
-) -> tuple[bytes, bool]:
-    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes; whether it takes `self`.
+) -> tuple[bytes, Callable[..., Any], bool]:
+    """A function or a module, compiled by torch's `aot_compile` for these arguments: as bytes, and to be called.
 
-    A module of torch's own, such as `nn.Sequential`, is held by the function instead: the bytes refer to it.
+    The last says whether it takes `self`. A module of torch's own, such as `nn.Sequential`, is held by the function
+    instead: the bytes refer to it.
     """
     config = find("torch._dynamo.config")
     wanted = {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
@@ -102,7 +103,7 @@ def aot_compiled(
         made = (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
     takes_self = next(iter(made._artifacts.signature.parameters), "") == "self"
     data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
-    return data, takes_self
+    return data, made, takes_self
 
 
 def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
