@@ -5,9 +5,10 @@
 A round has two parts. First the cold processes of all models run beside each other, in empty cache folders: graphex,
 graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They hold each other up, alike; their
 seconds are no cold start's alone. Then the warm ones run one by one: `graphex load` calls what was saved, the others
-find the caches of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end:
+find the caches of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end. With
+a limit, the cold processes of a round have COLD_SHARE of it; what has not ended by then is killed, and said.
 
-    imports     torch, torch._dynamo and `import graphex`, or `from graphex import load`, in a process of their own
+    imports     torch, torch._dynamo and graphex's backend, or `from graphex import load`, in a process of their own
     Dynamo      tracing the user's code and making guards
     passes      graphex: passes and rules, and the regions that Inductor compiles
     kernels     graphex: Triton kernels compiled, or found
@@ -71,8 +72,9 @@ TARGETS = (
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
 )
 
+COLD_SHARE = 0.6
 FORK = get_context("fork")
-_IMPORTS = {"inductor": "import torch._dynamo", "graphex": "import graphex", "load": "from graphex import load"}
+_IMPORTS = {"inductor": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
 
 Stages = dict[str, float]
 Run = Callable[[Callable[..., Any]], object]
@@ -172,11 +174,17 @@ def captures(journal: graphex.Journal) -> float:
     return sum(record.seconds for record in journal.captures)
 
 
-def imports() -> dict[str, float]:
-    """Seconds until each backend is imported, one after the other in a process of their own."""
+def imports(until: float) -> dict[str, float]:
+    """Seconds until each backend is imported, one after the other in a process of their own; zeros without the time."""
     timed = "; ".join(f"{each}; print(time.perf_counter() - t)" for each in _IMPORTS.values())
     code = f"import time; t = time.perf_counter(); {timed}"
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    try:
+        left = max(0.1, until - time.perf_counter())
+        text = subprocess.run([sys.executable, "-c", code], timeout=left, **options).stdout
+    except subprocess.TimeoutExpired:
+        print("imports: there was no time left", flush=True)
+        return dict.fromkeys((*_IMPORTS, "save"), 0.0)
     found = dict(zip(_IMPORTS, map(float, text.split()), strict=True))
     return {**found, "save": found["load"]}
 
@@ -232,6 +240,7 @@ def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...], envi
         sender.send(function(*args))
     except Exception:
         sender.send(traceback.format_exc())
+    os._exit(0)  # nothing is left to be written, and a compiler's processes need not be waited for
 
 
 def in_a_process(function: Callable[[], Any]) -> Any:
@@ -245,9 +254,7 @@ def in_a_process(function: Callable[[], Any]) -> Any:
     return found
 
 
-def one_round(
-    models: list[str], rows: list[str], imported: dict[str, float], until: float
-) -> dict[str, dict[str, Stages]]:
+def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dict[str, Stages]]:
     """Every row of each model; a row that fails is left out, and says why."""
     found: dict[str, dict[str, Stages]] = {model: {} for model in models}
     wanted = {*rows, *(NEEDED[row] for row in rows if row in NEEDED)}
@@ -256,13 +263,15 @@ def one_round(
         if isinstance(made, str):
             print(f"{job.model}, {job.row}: {made}", flush=True)
         else:
-            found[job.model][job.row] = made = {**made, "imports": imported[job.backend]}
+            found[job.model][job.row] = made = {"imports": 0.0, **made}  # these are measured last
             print(line(f"{job.model}, {job.row}", made), flush=True)
 
     with tempfile.TemporaryDirectory() as root:
         pairs = [(model, row) for row in ROWS_OF_FILES for model in models if row in wanted]
         pairs = [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
-        for job, made in side_by_side([Job.of(*pair, root) for pair in pairs if pair[1] in COLD], until):
+        now = time.perf_counter()
+        cold = [Job.of(*pair, root) for pair in pairs if pair[1] in COLD]
+        for job, made in side_by_side(cold, now + COLD_SHARE * (until - now)):
             add(job, made)
         for pair in (pair for pair in pairs if pair[1] in WARM and NEEDED[pair[1]] in found[pair[0]]):
             for job, made in side_by_side([Job.of(*pair, root)], until):
@@ -312,8 +321,11 @@ def main() -> None:
     chosen = parser.parse_args()
     until = time.perf_counter() + chosen.limit
     print(in_a_process(machine), flush=True)
-    models, imported = chosen.model or list(MODELS), imports()
-    rounds = [one_round(models, chosen.row or list(ROWS), imported, until) for _ in range(chosen.rounds)]
+    models = chosen.model or list(MODELS)
+    rounds = [one_round(models, chosen.row or list(ROWS), until) for _ in range(chosen.rounds)]
+    imported = imports(until)
+    for row, found in ((row, found) for each in rounds for made in each.values() for row, found in made.items()):
+        found["imports"] = imported[(COLD | WARM)[row][0]]
     for model in models:
         print(f"\n{model}, {chosen.rounds} rounds\n\n{table([found[model] for found in rounds])}", flush=True)
 
