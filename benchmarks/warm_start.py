@@ -1,13 +1,14 @@
 """Times the first call of a model in a process that starts, with empty caches and with those of the process before.
 
-    PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--rounds 3]
+    PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--rounds 3] [--limit 100]
 
-Every round runs two processes one after the other for each backend, in empty cache folders: the first is cold, the
-second warm. `graphex load` calls what `graphex.save` wrote in a process before. Beside them stand Inductor
-(`mode="reduce-overhead"`), which has caches of its own, and, for what keeping costs, graphex without a cache. Each line
-is printed when it is there, and the medians of all rounds at the end:
+A round has two parts. First the cold processes of all models run beside each other, in empty cache folders: graphex,
+graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They hold each other up, alike; their
+seconds are no cold start's alone. Then the warm ones run one by one: `graphex load` calls what was saved, the others
+find the caches of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end. With
+a limit, the cold processes of a round have COLD_SHARE of it; what has not ended by then is killed, and said.
 
-    imports     torch, torch._dynamo and `import graphex`, or `from graphex import load`, in a process of their own
+    imports     torch, torch._dynamo and graphex's backend, or `from graphex import load`, in a process of their own
     Dynamo      tracing the user's code and making guards
     passes      graphex: passes and rules, and the regions that Inductor compiles
     kernels     graphex: Triton kernels compiled, or found
@@ -18,7 +19,8 @@ is printed when it is there, and the medians of all rounds at the end:
     total       all but the imports
 
 A measured process is forked from one that has made these imports and not touched the GPU. The models: decode steps of 8
-and 32 layers, BERT, and a training step of ResNet-50, smaller on a CPU.
+and 32 layers, BERT, and a training step of ResNet-50, smaller on a CPU. What the cache costs a cold start is also told
+by the seconds spent on it, which other processes do not disturb.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +53,28 @@ from benchmarks.measure import machine, synchronize
 MODELS = ("decode-8", "decode-32", "bert", "resnet-training")
 STAGES = ("imports", "Dynamo", "passes", "kernels", "cache", "rest", "capture", "first call", "total")
 ROWS = ("graphex cold", "graphex warm", "graphex load", "graphex without cache", "inductor cold", "inductor warm")
+COLD = {  # row: backend, folder, environment
+    "graphex cold": ("graphex", "graphex", {}),
+    "graphex without cache": ("graphex", "without", {"GRAPHEX_CACHE": "off"}),
+    "inductor cold": ("inductor", "inductor", {}),
+    "save": ("save", "saved", {}),
+}
+WARM = {
+    "graphex load": ("load", "saved", {}),
+    "graphex warm": ("graphex", "graphex", {}),
+    "inductor warm": ("inductor", "inductor", {}),
+}
+SAVED = ("save", "graphex load")  # not for training
+ROWS_OF_FILES = (*COLD, *WARM)
+NEEDED = {"graphex load": "save", "graphex warm": "graphex cold", "inductor warm": "inductor cold"}
 TARGETS = (
     ("warm against Inductor's warm, at most 0.5", "graphex warm", "inductor warm"),
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
 )
 
+COLD_SHARE = 0.6
 FORK = get_context("fork")
-_GRAPHEX = "import graphex"
-_IMPORTS = {"inductor": "", "load": "from graphex import load", "save": _GRAPHEX, "graphex": _GRAPHEX}
+_IMPORTS = {"inductor": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
 
 Stages = dict[str, float]
 Run = Callable[[Callable[..., Any]], object]
@@ -109,8 +125,9 @@ def saved(model: torch.nn.Module, run: Run) -> Stages:
         return model(*args, **kwargs)
 
     run(call)
+    started = time.perf_counter()
     graphex.save(model, given[0], _file(), kwargs=given[1])
-    return {}
+    return {**dict.fromkeys(STAGES, 0.0), "total": time.perf_counter() - started}
 
 
 @torch.no_grad()
@@ -157,71 +174,112 @@ def captures(journal: graphex.Journal) -> float:
     return sum(record.seconds for record in journal.captures)
 
 
-@cache
-def imports(backend: str) -> float:
-    """Seconds of the imports, in a process of their own."""
-    timed = f"t = time.perf_counter(); import torch._dynamo; {_IMPORTS[backend]}; print(time.perf_counter() - t)"
-    return float(subprocess.run([sys.executable, "-c", f"import time; {timed}"], capture_output=True).stdout)
-
-
-def measured(model: str, backend: str, folder: str, **switches: str) -> Stages:
-    """The stages in a new process with these cache folders."""
-    caches = {name: os.path.join(folder, name) for name in CACHES}
-    found: Stages = in_a_process(stages, model, backend, **caches, **switches)
-    return {**found, "imports": imports(backend)}
-
-
-def in_a_process(function: Callable[..., Any], *args: Any, **environment: str) -> Any:
-    """What a function returns in a new process, which has the modules of this one."""
-    receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_send, args=(sender, function, args, environment))
-    process.start()
-    sender.close()
+def imports(until: float) -> dict[str, float]:
+    """Seconds until each backend is imported, one after the other in a process of their own; zeros without the time."""
+    timed = "; ".join(f"{each}; print(time.perf_counter() - t)" for each in _IMPORTS.values())
+    code = f"import time; t = time.perf_counter(); {timed}"
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
     try:
-        result, problem = receiver.recv()
+        left = max(0.1, until - time.perf_counter())
+        text = subprocess.run([sys.executable, "-c", code], timeout=left, **options).stdout
+    except subprocess.TimeoutExpired:
+        print("imports: there was no time left", flush=True)
+        return dict.fromkeys((*_IMPORTS, "save"), 0.0)
+    found = dict(zip(_IMPORTS, map(float, text.split()), strict=True))
+    return {**found, "save": found["load"]}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of a model, measured in a process of its own, with caches in a folder."""
+
+    model: str
+    row: str
+    backend: str
+    environment: dict[str, str]
+
+    @classmethod
+    def of(cls, model: str, row: str, root: str) -> Job:
+        backend, name, switches = (COLD | WARM)[row]
+        folder = os.path.join(root, model, name)
+        return cls(model, row, backend, {each: os.path.join(folder, each) for each in CACHES} | switches)
+
+
+def side_by_side(jobs: list[Job], until: float) -> Iterator[tuple[Job, Stages | str]]:
+    """The stages of each job when it has ended, or why there are none."""
+    running = {}
+    for job in jobs:
+        receiver, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_send, args=(sender, stages, (job.model, job.backend), job.environment))
+        process.start()
+        sender.close()
+        running[receiver] = (job, process)
+    while running:
+        ready = wait(list(running), max(0.0, until - time.perf_counter()))
+        for receiver in ready or list(running):
+            job, process = running.pop(receiver)
+            if not ready:
+                process.kill()
+            process.join()
+            yield job, _received(receiver) if ready else "there was no time left"
+
+
+def _received(receiver: Any) -> Any:
+    try:
+        return receiver.recv()
     except EOFError:
-        result, problem = None, "the process has ended"
-    process.join()
-    if problem:
-        raise RuntimeError(problem)
-    return result
+        return "the process has ended"
 
 
 def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     try:
-        sender.send((function(*args), ""))
+        sender.send(function(*args))
     except Exception:
-        sender.send((None, traceback.format_exc()))
+        sender.send(traceback.format_exc())
+    os._exit(0)  # nothing is left to be written, and a compiler's processes need not be waited for
 
 
-def one_round(model: str, rows: tuple[str, ...]) -> dict[str, Stages]:
-    """Every row of a model; a row that fails is left out, and says why."""
-    found: dict[str, Stages] = {}
-
-    def add(row: str, backend: str, folder: str, **switches: str) -> None:
-        try:
-            made = measured(model, backend, folder, **switches)
-        except RuntimeError as error:
-            print(f"{model}, {row}: {error}", flush=True)
-        else:
-            if row in ROWS:
-                found[row] = made
-                print(line(f"{model}, {row}", made), flush=True)
-
-    for backend in ("graphex", "inductor"):
-        with tempfile.TemporaryDirectory() as folder:
-            for state in ("cold", "warm"):
-                if {f"{backend} {state}", f"{backend} warm"} & set(rows):
-                    add(f"{backend} {state}", backend, folder)
-    if "graphex load" in rows and not model.endswith("-training"):
-        with tempfile.TemporaryDirectory() as folder:
-            add("save", "save", folder)
-            add("graphex load", "load", folder)
-    if "graphex without cache" in rows:
-        with tempfile.TemporaryDirectory() as folder:
-            add("graphex without cache", "graphex", folder, GRAPHEX_CACHE="off")
+def in_a_process(function: Callable[[], Any]) -> Any:
+    """What a function returns in a new process: this one must not touch the GPU before it forks."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_send, args=(sender, function, (), {}))
+    process.start()
+    sender.close()
+    found = _received(receiver)
+    process.join()
     return found
+
+
+def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dict[str, Stages]]:
+    """Every row of each model; a row that fails is left out, and says why."""
+    found: dict[str, dict[str, Stages]] = {model: {} for model in models}
+    wanted = {*rows, *(NEEDED[row] for row in rows if row in NEEDED)}
+
+    def add(job: Job, made: Stages | str) -> None:
+        if isinstance(made, str):
+            print(f"{job.model}, {job.row}: {made}", flush=True)
+        else:
+            found[job.model][job.row] = made = {"imports": 0.0, **made}  # these are measured last
+            print(line(f"{job.model}, {job.row}", made), flush=True)
+
+    with tempfile.TemporaryDirectory() as root:
+        pairs = [(model, row) for row in ROWS_OF_FILES for model in models if row in wanted]
+        pairs = [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
+        now = time.perf_counter()
+        cold = [Job.of(*pair, root) for pair in pairs if pair[1] in COLD]
+        for job, made in side_by_side(cold, now + COLD_SHARE * (until - now)):
+            add(job, made)
+        for pair in (pair for pair in pairs if pair[1] in WARM and NEEDED[pair[1]] in found[pair[0]]):
+            for job, made in side_by_side([Job.of(*pair, root)], until):
+                add(job, made)
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def line(row: str, found: Stages) -> str:
@@ -241,6 +299,9 @@ def table(rounds: list[dict[str, Stages]]) -> str:
     for what, ours, other in TARGETS:
         if ours in medians and other in medians:
             lines.append(f"{what}: {medians[ours]['total'] / medians[other]['total']:.2f}")
+    if "graphex cold" in medians:
+        cold = medians["graphex cold"]
+        lines.append(f"the cache in a cold start, at most 0.03: {cold['cache'] / (cold['total'] - cold['cache']):.3f}")
     if "graphex load" in medians:
         lines.append(
             f"load to the first result, at most 0.5 s (8 layers), 1.0 s (32): {medians['graphex load']['total']:.2f}"
@@ -256,11 +317,17 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--row", choices=ROWS, action="append")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which nothing is begun or awaited")
     chosen = parser.parse_args()
-    print(in_a_process(machine))
-    for model in chosen.model or MODELS:
-        rounds = [one_round(model, tuple(chosen.row or ROWS)) for _ in range(chosen.rounds)]
-        print(f"\n{model}, {chosen.rounds} rounds\n\n{table(rounds)}", flush=True)
+    until = time.perf_counter() + chosen.limit
+    print(in_a_process(machine), flush=True)
+    models = chosen.model or list(MODELS)
+    rounds = [one_round(models, chosen.row or list(ROWS), until) for _ in range(chosen.rounds)]
+    imported = imports(until)
+    for row, found in ((row, found) for each in rounds for made in each.values() for row, found in made.items()):
+        found["imports"] = imported[(COLD | WARM)[row][0]]
+    for model in models:
+        print(f"\n{model}, {chosen.rounds} rounds\n\n{table([found[model] for found in rounds])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from graphex.debug.history import GraphHistory, readable_path
 from graphex.device import kernel_runtime
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
+from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
+from graphex.frontend.origin import origin_of
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
@@ -177,8 +179,6 @@ def _compile(
     custom_decompositions: Decompositions | None,
     store: Path | None = None,
 ) -> Any:
-    from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
-
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
     compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm), store=store)
@@ -228,8 +228,6 @@ def _begin(
     is_whole: bool = True,
     store: Path | None = None,
 ) -> Compilation:
-    from graphex.frontend.origin import origin_of
-
     config = _noted(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory(), journal.debug_names)

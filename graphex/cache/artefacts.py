@@ -139,8 +139,6 @@ def artefact_of(
     made.records = [record for record in records if isinstance(record, _FACTS)]
     if lost := next((each for each in records if isinstance(each, FellBack) and each.what != NOTHING), None):
         raise CannotStoreError(f"{lost.what}: {lost.reason}")  # the next process may do better
-    if any(isinstance(each, RegionCompiled) and each.status == "slower" and each.doubtful for each in records):
-        raise CannotStoreError("a region was slower on a busy machine: the next process tries it again")
     made.guards, made.lines = guards, given.lines
     return made
 

@@ -5,10 +5,11 @@
     writes that AOTAutograd counts, static inputs      all that its wrapper did around the calls of that graph
     constants, guards                                  made while it traced
 
-Only an inference graph that AOTAutograd hands over as it is has such an entry (`frontend.portable`). A key is made only
-of what decides its trace for certain: torch's own functions and ops of torch's and ours, plain arguments, strided
-tensors. A function of the user's in the graph, an op of another library, a constant or a mode: AOTAutograd traces it,
-and the graph that comes of that is looked up (`warm`).
+Only a graph that AOTAutograd hands over as it is has such an entry (`frontend.portable`): one for inference, or the two
+of a training step, around which its wrapper is made again (`StoredStep`). A key is made only of what decides its trace
+for certain: torch's own functions and ops of torch's and ours, plain arguments, strided tensors. A function of the
+user's in the graph, an op of another library, a constant, a mode, hooks on saved tensors: AOTAutograd traces it, and
+the graph that comes of that is looked up (`warm`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store
 from graphex.cache.warm import broken_guard, check_wanted, is_cache_on, made_here, why_missed
 from graphex.errors import one_line
-from graphex.records import CacheAsked
+from graphex.records import CacheAsked, Record
 from graphex.rewrite.compilation import Compilation
-from graphex.torch_private.aot import autograd_state, implemented_in_python, is_autocast_on
+from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, is_transformed, modes_enabled
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, conditions, stated_since
 
@@ -68,47 +69,77 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A call, as it is stored. `places`: which of Dynamo's nodes each of AOTAutograd's has its trace from, or -1."""
+    """A call, as it is stored. `places`: which of Dynamo's nodes each of AOTAutograd's has its trace from, or -1.
+
+    `step` is there for a training step, of which this is the forward.
+    """
 
     handed: HandedOver
     places: list[int]
     guards: list[Any]
+    step: StoredStep | None = None
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """The rest of a training step: its backward, which is in another entry, and all that AOTAutograd's wrapper knows.
+
+    `saved` are the records of what the forward saves.
+    """
+
+    backward: StoredCall
+    entry: str
+    wrapper: bytes
+    saved: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A stored graph, as it runs here."""
+
+    phase: str
+    made: Made
+    handed: HandedOver
+    entry: str
+    bytes: int
 
 
 @dataclass
 class CallSearch:
-    """What the cache has for a call. `made` is the graph that was stored; None, with a reason, without one."""
+    """What the cache has for a call: a graph, or the two of a training step; nothing, with a reason, without them."""
 
     compilation: Compilation
     gm: GraphModule | None = None
-    made: Made | None = None
-    handed: HandedOver | None = None
+    found: tuple[Found, ...] = ()
+    step: StoredStep | None = None
     reason: str = ""
     key: Key | None = None
-    entry: str = ""  # that of the graph
-    bytes: int = 0
     seconds: float = 0.0
     mode: FakeTensorMode | None = None
     guards: int = 0  # those of the shape environment before AOTAutograd
 
-    def note(self, name: str) -> None:
-        """Record the graph that was found under this name."""
-        assert self.made is not None
-        for record in self.made.records:
+    def note(self, found: Found, name: str) -> None:
+        """Record a graph that was found under this name."""
+        saved = self.step.saved if self.step is not None and found.phase == "forward" else ()
+        for record in (*saved, *found.made.records):
             self.compilation.journal.add(replace(record, graph=name))
-        self.compilation.journal.add(CacheAsked(name, "hit", self.entry, "", self.seconds, self.bytes))
+        seconds = self.seconds / len(self.found)
+        self.compilation.journal.add(CacheAsked(name, "hit", found.entry, "", seconds, found.bytes))
 
-    def keep(self, handed: HandedOver, graph: str) -> None:
+    def keep(self, handed: HandedOver, graph: str, step: StoredStep | None = None) -> None:
         """Store a call that was missed; `graph` is the entry of the graph that AOTAutograd made of it."""
-        if self.key is None or self.mode is None or self.gm is None or not graph:
+        if self.key is None or self.mode is None or not graph:
             return
-        traces = [str(node.meta.get(TRACE) or "") for node in self.gm.graph.nodes]
-        known = {trace: place for place, trace in reversed(list(enumerate(traces))) if trace}
-        places = [known.get(trace, -1) for trace in handed.traces]
-        guards = stated_since(self.mode.shape_env, self.guards)
-        call = StoredCall(replace(handed, traces=()), places, guards)
+        call = replace(self.stored(handed), guards=stated_since(self.mode.shape_env, self.guards), step=step)
         with suppress(OSError):  # said of the graph
             Store(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
+
+    def stored(self, handed: HandedOver) -> StoredCall:
+        """A graph that AOTAutograd has made of this call, with source traces as places of Dynamo's nodes."""
+        assert self.gm is not None
+        traces = [str(node.meta.get(TRACE) or "") for node in self.gm.graph.nodes]
+        known = {trace: place for place, trace in reversed(list(enumerate(traces))) if trace}
+        return StoredCall(replace(handed, traces=()), [known.get(trace, -1) for trace in handed.traces], [])
 
 
 def look_up_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> CallSearch:
@@ -141,24 +172,30 @@ def _load(search: CallSearch) -> None:
         call = pickle.loads(data)
         if not isinstance(call, StoredCall):
             raise ValueError("it is not a call")
-        content = store.artefact(id)
         if (broken := broken_guard(search.mode, call.guards)) is not None:
             search.reason = f"the stored graph is for sizes with {broken}"
             continue
-        _make(search, call, Artefact.from_bytes(content))
-        search.entry, search.bytes, search.reason = id, len(content), ""
-        store.note_hit(id)
+        if call.step is None:
+            found = [_made(search, store, "inference", id, call)]
+        else:
+            found = [_made(search, store, "forward", id, call)]
+            found.append(_made(search, store, "backward", call.step.entry, call.step.backward))
+        search.found, search.step, search.reason = tuple(found), call.step, ""
+        for each in found:
+            store.note_hit(each.entry)
         return
     search.reason = search.reason or why_missed(search.key, store.calls_alike(search.key))
 
 
-def _make(search: CallSearch, call: StoredCall, artefact: Artefact) -> None:
+def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCall) -> Found:
     compilation = search.compilation
     assert search.gm is not None
     assert search.mode is not None
+    content = store.artefact(id)
+    artefact = Artefact.from_bytes(content)
     given = _given(call, artefact, list(search.gm.graph.nodes))
-    search.made = made_here(artefact, given, search.mode, compilation, compilation.name_graph("inference"))
-    search.handed = call.handed
+    made = made_here(artefact, given, search.mode, compilation, compilation.name_graph(phase))
+    return Found(phase, made, call.handed, id, len(content))
 
 
 def _given(call: StoredCall, artefact: Artefact, nodes: list[Node]) -> Given:
@@ -182,6 +219,8 @@ def _checked(gm: Any) -> GraphModule:
         raise CannotStoreError("it is inside of a transform of torch.func, or of forward-mode AD")
     if is_autocast_on():
         raise CannotStoreError("autocast is on")
+    if torch.is_grad_enabled() and has_hooks_on_saved_tensors():
+        raise CannotStoreError("hooks on saved tensors take part in a training step")
     if op := implemented_in_python():
         raise CannotStoreError(f"torch's own op {op} has an implementation in Python")
     if next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None:

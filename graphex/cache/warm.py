@@ -27,7 +27,7 @@ from graphex.cache.keys import Key, devices_of, difference, key_of, nearest
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
 from graphex.errors import one_line
-from graphex.records import CacheAsked
+from graphex.records import CacheAsked, RegionCompiled
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
@@ -76,6 +76,8 @@ class Search:
             self.artefact = artefact_of(gm, functional, self.given, records, guards)
             if self.key is None:
                 return
+            if any(isinstance(each, RegionCompiled) and each.status == "slower" and each.doubtful for each in records):
+                raise CannotStoreError("a region was slower on a busy machine: the next process tries it again")
             size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
             self.reason = str(error)
@@ -96,6 +98,7 @@ class Search:
         self.compilation.fall_back(self.name, "compiled graphs are not kept for the next process", reason)
 
 
+@env.collector_paused()
 def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, static_inputs: Sequence[int]) -> Search:
     """Find a graph, as AOTAutograd gave it, in the cache. What is found is made to run here, with its records."""
     started = time.perf_counter()

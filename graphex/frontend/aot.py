@@ -10,28 +10,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
-from graphex.cache.calls import CallSearch, HandedOver
+from graphex.cache.calls import CallSearch, HandedOver, StoredStep
 from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.attention import attention_kept_whole
-from graphex.frontend.compiler import Executables, compile_graph, load_call
+from graphex.frontend.compiler import ACTIVATIONS, Executables, compile_graph, load_call, saved_memory
 from graphex.frontend.partition import partition
 from graphex.frontend.portable import Portable, called, given_by_autograd, handed_over, portable
 from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
 from graphex.ops.definition import has_triton
+from graphex.passes.pipeline import stages
 from graphex.passes.updates import note_program_writes
-from graphex.records import FellBack, Journal
+from graphex.records import FellBack, Journal, Record
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.autograd import COUNTED, TANGENT, carry_tangents
-from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.program import Program
 from graphex.torch_private.aot import (
@@ -41,12 +41,21 @@ from graphex.torch_private.aot import (
     is_autocast_on,
     is_compiled_ahead,
     only_hands_over,
+    packed_step,
     regenerated_outputs,
     register_as_serializable,
     static_input_indices,
+    step_metadata,
+    unpacked_step,
     without_autograd_cache,
 )
-from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis, disable, dual_level, flatten_graph_inputs
+from graphex.torch_private.dynamo import (
+    TensorifyScalarRestartAnalysis,
+    compile_stage,
+    disable,
+    dual_level,
+    flatten_graph_inputs,
+)
 from graphex.torch_private.inductor import start_compilers
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
@@ -82,10 +91,10 @@ def _compile_flat(
     _note_subclasses(example_inputs, compilation)
     try:
         check_required()
-        program, call = load_call(compilation, gm, example_inputs)
-        if program is not None and call.handed is not None:
+        programs, call = load_call(compilation, gm, example_inputs)
+        if programs:
             with counted():
-                return called(program, call.handed)
+                return _called(programs, call, gm, compilation)
         with context:
             return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
@@ -94,6 +103,17 @@ def _compile_flat(
         plain = _plainly(gm, example_inputs)  # raises what the user would see without graphex
         compilation.fall_back("-", "the model runs without graphex's passes", error)
         return plain
+
+
+def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilation: Compilation) -> Compiled:
+    """What was found in the cache, as Dynamo calls it."""
+    if call.step is None:
+        return called(programs[0], call.found[0].handed)
+    forward, backward = programs
+    stored = call.found[1].made
+    untraced = disable(backward, reason="the compiled backward is not traced")
+    step = unpacked_step(call.step.wrapper, forward, untraced, lambda: GraphModule(stored.gm, stored.functional))
+    return _with_tangents(lambda *args: step(list(args)), gm, compilation)
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
@@ -121,8 +141,8 @@ def _aot(
         compiled: Compiled = aot_module_simplified(
             gm,
             example_inputs,
-            fw_compiler=phases.compiler("forward"),
-            bw_compiler=_untraced(phases.compiler("backward")),
+            fw_compiler=phases.forward,
+            bw_compiler=_untraced(phases.backward),
             inference_compiler=phases.inference,
             partition_fn=functools.partial(partition, compilation=compilation, has_out=phases.has_out),
             decompositions=decompositions(custom_decompositions),
@@ -137,21 +157,30 @@ class _Phases:
     def __init__(self, gm: Any, example_inputs: Sequence[Any], compilation: Compilation, call: CallSearch) -> None:
         self.gm, self.example_inputs, self.compilation, self.call = gm, example_inputs, compilation, call
         self.has_out = _may_write_to_out(gm)
-        # Of two versions, which one ran is not known; in a pool of the user's, other programs write too.
-        may_keep = not compilation.config.auto_streams and compilation.config.use_graph_pool is None
-        self._saved = SavedMemory() if may_keep else None
+        self._saved = saved_memory(compilation)
         self._may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
-        self._trains = False
+        self._steps: list[_Step] = []
         self._bypasses: list[Bypass] = []
         self._portable: list[Portable | str] = []
         self._handed: list[tuple[HandedOver, str]] = []
 
-    def compiler(self, phase: str) -> Callable[..., Program]:
-        def compile_phase(graph: GraphModule, inputs: Sequence[Any]) -> Program:
-            self._trains = self._trains or phase == "forward"
-            return self._compiled(graph, inputs, phase).program
+    def forward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
+        step = _Step(given_by_autograd(graph) if self._may_bypass else _NOT_PLAIN, step_metadata())
+        self._steps.append(step)
+        step.saved = tuple(graph.graph.output_node().meta.get(ACTIVATIONS, ()))
+        step.made = self._compiled(graph, inputs, "forward")
+        if not isinstance(step.given, str):
+            step.given = handed_over(step.given, graph, self.gm, self.example_inputs, step.made.program.written)
+        return step.made.program
 
-        return compile_phase
+    def backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
+        gradients = tuple(graph.graph.output_node().args[0])
+        given = given_by_autograd(graph)
+        made = self._compiled(graph, inputs, "backward")
+        if len(self._steps) == 1 and not isinstance(given, str):
+            with compile_stage("graphex_cache"):
+                self._steps[0].keep(self.call, given, made, gradients)
+        return made.program
 
     def inference(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
         as_given = given_by_autograd(graph) if self._may_bypass else _NOT_PLAIN
@@ -171,10 +200,11 @@ class _Phases:
         """AOTAutograd's result as Dynamo calls it; the cache keeps a note of it."""
         if len(self._bypasses) == 1:
             compiled = self._bypasses[0].around(compiled)
-        elif self._trains:
+        elif self._steps:
             compiled = _with_tangents(compiled, self.gm, self.compilation)
-        if len(self._handed) == 1 and not self._trains:
-            self.call.keep(*self._handed[0])
+        if len(self._handed) == 1 and not self._steps:
+            with compile_stage("graphex_cache"):
+                self.call.keep(*self._handed[0])
         if self.compilation.is_ahead:
             compiled.portable = self._portable[0] if len(self._portable) == 1 else _NOT_PLAIN  # type: ignore[attr-defined]
         return compiled
@@ -189,6 +219,28 @@ class _Phases:
             return compile_graph(gm, inputs, self.compilation, phase, static_input_indices())
         static = static_input_indices() if phase == "forward" else ()
         return compile_graph(gm, inputs, self.compilation, phase, static, self._saved)
+
+
+@dataclass
+class _Step:
+    """The forward of a training step, until its backward is compiled and the cache keeps both."""
+
+    given: HandedOver | str
+    metadata: Any
+    saved: tuple[Record, ...] = ()
+    made: Executables | None = None
+
+    def keep(self, call: CallSearch, backward: HandedOver, made: Executables, gradients: Sequence[Any]) -> None:
+        """Keep a step that AOTAutograd only hands over, of fixed sizes and without passes on its joint graph."""
+        if isinstance(self.given, str) or self.made is None or call.key is None:
+            return
+        graphs = [each.artefact for each in (self.made, made)]
+        fixed = all(not isinstance(each, str) and not each.guards for each in graphs)
+        wrapper = packed_step(self.metadata, gradients)
+        if not fixed or isinstance(wrapper, str) or not made.entry or any(stages(call.compilation.config, joint=True)):
+            return
+        only_read = replace(backward, static_inputs=(), counted=(), dynamic={})
+        call.keep(self.given, self.made.entry, StoredStep(call.stored(only_read), made.entry, wrapper, self.saved))
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.contract import every_node
-from graphex.cache.artefacts import Artefact
+from graphex.cache.artefacts import Artefact, Made
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call
 from graphex.cache.warm import look_up
@@ -19,6 +21,7 @@ from graphex.debug.dumps import dump_graph, dumping_executable
 from graphex.debug.orders import shuffled
 from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
+from graphex.env import collector_paused
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import GraphCompiled, KernelsPlanned, Verified
@@ -48,6 +51,20 @@ class Executables(NamedTuple):
     functional: FunctionalProgram
     artefact: Artefact | str
     entry: str
+
+
+def _import_kernels() -> None:
+    """Import what kernels need, where torch is built for GPUs: the first call is not to wait for it.
+
+    Triton itself imports the last one when the first kernel gets its arguments.
+    """
+    if has_triton() and torch.version.cuda is not None:
+        for name in ("graphex.kernels.precompile", "graphex.kernels.attention", "triton.experimental.gluon.language"):
+            with suppress(ImportError):  # said where it is used
+                import_module(name)
+
+
+_import_kernels()
 
 
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
@@ -82,26 +99,41 @@ def compile_graph(
     return Executables(program, functional, search.artefact or search.reason, search.entry)
 
 
-def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[Program | None, CallSearch]:
-    """The program for a graph of Dynamo's that AOTAutograd need not trace: the cache knows what would come of it."""
+@collector_paused()
+def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[list[Program], CallSearch]:
+    """The programs for a graph of Dynamo's that AOTAutograd need not trace: the cache knows what would come of it.
+
+    One for inference; the forward and the backward of a training step.
+    """
     with compile_stage("graphex_cache"):
         search = look_up_call(compilation, gm, example_inputs)
-    if search.made is None or search.handed is None:
-        return None, search
-    made, handed = search.made, search.handed
-    name = _note_graph(compilation, "inference", *handed.sizes)
-    search.note(name)
-    program = executable(compilation, name, made.gm, made.functional, "inference", handed.static_inputs)
-    compilation.log(name, replays=program.may_replay)
-    return program, search
+    programs, saved = [], saved_memory(compilation)
+    for found in search.found:
+        name = _note_graph(compilation, found.phase, *found.handed.sizes)
+        search.note(found, name)
+        shared = None if found.phase == "inference" else saved
+        programs.append(executable(compilation, name, found.made, found.phase, found.handed.static_inputs, shared))
+        compilation.log(name, replays=programs[-1].may_replay)
+    return programs, search
+
+
+def saved_memory(compilation: Compilation) -> SavedMemory | None:
+    """Memory that both graphs of a training step know, unless others may write to it, or which one ran is not known."""
+    config = compilation.config
+    return SavedMemory() if not config.auto_streams and config.use_graph_pool is None else None
 
 
 def executable(
-    compilation: Compilation, name: str, gm: GraphModule, functional: Graph, phase: str, static_inputs: Sequence[int]
+    compilation: Compilation,
+    name: str,
+    made: Made,
+    phase: str,
+    static_inputs: Sequence[int],
+    saved: SavedMemory | None = None,
 ) -> Program:
     """The program of a graph that was optimised before, in another process."""
-    made = FunctionalProgram(compilation, name, gm, functional)
-    return _executable(compilation, name, gm, made, phase, static_inputs, gm, None)
+    functional = FunctionalProgram(compilation, name, made.gm, made.functional)
+    return _executable(compilation, name, made.gm, functional, phase, static_inputs, made.gm, None, saved)
 
 
 def _executable(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphex.analysis.aliasing import RETURNED
 from graphex.cache.artefacts import LARGEST_CONSTANTS, Artefact, Given, made_from
 from graphex.cache.calls import HandedOver
 from graphex.cache.keys import machine_of
@@ -89,7 +90,7 @@ class Portable:
         for record in made.records:
             journal.add(record)
         journal.add(CacheAsked(name, "hit", "", "it was saved"))
-        program = executable(compilation, name, made.gm, made.functional, "inference", self.handed.static_inputs)
+        program = executable(compilation, name, made, "inference", self.handed.static_inputs)
         return called(program, self.handed)
 
 
@@ -155,7 +156,8 @@ def _why_not_plain(
     graph: GraphModule, dynamo_graph: GraphModule, example_inputs: Sequence[Any], written: Sequence[int]
 ) -> str:
     """The work of AOTAutograd around the calls of a graph, besides turning gradients off and counting writes."""
-    inputs, results = (len(list(each)) for each in (graph.graph.find_nodes(op="placeholder"), _results(graph)))
+    inputs = len(graph.graph.find_nodes(op="placeholder"))
+    results = graph.graph.output_node().meta.get(RETURNED, len(_results(graph)))  # a forward also saves values
     if any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in example_inputs):
         return "an input is of a subclass of Tensor"
     if inputs != len(example_inputs) or results != len(_results(dynamo_graph)):

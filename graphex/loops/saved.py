@@ -14,16 +14,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphex import env
 from graphex.backend import get_backend
 from graphex.cache.keys import machine_of
-from graphex.env import open_folder, sealed, unsealed, why_off, written_whole
+from graphex.device import kernel_runtime
+from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
 from graphex.errors import GraphexError, InputError, one_line
-from graphex.records import Journal
+from graphex.frontend.aot import CompiledAhead
+from graphex.loops.warm_up import undone
+from graphex.records import FellBack, Journal
 from graphex.torch_private.aot import aot_compiled, aot_loaded
 
 _MARK = b"graphex saved function 1\n"
@@ -45,8 +50,9 @@ def save(
 ) -> Journal:
     """Compile a model or a function for the arguments of a call, and write it to a file; the journal of compiling it.
 
-    Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. Raises
-    GraphexError, saying why, where the compiled graph cannot be saved.
+    Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. On a GPU one
+    call is made, to measure which kernels are fastest; what it writes to its inputs is undone. Raises GraphexError,
+    saying why, where the compiled graph cannot be saved.
     """
     if not isinstance(args, (list, tuple)):
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
@@ -54,7 +60,7 @@ def save(
         raise InputError(f"nothing can be saved: {reason}.")
     backend = get_backend(options)
     try:
-        data, takes_self = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
+        data, made, takes_self = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
     except GraphexError:
         raise
     except Exception as error:
@@ -62,10 +68,24 @@ def save(
             raise error.__cause__ from error
         raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
     is_module = isinstance(model, torch.nn.Module)
+    given = (model, *args) if is_module and takes_self else tuple(args)
+    _choose_kernels(partial(made, *given, **(kwargs or {})), backend.journal)
     head = json.dumps({"machine": machine_of(()), "is_module": is_module, "takes_self": is_module and takes_self})
     with written_whole(Path(path)) as file:
         file.write(_MARK + sealed(head.encode() + b"\n" + data))
     return backend.journal
+
+
+def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
+    """Make one call where kernels run: those of several configurations are chosen now, and the next process knows."""
+    if kernel_runtime() is None or env.tuning() == "off":
+        return
+    try:
+        with undone():
+            call()
+    except Exception as error:  # of the device, or of the model: the first call after `load` shows it
+        reason = one_line(error)
+        journal.fall_back(FellBack("-", "kernels are chosen in the first call of what is loaded", reason), warn=False)
 
 
 class Loaded:
@@ -76,7 +96,8 @@ class Loaded:
 
     def __init__(self, function: Any, model: torch.nn.Module | None) -> None:
         self._function, self._model = function, model
-        self.journal: Journal = function._artifacts.compiled_fn.journal
+        compiled: CompiledAhead = function._artifacts.compiled_fn
+        self.journal: Journal = compiled.journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args if self._model is None else (self._model, *args)
@@ -111,7 +132,8 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
         )
         raise InputError(f"'{path}' {wanted}.")
     names = {} if model is None else getattr(type(model).forward, "__globals__", {})
-    return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
+    with collector_paused():
+        return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
 
 
 def _why_not(error: RuntimeError) -> str:

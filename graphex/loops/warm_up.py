@@ -38,10 +38,9 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     if why_off():  # no graph of ours would undo what it writes
         return []
     before = len(found.records)
-    with _random_numbers_kept():
-        for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):
-            with warming_up():
-                compiled(*args, **kwargs)
+    for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):
+        with undone():
+            compiled(*args, **kwargs)
     return [record for record in found.records[before:] if isinstance(record, Captured)]
 
 
@@ -64,6 +63,13 @@ def _arguments(call: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _size(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
     return sum(leaf.numel() for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def undone() -> Iterator[None]:
+    """Calls inside capture, and leave their inputs and the random generators as they were."""
+    with _random_numbers_kept(), warming_up():
+        yield
 
 
 @contextmanager

@@ -8,10 +8,13 @@ wrapper. Without the tracing names, rules given as functions match nothing.
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -87,10 +90,11 @@ def register_as_serializable(kind: type) -> None:
 
 def aot_compiled(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: Callable[..., Any]
-) -> tuple[bytes, bool]:
-    """A function or a module, compiled by torch's `aot_compile` for these arguments, as bytes; whether it takes `self`.
+) -> tuple[bytes, Callable[..., Any], bool]:
+    """A function or a module, compiled by torch's `aot_compile` for these arguments: as bytes, and to be called.
 
-    A module of torch's own, such as `nn.Sequential`, is held by the function instead: the bytes refer to it.
+    The last says whether it takes `self`. A module of torch's own, such as `nn.Sequential`, is held by the function
+    instead: the bytes refer to it.
     """
     config = find("torch._dynamo.config")
     wanted = {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
@@ -99,7 +103,7 @@ def aot_compiled(
         made = (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
     takes_self = next(iter(made._artifacts.signature.parameters), "") == "self"
     data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
-    return data, takes_self
+    return data, made, takes_self
 
 
 def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
@@ -252,6 +256,109 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
         for index, info in enumerate(metadata.output_info)
         if info.output_type in made_again and info.base_idx is not None
     }
+
+
+# -- AOTAutograd's wrapper around a training step, made again where it is not traced again -----------------------------
+
+
+_RESULT = "torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult"
+_CONFIG = "torch._functorch._aot_autograd.schemas.AOTConfig"
+_COUNTER = "torch._functorch.aot_autograd.AOT_COUNTER"
+_HOOKS = "torch._C._autograd._top_saved_tensors_default_hooks"
+
+
+def has_hooks_on_saved_tensors() -> bool:
+    """Whether hooks are set that AOTAutograd may put into a training step, or this torch does not say."""
+    top = present(_HOOKS)
+    return top is None or top(True) is not None
+
+
+def step_metadata() -> Any:
+    """AOTAutograd's metadata of the training step being compiled; None where there are none."""
+    context = _context()
+    return None if context is None else context.fw_metadata
+
+
+def packed_step(metadata: Any, gradients: Sequence[Any]) -> bytes | str:
+    """What AOTAutograd's wrapper around a training step is made of, or why it cannot be made again of it.
+
+    `gradients` are the results of the backward. One without a gradient may be an input that the wrapper detaches.
+    """
+    if has_hooks_on_saved_tensors():
+        return "there are hooks on saved tensors"
+    try:
+        wants = [info.requires_grad for info in metadata.input_info]
+        if len(wants) != len(gradients) or metadata.num_symints_saved_for_bw or metadata.traced_tangents:
+            return "AOTAutograd changes what the backward takes or returns"
+        if any(value is None for value, wanted in zip(gradients, wants, strict=True) if wanted):
+            return "an input that requires a gradient gets none"
+        _step_result(metadata, None, None, None)  # raises where this torch wants more
+        kept = copy(metadata)
+        kept.bw_donated_idxs = []  # graphex's backward writes to nothing that was saved: a graph may be retained
+        return pickle.dumps(kept, protocol=5)
+    except Exception as error:  # a torch that keeps its books in another way; what it keeps may raise anything
+        return f"this torch does not say what its wrapper is made of: {error}"
+
+
+def unpacked_step(
+    data: bytes, forward: Callable[..., Any], backward: Callable[..., Any], backward_graph: Callable[[], GraphModule]
+) -> Callable[[list[Any]], Any]:
+    """A training step, as AOTAutograd's own cache makes it of two compiled graphs. `data` must be of this user's.
+
+    `backward_graph` is for compiled autograd, which traces the backward.
+    """
+    result = _step_result(pickle.loads(data), forward, backward, backward_graph)
+    step: Callable[[list[Any]], Any] = result.wrap_post_compile([], result.sanitized_aot_config, {})
+    return step
+
+
+def _step_result(metadata: Any, forward: Any, backward: Any, backward_graph: Any) -> Any:
+    config = find(_CONFIG)(
+        fw_compiler=None,
+        bw_compiler=None,
+        partition_fn=None,
+        decompositions=None,
+        num_params_buffers=0,
+        aot_id=next(find(_COUNTER)),
+        keep_inference_input_mutations=True,
+    )
+    kind = find(_RESULT)
+    texts = {each.name: None for each in fields(kind) if each.name.endswith("_str")}  # of graphs, for logs
+    return kind(
+        compiled_fw=_Compiled(forward),
+        compiled_bw=_Compiled(backward),
+        runtime_metadata=metadata,
+        dispatch_wrappers=[],
+        maybe_subclass_meta=None,
+        num_fw_outs_saved_for_bw=None,
+        indices_of_inps_to_detach=[],
+        forward_time_taken_ns=0,
+        backward_time_taken_ns=0,
+        sanitized_aot_config=config,
+        guards_expr=None,
+        serialized_bw_module=_Unpacked(backward_graph),
+        **texts,
+    )
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled graph, as an entry of AOTAutograd's cache has it."""
+
+    program: Any
+    num_symints_saved_for_bw_: int = 0
+    backward_state_indices: tuple[int, ...] = ()
+
+    def load(self, example_inputs: Any) -> Any:
+        return self.program
+
+    def post_compile(self, result: Any, settings: Any) -> Any:
+        return result
+
+
+@dataclass(frozen=True)
+class _Unpacked:
+    deserialize: Callable[[], GraphModule]
 
 
 # -- tracing a function to an ATen graph: forward alone, or forward and backward together ------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import graphex
+from graphex import Journal
 from tests.harness.cached import asked
 from tests.harness.cached import why_traced as why
 
@@ -106,6 +110,132 @@ def test_guards_of_the_trace_are_added_again(folder):
         assert why(graphex.journal(found)) == ""
 
 
+# -- training steps ----------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 3))
+
+
+def state_after(step: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Two steps: the loss, gradients of weights and of an input that has a history, and buffers that were written."""
+    before = x.clone().requires_grad_()
+    for _ in range(2):
+        loss = step(before * 2).square().sum()
+        loss.backward()
+    return [loss.detach(), before.grad, *(each.grad for each in model.parameters()), *model.buffers()]
+
+
+def trained(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[Tensor], Journal]:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="graphex", **options)
+    return state_after(compiled, model, x), graphex.journal(compiled)
+
+
+def reasons(journal: Journal) -> list[tuple[str, str]]:
+    return [(record.status, record.reason) for record in journal.cache]
+
+
+def test_a_training_step_is_not_traced_again(run):
+    x = torch.randn(6, 4)
+    first, cold = trained(net(), x)
+    second, warm = trained(net(), x)
+    assert asked(cold) == ["miss", "miss"]
+    assert reasons(warm) == [("hit", ""), ("hit", "")]
+    assert not warm.passes
+    eager = net()
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(second, state_after(eager, eager, x))
+
+
+def test_a_loaded_training_step_tells_what_it_saves(run):
+    (_, cold), (_, warm) = (trained(net(), torch.ones(6, 4)) for _ in range(2))
+    assert [graph.phase for graph in warm.graphs] == ["forward", "backward"]
+    assert warm.activations == cold.activations != []
+    assert [(graph.nodes, graph.inputs, graph.outputs) for graph in warm.graphs] == [
+        (graph.nodes, graph.inputs, graph.outputs) for graph in cold.graphs
+    ]
+
+
+def test_the_graph_of_a_loaded_training_step_is_retained_if_asked(run):
+    """Also where the process that compiled it never did so."""
+    trained(net(), torch.ones(6, 4))
+    torch._dynamo.reset()
+    model = net()
+    compiled = torch.compile(model, backend="graphex")
+    loss = compiled(torch.arange(24.0, requires_grad=True).view(6, 4) * 2).square().sum()
+    loss.backward(retain_graph=True)
+    once = model[0].weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model[0].weight.grad, once * 2)
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    assert reasons(graphex.journal(compiled)) == [("hit", ""), ("hit", "")]
+
+
+def test_a_loaded_training_step_is_traced_by_compiled_autograd(run):
+    x = torch.randn(6, 4)
+    first, _ = trained(net(), x)
+    model = net()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="graphex")
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        second = state_after(compiled, model, x)
+    torch.testing.assert_close(first, second)
+    assert reasons(graphex.journal(compiled))[0] == ("hit", "")
+
+
+def test_a_training_step_whose_backward_is_gone_is_compiled(run, folder):
+    x = torch.randn(6, 4)
+    first, cold = trained(net(), x)
+    (folder / f"{cold.cache[1].key}.graph").unlink()
+    second, warm = trained(net(), x)
+    assert asked(warm) == ["hit", "miss"]
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+    assert reasons(trained(net(), x)[1]) == [("hit", ""), ("hit", "")]
+
+
+def test_a_frozen_weight_is_another_training_step(run):
+    trained(net(), torch.ones(6, 4))
+    model = net()
+    model[0].weight.requires_grad_(False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="graphex")
+    compiled(torch.ones(6, 4)).sum().backward()
+    assert asked(graphex.journal(compiled)) == ["miss", "miss"]
+    assert model[0].weight.grad is None
+    assert model[3].weight.grad is not None
+
+
+def test_hooks_on_saved_tensors_are_traced(run):
+    """Those of this process are called: they take part in what AOTAutograd traces, or in its wrapper."""
+    x = torch.randn(6, 4)
+    trained(net(), x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+        assert "hooks" in reasons(trained(net(), x)[1])[0][1]
+
+
+def test_a_training_step_of_symbolic_sizes_is_traced(run):
+    x = torch.randn(6, 4)
+    trained(net(), x, dynamic=True)
+    assert all(reason for _, reason in reasons(trained(net(), x, dynamic=True)[1]))
+
+
+def test_a_training_step_that_returns_a_view_of_an_input_is_traced(run):
+    def step(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return weight * x, x[1:]
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled, x = torch.compile(step, backend="graphex"), torch.ones(3)
+        product, view = compiled(torch.ones(3, requires_grad=True), x)
+        product.sum().backward()
+        view.add_(1)
+        assert x.tolist() == [1.0, 2.0, 2.0]
+    assert all(reason for _, reason in reasons(graphex.journal(compiled)))
+
+
 # -- calls that are traced ---------------------------------------------------------------------------------------------
 
 
@@ -128,16 +258,6 @@ def test_a_result_that_is_a_view_of_an_input_is_made_by_autograd(run):
 
     run(function, torch.ones(4))
     assert why(run(function, torch.ones(4))).startswith("nothing is stored")
-
-
-def test_a_training_step_is_traced(run):
-    net = nn.Linear(4, 1)
-    for _ in range(2):
-        torch._dynamo.reset()
-        compiled = torch.compile(net, backend="graphex")
-        compiled(torch.ones(2, 4)).sum().backward()
-    assert asked(graphex.journal(compiled)) == ["hit", "hit"]
-    assert all(record.reason for record in graphex.journal(compiled).cache)
 
 
 def test_autocast_is_traced(run):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch.utils import _pytree as pytree
 
 import graphex
 from benchmarks.decoding import Setting, build, step_of
@@ -46,6 +47,26 @@ def test_a_decode_step_compiles_its_kernels_ahead(compiled, batch):
     assert sum(count for (_, ahead), count in compiled.items() if ahead) >= 4
     assert [name for name, ahead in compiled if not ahead] == []
     assert graphex.journal(run).fallbacks == []
+
+
+def test_a_saved_step_is_loaded_without_measuring_and_saving_leaves_its_caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
+    tuning.forget()
+    setting = Setting("llama", 2, 1, 1152, 8, 2, 2304, 512, 256)
+    with torch.no_grad():
+        model = build(setting)
+        step = step_of(model, setting)
+        given: list[Any] = []
+        expected = step.run(lambda *args: (given.append(args), model(*args))[1])
+        step.rewind(1)
+        before = [each.clone() for each in pytree.tree_leaves(given[0]) if isinstance(each, torch.Tensor)]
+        graphex.save(model, given[0], tmp_path / "step.graphex")
+        after = [each for each in pytree.tree_leaves(given[0]) if isinstance(each, torch.Tensor)]
+        torch.testing.assert_close(before, after, rtol=0.0, atol=0.0)
+        tuning.forget()
+        loaded = graphex.load(tmp_path / "step.graphex", model)
+        torch.testing.assert_close(step.run(loaded), expected, rtol=0.05, atol=0.05)
+    assert tuning.measured() == 0
 
 
 def test_explain_says_which_kernel_runs_for_every_op(monkeypatch, tmp_path):
