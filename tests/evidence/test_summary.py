@@ -118,8 +118,7 @@ def test_a_line_of_the_log_says_what_was_compiled_where_no_rule_fused(regions, m
         torch.compile(lambda x: x.sin().cos(), backend="graphex")(torch.ones(2))
     finally:
         logger.setLevel(level)
-    assert "compiled 2 ops in 1 region" in said[0]
-    assert "fused nothing" not in said[0]
+    assert ": compiled 2 ops in 1 region; refused nothing;" in said[0]
 
 
 @on_a_cpu
