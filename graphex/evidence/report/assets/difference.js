@@ -23,7 +23,7 @@ function differencePage() {
       el("span", { class: "mono" }, rule.rule),
       of(rule.before),
       of(rule.after),
-      el("b", { class: change < 0 ? "more" : "less" }, text),
+      el("b", { class: neutral ? "" : change < 0 ? "more" : "less" }, text),
     ];
   });
   const changed = (data.changed || []).map((each) => [each.what, each.name, each.before, each.after]);

@@ -142,7 +142,8 @@ function divide(group) {
   const runs = [];
   for (let first = 0; first < group.parts.length; first += RUN) {
     const parts = group.parts.slice(first, first + RUN);
-    const run = { id: `${group.id}#${first}`, label: `part ${runs.length + 1}`, kind: "", parts, parent: group };
+    const label = `part ${runs.length + 1}`;
+    const run = { id: `${group.id}#${first}`, path: "", label, kind: "", parts, parent: group };
     for (const part of parts) part.parent = run;
     runs.push(run);
   }
@@ -154,20 +155,31 @@ function leavesOf(part) {
   return part.leaf ? [part] : part.parts.flatMap(leavesOf);
 }
 
-// Open boxes from the outside in, for as long as everything can be taken in at a glance (or up to `most`).
+// Open boxes from the outside in, for as long as everything can be taken in at a glance (or up to `most`). At first, equal
+// layers are all open or all closed. A region is opened by hand: it is long.
 function openedAtFirst(root, most) {
   const open = new Set([root.id]);
   let shown = root.parts.length;
-  const opens = (part) => !part.leaf && !part.region; // a region is opened by hand: it is long
-  const waiting = root.parts.filter(opens);
+  const alike = most === OPEN_AT_FIRST ? layersLike(root) : (group) => [group];
+  const waiting = root.parts.filter((part) => !part.leaf && !part.region);
   while (waiting.length) {
     const group = waiting.shift();
-    if (shown - 1 + group.parts.length > most) continue;
+    const together = alike(group).filter((each) => !open.has(each.id));
+    const added = together.reduce((sum, each) => sum + each.parts.length - 1, 0);
+    if (shown + added > most) continue;
     open.add(group.id);
     shown += group.parts.length - 1;
-    waiting.push(...group.parts.filter(opens));
+    waiting.push(...group.parts.filter((part) => !part.leaf && !part.region));
   }
   return open;
+}
+
+// For each module, those that are the same but for a number: layers.0.mlp, layers.1.mlp ...
+function layersLike(group, found = new Map()) {
+  const pattern = `${group.kind} ${group.path.replace(/\d+/g, "*")}`;
+  if (group.path) found.set(pattern, [...(found.get(pattern) || []), group]);
+  for (const part of group.parts) if (!part.leaf && !part.region) layersLike(part, found);
+  return (each) => (each.path ? found.get(`${each.kind} ${each.path.replace(/\d+/g, "*")}`) : [each]);
 }
 
 // What is visible with these boxes open: parts, the boxes around them, and the edges between them.
@@ -204,8 +216,13 @@ function visibleGraph(root, open, model) {
     }
   }
   const list = [...edges.values()];
-  for (const edge of list) edge.far = readers.get(edge.source).size > FAR;
+  for (const edge of list) edge.far = isFar(edge.source, readers.get(edge.source));
   return { parts, boxes, edges: list };
+}
+
+// Whether edges from a part would hide the others. A region has many readers and is what they come from.
+function isFar(part, readers) {
+  return readers.size > FAR && !part.region;
 }
 
 function drawnId(part) {
@@ -297,7 +314,7 @@ function edgesInside(root, visible) {
   for (const [group, sources] of inside) {
     const pairs = [];
     for (const [source, targets] of sources) {
-      const near = targets.size > FAR ? [...targets].slice(0, 1) : targets;
+      const near = isFar(source, targets) ? [...targets].slice(0, 1) : targets;
       for (const target of near) pairs.push([drawnId(source), drawnId(target)]);
     }
     inside.set(group, pairs);
