@@ -52,34 +52,39 @@ def main() -> int:
         ratio = measure(model, fast, device)
         speeds = tokens_a_second(model)
     page = report.save(Path(tempfile.mkdtemp(prefix="graphex-demo-")) / "report.html")
+    print(f"\n{report.summary()}\n")
     console.print(
-        f"\n[bold]tokens a second: {speeds['eager']:.0f} eager, {speeds['graphex']:.0f} with graphex[/] "
-        "(interleaved medians of graphex.decode_loop and a plain loop)\n"
+        f"Tokens a second: {speeds['eager']:.0f} in eager, [bold]{speeds['graphex']:.0f} with graphex[/] "
+        "(a plain loop and graphex.decode_loop, measured in turns).\n"
     )
-    print(report.summary())
     print(
-        "\nTry next:\n"
+        "Try next:\n"
         "  graphex explain your_script.py    the same about everything that your script compiles\n"
         "  docs/huggingface.md               with a model of transformers\n"
-        "  docs/generation.md                tokens of such a model, one captured graph each\n"
-        "  docs/passes.md                    write a pass of your own"
+        "  docs/generation.md                text from such a model, faster\n"
+        "  docs/passes.md                    write a pass of your own\n"
     )
-    console.print(f"\n[bold]time per step: {ratio:.2f} x eager[/] (interleaved medians). {meaning(ratio, device)}")
-    print(f"\nreport: {page}")
+    console.print(f"[bold]{gain(ratio)}[/] {meaning(ratio, device)}\n")
+    print(f'    model = torch.compile(model, backend="graphex")\n\nreport: {page}')
     return 0 if same and report.worst_difference < 1e-3 else 1
+
+
+def gain(ratio: float) -> str:
+    percent = round(100 * abs(1 - ratio))
+    if not percent:
+        return "A step takes as long as in eager."
+    return f"A step takes {percent} % {'less' if ratio < 1 else 'more'} time than eager."
 
 
 def meaning(ratio: float, device: str) -> str:
     """What the figure means, and what to do next."""
-    if ratio < 1:
-        gain = "The gain is that of compiled regions: a CPU captures nothing. " if device == "cpu" else ""
-        return f"{gain}Now compile your own decode step in the same way, its caches as arguments, and open the report:"
-    if device == "cpu":
-        return (
-            "No gain here: a CPU captures nothing and by default fuses nothing but compiled regions. "
-            "Run it on a machine with a CUDA GPU, and open the report to see what was compiled:"
-        )
-    return "That is slower than it should be: open the report and look for fallbacks and cuts:"
+    if device == "cuda":
+        why = "That is slower than it should be: the report says what fell back, and why." if ratio >= 1 else ""
+    elif ratio < 1:
+        why = "Its ops were compiled together; on a machine with a CUDA GPU it would gain more."
+    else:
+        why = "There is little to gain on a CPU: try it on a machine with a CUDA GPU."
+    return f"{why} Now put this line before the first call of your own model, and open the report:".lstrip()
 
 
 def generate(model: Callable[..., torch.Tensor], steps: int, shape_of: TinyLlama | None = None) -> list[int]:

@@ -44,9 +44,11 @@ def test_a_filter_on_the_users_module_catches_a_warning():
 @pytest.mark.parametrize(
     ("args", "kwargs", "said"),
     [
-        ((torch.ones(3),), {}, "was called with (*)"),
-        ((torch.ones(3), torch.ones(3)), {}, "was called with (*, *)"),
-        ((torch.ones(3), [torch.ones(3)] * 3), {}, "was called with (*, [*, *, *])"),
+        ((torch.ones(3),), {}, "It was called with 1 argument: a value."),
+        ((torch.ones(3), torch.ones(3)), {}, "It was called with 2 arguments: a value, a value."),
+        ((torch.ones(3), [torch.ones(3)] * 3), {}, "It was called with 2 arguments: a value, a list of 3."),
+        ((torch.ones(3),), {"y": [torch.ones(3)]}, "called with 2 arguments: a value, y (by name) (a list of 1)."),
+        ((), {}, "It was called with no arguments."),
     ],
 )
 def test_a_wrong_call_says_what_was_expected_without_torchs_tree_specs(args, kwargs, said):
@@ -60,7 +62,7 @@ def test_a_wrong_call_says_what_was_expected_without_torchs_tree_specs(args, kwa
     with pytest.raises(graphex.InputError) as error:
         run(*args, **kwargs)
     assert "TreeSpec" not in str(error.value)
-    assert "the graph was traced for (*, [*, *])" in str(error.value)
+    assert "the graph was traced for 2 arguments: x, parts (a list of 2)." in str(error.value)
     assert said in str(error.value)
 
 
@@ -75,6 +77,20 @@ def test_a_call_with_too_many_arguments_says_which_there_are(trace, name):
     run = graphex.compile_fx(module, [x])
     with pytest.raises(graphex.InputError, match=rf"the graph takes 1 argument \({name}\), got 2\."):
         run(x, x)
+
+
+def test_a_call_by_a_name_that_is_none_says_which_there_are():
+    class Scaled(torch.nn.Module):
+        def forward(self, x, *, scale):
+            return x * scale
+
+    x = torch.ones(3)
+    module = torch.export.export(Scaled(), (x,), {"scale": x}).module(check_guards=False)
+    run = graphex.compile_fx(module, [x, x])
+    with pytest.raises(graphex.InputError) as error:
+        run(x=x, y=x)
+    assert "the graph was traced for 2 arguments: x, scale (by name)" in str(error.value)
+    assert "It was called with 2 arguments: x (by name), y (by name)." in str(error.value)
 
 
 def test_torchs_mode_without_cuda_graphs_is_a_mode():

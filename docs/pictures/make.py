@@ -37,15 +37,15 @@ class Picture:
 
 
 PICTURES = {
-    "overview": Picture("llama"),
-    "graph": Picture("llama", "tab=graph&node=add_rms_norm_default_3"),
+    "overview": Picture("default"),
+    "graph": Picture("default", "tab=graph"),
     "pass": Picture("llama", "tab=graph&step=5&mode=diff&node=rms_norm_default_4", dark=True),
     "list": Picture("llama", "tab=graph&step=5&mode=diff", keys="l", height=620),
     "miss": Picture("norm", "tab=rules", height=560),
     "source": Picture("norm", "tab=source&line=28", height=620),
     "memory": Picture("llama", "tab=memory", height=460),
     "difference": Picture("difference", height=620),
-    "phone": Picture("llama", width=390, height=760),
+    "phone": Picture("default", width=390, height=760),
 }
 
 
@@ -57,11 +57,15 @@ def explain_norm(path: Path) -> graphex.Report:
 
 
 def write_reports(folder: Path, llama: Path | None = None) -> dict[str, Path]:
-    """The reports that pictures are taken of; that of the Llama may be there already."""
+    """The reports that pictures are taken of; that of the Llama may be there already.
+
+    ``default`` is what a user sees on a CPU; in ``llama`` every idiom is lifted, for the pages about fusions.
+    """
     torch.manual_seed(0)
     example, mended = ROOT / "examples/one_norm.py", folder / "one_norm.py"
     mended.write_text(example.read_text().replace("variance.max()", "x.pow(2).mean(-1).max()"))
     pages = {
+        "default": explain_llama(lift_idioms="auto", verify=True).save(folder / "default.html"),
         "llama": llama or explain_llama(verify=True).save(folder / "llama.html"),
         "norm": explain_norm(example).save(folder / "norm.html"),
     }

@@ -54,7 +54,8 @@ def open_report(path: Path, as_json: bool) -> None:
 def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
     """Compare two reports of one model: which rewrites were lost, which were won.
 
-    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has, and if the models differ.
+    Ends with 1 if a rewrite was lost, so that a CI job can hold on to what it has, and if the models have little in
+    common: then nothing is compared, and no page is written.
     """
     from graphex.errors import InputError
     from graphex.evidence.report.compare import compare, has_losses
@@ -66,11 +67,12 @@ def diff(before: Path, after: Path, output: Path, as_json: bool) -> None:
         if data["kind"] != "report":
             raise InputError(f"'{path}' is a comparison. Give the two reports it was made from.")
     difference = compare(old, new)
-    if unwritten := why_not_written(lambda: write_page(difference, output)):
+    is_compared = not difference["different_models"]
+    if is_compared and (unwritten := why_not_written(lambda: write_page(difference, output))):
         raise click.ClickException(f"'{output}' cannot be written: {unwritten}. Give another --output.")
     if as_json:
-        print_json({**difference, "page": str(output)})
+        print_json({**difference, "page": str(output) if is_compared else None})
     else:
         print_sentences(difference["summary"])
-        click.echo(f"\ncomparison: {output}")
+        click.echo(f"\ncomparison: {output}" if is_compared else f"\nNothing was compared; '{output}' was not written.")
     sys.exit(1 if has_losses(difference) else 0)

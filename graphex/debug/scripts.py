@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.env import write_text
 from graphex.quoting import file_name, kind_of, literal, value_text
+from graphex.records import Verified
 from graphex.rewrite.compilation import DebugFiles
 from graphex.runtime.codegen import Code, generate
 from graphex.torch_private.symbolic import hint_of
@@ -123,7 +124,7 @@ def strided_text(like: torch.Tensor, size: tuple[int, ...], stride: tuple[int, .
 
 # -- two versions of a graph that disagree -----------------------------------------------------------------------------
 
-_SCRIPT = '''"""Two versions of a graph, before and after a pass, that disagree. Written by graphex.
+_SCRIPT = '''"""Two versions of a graph that disagree: before and after a pass, or a rule of it. Written by graphex.
 
 The script needs torch and whatever defines the custom ops in it (if any), not graphex.
 """
@@ -137,7 +138,8 @@ import zlib
 
 import torch
 
-PASS = {name}
+KIND = {kind}
+NAME = {name}
 PROBLEM = {problem}
 
 
@@ -162,7 +164,7 @@ def values(tensor):
 
 
 if __name__ == "__main__":
-    print("the graphs before and after pass", ascii(PASS), "disagree:", ascii(PROBLEM)[1:-1])
+    print("the graphs before and after", KIND, ascii(NAME), "disagree:", ascii(PROBLEM)[1:-1])
     with torch.no_grad():
         given, given_again = example_inputs(), example_inputs()
         torch.manual_seed(0)
@@ -182,18 +184,20 @@ if __name__ == "__main__":
 '''
 
 
-def write_repro(
-    name: str, problem: str, before: GraphModule, after: GraphModule, args: list[Any], files: DebugFiles
-) -> Path:
-    """Write the script beside the debug files, or into a fresh temporary directory, and say where it is."""
+def write_repro(found: Verified, before: GraphModule, after: GraphModule, args: list[Any], files: DebugFiles) -> Path:
+    """Write the script beside the debug files, or into a fresh temporary directory, and say where it is.
+
+    Its name is that of the rules to blame, or else of the pass.
+    """
     directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
-    base = f"repro_{file_name(name)}"
+    base = f"repro_{file_name('_'.join(found.rules) or found.pass_name)}"
     path = directory / f"{base}.py"
     while path.exists():  # about another graph, or a pass whose name looks like this one's
         path = directory / f"{base}_{secrets.token_hex(4)}.py"
     text = _SCRIPT.format(
-        name=literal(name),
-        problem=literal(problem),
+        kind=literal("rule" if found.rules else "pass"),
+        name=literal(", ".join(found.rules) or found.pass_name),
+        problem=literal(found.reason),
         not_written=NOT_WRITTEN,
         before=_body(before),
         after=_body(after),

@@ -250,19 +250,28 @@ class _Verification:
 
     def _report(self, found: Finding, version: blame.Version | None) -> None:
         """Write the script, the verdict, and what runs from now on."""
-        name, verdict = found.blamed, found.verdict
-        place = found.place or 0
+        verdict, place = found.verdict, found.place or 0
+        rules, runs = (version.without.rules, version.runner.graph_name) if version is not None else ((), "")
+        record = Verified(
+            self.runner.graph_name,
+            "mismatch",
+            verdict.problem,
+            found.blamed,
+            verdict.reference,
+            verdict.error,
+            rules=rules,
+            runs=runs,
+        )
         before, after = found.segment[place - 1].gm, found.segment[min(place, len(found.segment) - 1)].gm
         self.state.restore()
         try:
-            script = str(write_repro(name, verdict.problem, before, after, self.args, self.runner.compilation.files))
+            script = str(write_repro(record, before, after, self.args, self.runner.compilation.files))
             way = f"Run {script} to see it"
         except Exception as error:  # no place to write to, for one: what matters is what runs from now on
             script, way = "", f"No script shows it: {one_line(error)}"
-        rules, runs = (version.without.rules, version.runner.graph_name) if version is not None else ((), "")
-        self._record("mismatch", verdict.problem, name, verdict.reference, verdict.error, script, rules, runs)
+        self.runner.compilation.journal.add(replace(record, repro=script))
         self._count_left_out(rules, runs, verdict.problem)
-        what = f"verification rolled back to the graph before '{name}'"
+        what = f"verification rolled back to the graph before '{found.blamed}'"
         if version is not None:
             what = f"verification left out {version.without} and kept everything else"
         self.runner.compilation.fall_back(self.runner.graph_name, what, f"{verdict.problem}. {way}")
@@ -275,19 +284,8 @@ class _Verification:
                 remark = f"verification left it out: {problem}"
                 journal.add(replace(tried, graph=runs, matches=0, remark=remark))
 
-    def _record(
-        self,
-        status: str,
-        reason: str = "",
-        pass_name: str = "",
-        reference: str = "",
-        worst_error: float = 0.0,
-        repro: str = "",
-        rules: tuple[str, ...] = (),
-        runs: str = "",
-    ) -> None:
-        name = self.runner.graph_name
-        record = Verified(name, status, reason, pass_name, reference, worst_error, repro, rules, runs)
+    def _record(self, status: str, reason: str, reference: str = "", worst_error: float = 0.0) -> None:
+        record = Verified(self.runner.graph_name, status, reason, "", reference, worst_error)
         self.runner.compilation.journal.add(record)
 
 

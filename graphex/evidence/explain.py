@@ -27,7 +27,7 @@ from graphex.debug.verify import RandomState
 from graphex.env import path_of_rank, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
-from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows
+from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherwise
 from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
 from graphex.frontend.origin import broke
 from graphex.passes.pipeline import rule_names
@@ -186,9 +186,11 @@ class Report:
 
     def _remarks(self) -> list[str]:
         """The lines below the tables: differences from eager, and values that were not compared."""
+        rounding = self.rounding if rounds_otherwise(self.journal) else ()
         lines = []
         for title, found in (
-            ("different from eager", self.differences),
+            ("different from eager", [each for each in self.differences if each not in rounding]),
+            ("equal to eager within rounding", rounding),
             ("not compared with eager", self.not_compared),
         ):
             if found:

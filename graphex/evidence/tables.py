@@ -39,6 +39,12 @@ def printed(title: str, journal: Journal) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).rstrip()
 
 
+def rounds_otherwise(journal: Journal) -> bool:
+    """Whether something runs that adds and multiplies in another order than eager: regions, kernels of graphex."""
+    kernels = (each for each in journal.of(KernelsPlanned) if not each.declined)
+    return any(each.region for each in journal.regions) or any(kernels)
+
+
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, always: bool = False) -> Iterator[Any]:
     """The table, if it has rows."""
     from rich.box import SIMPLE_HEAD

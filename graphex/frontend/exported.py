@@ -6,6 +6,7 @@ No guard of Dynamo's stands before a call, so `Input` and `TracedSizes` check th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -215,6 +216,8 @@ def _about(given: Any) -> str:
 # -- compile_fx --------------------------------------------------------------------------------------------------------
 
 
+_NUMBERS = re.compile(r"(_\d+)+$")  # the place of a value inside of an argument
+
 POSITIONAL = "this graph takes positional arguments only."
 
 
@@ -271,8 +274,8 @@ class CompiledGraph:
         if spec is not None and found != spec:
             if not kwargs and _is_flat(spec):
                 check_count(self._inputs, args)
-            wanted = _call_text(spec, of_graph=True)
-            raise InputError(f"the graph was traced for {wanted}, and was called with {_call_text(found)}.")
+            wanted = _call_text(spec, [each.name for each in self._inputs])
+            raise InputError(f"the graph was traced for {wanted}. It was called with {_call_text(found)}.")
         check_arguments(self._inputs, flat)
         self._sizes.check(flat, exported=True)
         return flat
@@ -306,30 +309,46 @@ def _is_flat(spec: Any) -> bool:
     return all(child.type is None for child in children)
 
 
-def _call_text(spec: Any, *, of_graph: bool = False) -> str:
-    """The arguments of a call as a person writes them: ``(*, [*, *], scale=*)``; each star is one value.
+def _call_text(spec: Any, names: Sequence[str] = ()) -> str:
+    """The arguments of a call in words: ``2 arguments: x, parts (a list of 2)``. `names` are those of a graph's inputs.
 
     A graph that takes a tuple and a dictionary, and one that was exported with arguments by name, have one spec, and
     may be called either way.
     """
-    by_place = f"({', '.join(map(_form_text, spec.children()))})"
     if [child.type for child in spec.children()] != [tuple, dict]:
-        return by_place
-    places, names = spec.children()
-    named = [f"{key}={_form_text(child)}" for key, child in zip(names.context, names.children(), strict=True)]
-    text = f"({', '.join([*map(_form_text, places.children()), *named])})"
-    return f"{text} or {by_place}" if of_graph and named else text
+        return _arguments_text(spec.children(), names)
+    places, named = spec.children()
+    text = _arguments_text([*places.children(), *named.children()], names, named.context)
+    return f"{text}, or {_arguments_text(spec.children(), ())}" if names and named.context else text
 
 
-def _form_text(spec: Any) -> str:
-    """One argument: a star, or the container it is, with its parts."""
-    parts = list(map(_form_text, spec.children()))
+def _arguments_text(specs: Sequence[Any], names: Sequence[str], keywords: Sequence[str] = ()) -> str:
+    """`keywords` are the names that the last arguments are given by."""
+    texts, first = [], 0
+    for place, spec in enumerate(specs):
+        own = names[first : first + spec.num_leaves]
+        first += spec.num_leaves
+        stems = {name if spec.type is None else _NUMBERS.sub("", name) for name in own}
+        keyword = keywords[place - len(specs)] if place >= len(specs) - len(keywords) else ""
+        name = f"{keyword} (by name)" if keyword else stems.pop() if len(stems) == 1 else ""
+        texts.append(_form_text(spec, name))
+    count = f"{len(texts) or 'no'} argument{'' if len(texts) == 1 else 's'}"
+    return f"{count}: {', '.join(texts)}" if texts else count
+
+
+def _form_text(spec: Any, name: str = "") -> str:
+    """One argument: ``x``, ``a list of 2``, ``pair (a dictionary with 'a' and 'b')``."""
+    children = spec.children()
+    if spec.type is None:
+        return name or "a value"
+    parts = list(map(_form_text, children))
     if spec.type is dict:
-        return f"{{{', '.join(f'{key!r}: {part}' for key, part in zip(spec.context, parts, strict=True))}}}"
-    if spec.type in (list, tuple):
-        return f"[{', '.join(parts)}]" if spec.type is list else f"({', '.join(parts)})"
-    kind = getattr(spec.type, "__name__", "")
-    return f"{kind}({', '.join(parts)})" if kind else "*"
+        text = f"a dictionary with {' and '.join(map(repr, spec.context)) or 'nothing'}"
+    else:
+        text = f"a {getattr(spec.type, '__name__', 'container')} of {len(parts)}"
+    if any(child.type is not None for child in children):
+        text += f": {', '.join(parts)}"
+    return f"{name} ({text})" if name else text
 
 
 def _in_order(given: Any, spec: Any) -> Any:

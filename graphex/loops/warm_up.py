@@ -19,6 +19,7 @@ from graphex.device import runtimes_in_use
 from graphex.env import why_off
 from graphex.errors import InputError
 from graphex.records import Captured
+from graphex.regions.compiler import progress_to
 from graphex.runtime.program import warming_up
 from graphex.torch_private.symbolic import pytree
 
@@ -38,9 +39,12 @@ def warm_up(compiled: Callable[..., Any], calls: Sequence[Any], *, progress: boo
     if why_off():  # no graph of ours would undo what it writes
         return []
     before = len(found.records)
-    for args, kwargs in _shown(arguments, sys.stderr.isatty() if progress is None else progress):
-        with undone():
-            compiled(*args, **kwargs)
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    with _bar(len(arguments), is_shown) as step:
+        for args, kwargs in arguments:
+            with undone():
+                compiled(*args, **kwargs)
+            step()
     return [record for record in found.records[before:] if isinstance(record, Captured)]
 
 
@@ -82,10 +86,16 @@ def _random_numbers_kept() -> Iterator[None]:
         yield
 
 
-def _shown(calls: list[Any], progress: bool) -> Any:
-    if not progress:
-        return calls
+@contextmanager
+def _bar(steps: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, which also says what is compiled meanwhile; yields a function to call after each step."""
+    if not is_shown:
+        yield lambda: None
+        return
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
-    return track(calls, description="capturing", console=Console(stderr=True))
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("capturing", total=steps)
+        with progress_to(lambda text: bar.update(task, description=text, refresh=True)):
+            yield lambda: bar.update(task, description="capturing", advance=1)

@@ -107,7 +107,7 @@ class Work:
         self.graph.erase_node(node)
 
     def refuse(self, node: Node, reason: str | Refusal, *, rule: str, bytes_moved: int = 0) -> None:
-        """Take note that `rule` fits at `node` and was not applied."""
+        """Take note that `rule` fits at `node` and was refused."""
         said = reason if isinstance(reason, Refusal) else Refusal(reason)
         place = self._graph_name, self._pass_name, rule, node.name, said.reason, node_line(node)
         self._write(Refused(*place, bytes_moved, said.edit, said.nothing_lost))

@@ -204,7 +204,8 @@ class Compilation:
         misses: list[Refused | NearMiss] = [*refused, *found.near_misses]
         for miss in misses:
             where = f" ({miss.line})" if miss.line else ""
-            log.debug("%s: %s not applied at '%s': %s%s", graph, miss.rule, miss.node, miss.reason, where)
+            what = "refused" if isinstance(miss, Refused) else "nearly matched"
+            log.debug("%s: %s %s at '%s': %s%s", graph, miss.rule, what, miss.node, miss.reason, where)
 
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
@@ -219,10 +220,10 @@ def _fused(journal: Journal) -> str:
     fused = [text for rule, text in counted if rule not in previews]
     preview = [text for rule, text in counted if rule in previews]
     regions = [each for each in journal.regions if each.region]
-    parts = [f"fused {', '.join(fused) or 'nothing'}"]
+    parts = [f"fused {', '.join(fused) or 'nothing'}"] if fused or not regions else []
     parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
-    count = "1 compiled region" if len(regions) == 1 else f"{len(regions)} compiled regions"
-    parts += [f"{sum(each.calls for each in regions)} ops in {count}"] if regions else []
+    count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
+    parts += [f"compiled {sum(each.calls for each in regions)} ops in {count}"] if regions else []
     if slower := sum(each.status == "slower" for each in journal.regions):
         were = "1 region was compiled and is" if slower == 1 else f"{slower} regions were compiled and are"
         parts.append(f"{were} slower than single ops")

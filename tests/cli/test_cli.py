@@ -424,10 +424,12 @@ def test_report_diff_says_that_models_differ_and_what_else_does(tmp_path: Path) 
     lost = in_terminal("report", "diff", str(one), str(other), "-o", page, cwd=tmp_path)
     assert lost.code == 1
     assert "Likely cause: the option disable_rules was the default, is lift_silu_mul now." in plain(lost.out)
-    apart = in_terminal("report", "diff", str(llama), str(one), "-o", page, cwd=tmp_path)
+    apart = in_terminal("report", "diff", str(llama), str(one), "-o", "apart.html", cwd=tmp_path)
     assert apart.code == 1
     assert "These are reports of different models" in plain(apart.out)
     assert "lost" not in plain(apart.out)
+    assert "Nothing was compared; 'apart.html' was not written." in plain(apart.out)
+    assert not (tmp_path / "apart.html").exists()
 
 
 SECTION = (ROOT / "docs/debugging.md").read_text().split("## Why did my RMSNorm not fuse?")[1].split("\n## ")[0]

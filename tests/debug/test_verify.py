@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -452,7 +454,9 @@ def test_the_summary_counts_nothing_that_was_left_out():
     summary = expect_report(right(), wrong()).summary()
     assert "2 of 2 right sites fused." in summary
     assert "wrong sites fused" not in summary
+    assert "0 of 1 wrong sites: left out by verification." in summary
     assert "Verification: mismatch by rule 'wrong' of 'fuse_patterns', which was left out" in summary
+    assert "Verified: 1 of 1 graphs equal the original, without rule 'wrong' of 'fuse_patterns'." in summary
 
 
 def test_a_rule_that_was_left_out_applies_nowhere_and_says_why():
@@ -465,8 +469,17 @@ def test_a_rule_that_was_left_out_applies_nowhere_and_says_why():
 
 
 def test_two_wrong_rules_are_both_left_out():
-    (record,) = expect_report(wrong("a"), right(), rule("b", lambda x: x + 1, lambda x: x + 2)).journal.verifications
+    report = expect_report(wrong("a"), right(), rule("b", lambda x: x + 1, lambda x: x + 2))
+    (record,) = report.journal.verifications
     assert set(record.rules) == {"a", "b"}
+    assert "Verified: 1 of 1 graphs equal the original, without rules 'a', 'b'" in report.summary()
+
+
+def test_the_script_that_shows_a_wrong_rule_has_its_name(capsys):
+    (record,) = expect_report(right(), wrong()).journal.verifications
+    assert Path(record.repro).name == "repro_wrong.py"
+    runpy.run_path(record.repro, run_name="__main__")
+    assert capsys.readouterr().out.startswith("the graphs before and after rule 'wrong' disagree")
 
 
 def test_a_broken_pass_is_dropped_and_the_passes_after_it_run():

@@ -217,20 +217,23 @@ def difference_of_aot_eager(example: dict[str, Any]) -> float:
 
 def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
     shown = python("examples/demo.py", TMPDIR=str(tmp_path), COLUMNS="400").stdout
-    *_, timed, last = filter(None, shown.splitlines())
-    assert timed.startswith("time per step")
-    assert re.search(r"\. [A-Z].*: .*|\. .*Run it on a machine with a CUDA GPU", timed)
+    *_, figure, line, last = filter(None, shown.splitlines())
+    assert re.match(r"A step takes (\d+ % (less|more) time than|as long as in) eager\. .*Now put this line ", figure)
+    assert line.strip() == 'model = torch.compile(model, backend="graphex")'
     report = Path(last.rpartition(": ")[2])
     assert report.parent.parent == tmp_path
     assert read_data(report)["title"] == "TinyLlama"
 
 
 def test_the_demo_advises_what_its_figure_asks_for() -> None:
-    from examples.demo import meaning
+    from examples.demo import gain, meaning
 
     advice = {meaning(ratio, device) for ratio in (0.8, 1.2) for device in ("cpu", "cuda")}
     assert len(advice) == 4
-    assert all("open the report" in each for each in advice)
+    assert all("open the report" in each and each[0].isupper() for each in advice)
+    assert gain(0.89) == "A step takes 11 % less time than eager."
+    assert gain(1.2) == "A step takes 20 % more time than eager."
+    assert gain(1.001) == "A step takes as long as in eager."
 
 
 FOLDER = ROOT / "examples" / "aten_ir"

@@ -108,6 +108,20 @@ def test_a_line_of_the_log_calls_a_preview_a_preview(monkeypatch: pytest.MonkeyP
 
 
 @on_a_cpu
+def test_a_line_of_the_log_says_what_was_compiled_where_no_rule_fused(regions, monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    logger = logging.getLogger("graphex")
+    level = logger.level
+    monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
+    logger.setLevel(logging.INFO)
+    try:
+        torch.compile(lambda x: x.sin().cos(), backend="graphex")(torch.ones(2))
+    finally:
+        logger.setLevel(level)
+    assert ": compiled 2 ops in 1 region; refused nothing;" in said[0]
+
+
+@on_a_cpu
 def test_a_line_of_the_log_says_that_a_region_was_compiled_and_is_slower(regions, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     logger = logging.getLogger("graphex")
@@ -162,11 +176,15 @@ def test_a_summary_says_what_regions_cost_what_to_expect_and_how_to_do_without(r
             "Measured here: 0.99 times the speed of single ops, 1.71 s instead of 1.7 s for all of them. Expect about",
         ),
         (
+            {"seconds_compiled": 1.7, "seconds_single": 1.71},
+            "Measured here: the speed of single ops, 1.7 s instead of 1.71 s for all of them. Expect at least",
+        ),
+        (
             {"seconds_compiled": 1.71, "seconds_single": 1.7, "doubtful": True},
             "1.71 s instead of 1.7 s for all of them. The machine was busy meanwhile: a quiet one may find otherwise.",
         ),
     ],
-    ids=["faster", "slower", "as fast", "doubtful"],
+    ids=["faster", "slower", "nearly as fast", "as fast", "doubtful"],
 )
 def test_a_measured_region_says_how_fast_it_is(found, said, regions):
     journal = explained(Net(), torch.randn(4, 64)).journal
@@ -203,8 +221,12 @@ def test_what_the_type_of_a_model_explains_is_one_sentence_and_no_fault(regions)
     report = explained(_Several(), torch.randn(64, 64, dtype=torch.bfloat16))
     assert len(report.differences) == 3
     assert len(report.rounding) == 3
-    (said,) = [line for line in report.summary().splitlines() if "from eager" in line]
-    assert said.startswith(f"Rounded differently from eager: {report.rounding[0]}, and 2 more. Compiled regions add")
+    (said,) = [line for line in report.summary().splitlines() if "eager within" in line]
+    value, _, error = report.rounding[0].partition(": values differ by up to ")
+    wanted = f"Equal to eager within rounding, largest difference {error} ({value}), and 2 more. Compiled regions add"
+    assert said.startswith(wanted)
+    assert "equal to eager within rounding\n" in str(report)
+    assert "ifferent from eager" not in f"{report}{report.summary()}"
     assert not in_red(report)
     errors = [float(said.rpartition(" ")[2]) for said in report.rounding]
     assert errors == sorted(errors, reverse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ LLAMA = Shape(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocabulary=128
 aten = torch.ops.aten
 
 
-def explain_llama(**options: Any) -> graphex.Report:
+def explain_llama(*, layers: int = 2, **options: Any) -> graphex.Report:
     """One decode step of a two-layer Llama, with every idiom lifted, whatever the device."""
     torch.manual_seed(0)
-    model = TinyLlama(LLAMA).eval()
+    model = TinyLlama(replace(LLAMA, layers=layers)).eval()
     given = (torch.tensor([[1]]), torch.tensor([3]), model.new_caches(1))
     with torch.no_grad():
         return graphex.explain(model, given, options={"lift_idioms": "always", **options})

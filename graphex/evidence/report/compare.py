@@ -4,8 +4,10 @@ A place is identified by its rule and its module, or else by the text of its lin
 every edit, these do not. Reuse of dead memory is not counted: a fusion removes it together with the intermediates.
 Places that differ only in numbers (layers.0.norm, layers.1.norm) are told as one: layers.*.norm.
 
-Reports of different models are not compared, only named: `_likeness` says whether two are of one model. What was
-different about the two compilations (options, versions, machine) is named, an option as the likely cause of a loss.
+Reports of different models are not compared, only named: `_likeness` says whether two are of one model. Of a model
+that was changed (its class, the number of its layers, its modules) the changes are named first. Only places in modules
+that both reports have are lost or won then, and no count is better or worse. What was different about the two
+compilations (options, versions, machine) is named, an option as the likely cause of a loss.
 
 Two things look like losses and are none. Previews run nowhere here, so they count only where both reports were asked
 for them. A region that one of the two measured as slower than single ops is told apart: measurements vary.
@@ -46,6 +48,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def _of_one_model(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     changed = _changed(before, after)
+    edits = model_changes(before, after)
     previews = _compares_previews(before, after)
     lost, won, slower = _lost_and_won(before, after, previews)
     titles = before.get("titles", {}) | after.get("titles", {})
@@ -53,6 +56,7 @@ def _of_one_model(before: dict[str, Any], after: dict[str, Any]) -> dict[str, An
         place["title"] = titles.get(place["rule"], place["rule"])
     return {
         "changed": changed,
+        "model_changes": edits,
         "summary": _summary(before, after, lost, won, slower),
         "numbers": _numbers(before["graphs"], after["graphs"], previews),
         "rules": [each | {"title": titles.get(each["rule"], each["rule"])} for each in _rules(before, after, previews)],
@@ -64,23 +68,23 @@ def _of_one_model(before: dict[str, Any], after: dict[str, Any]) -> dict[str, An
 
 
 def _of_two_models(before: dict[str, Any], after: dict[str, Any], why: str) -> dict[str, Any]:
-    models = [_model(which, data) for which, data in (("first", before), ("second", after))]
     told = [f"These are reports of different models: {why}. Compare two reports of one model."]
-    told += [
-        f"The {each['which']} is of {each['title']}: {each['ops']} device ops as given, {each['parts']}."
-        for each in models
-    ]
+    told += [_about_model(which, data) for which, data in (("first", before), ("second", after))]
     nothing = {"numbers": [], "rules": [], "lost": [], "won": [], "slower": [], "reasons": {"gone": [], "new": []}}
     summary = [_sentence("bad" if place == 0 else "plain", text) for place, text in enumerate(told)]
-    return {"changed": [], "summary": summary, "models": models, **nothing}
+    return {"changed": [], "model_changes": [], "summary": summary, **nothing}
 
 
-def _model(which: str, data: dict[str, Any]) -> dict[str, Any]:
+def _about_model(which: str, data: dict[str, Any]) -> str:
     """What a report is of: its title, the size of its graphs and the kinds of its modules, or else of its ops."""
     kinds = list(dict.fromkeys(kind or path for path, kind in sorted(_parts(data))))
-    more = f" and {len(kinds) - _NAMED} more" if len(kinds) > _NAMED else ""
-    parts = f"with {', '.join(kinds[:_NAMED])}{more}"
-    return {"which": which, "title": data["title"], "ops": device_ops(data["graphs"], "given"), "parts": parts}
+    ops = device_ops(data["graphs"], "given")
+    return f"The {which} is of {data['title']}: {ops} device ops as given, with {_some(kinds)}."
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _runs(graph: dict[str, Any]) -> bool:
@@ -120,6 +124,39 @@ def _likeness(old: set[tuple[str, str]], new: set[tuple[str, str]]) -> float:
     return len(old & new) / min(len(old), len(new))
 
 
+def model_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """In what two versions of a model differ: its class, how many layers it has, the modules that only one has."""
+    (old, old_class), (new, new_class) = ((_module_counts(data), _class(data)) for data in (before, after))
+    found = [f"class {old_class} -> {new_class}"] if old_class != new_class and (old or new) else []
+    counts = {path: f"{old[path]} -> {new[path]} of {path}" for path in old if path in new and old[path] != new[path]}
+    found += [counts[path] for path in _outermost(counts)]
+    for which, one, other in (("first", old, new), ("second", new, old)):
+        if alone := _outermost([path for path in one if path not in other]):
+            found.append(f"modules only in the {which}: {_some(alone)}")
+    return found
+
+
+def _class(data: dict[str, Any]) -> str:
+    """The class or function that a report is of; several are named by their first."""
+    return str(next((graph.get("function") for graph in data["graphs"]), "") or data["title"])
+
+
+def _module_counts(data: dict[str, Any]) -> Counter[str]:
+    """How many modules there are of each kind: ``layers.* (Layer)`` 4 times."""
+    modules = {(path, kind) for graph in data["graphs"] for path, kind in graph["modules"]}
+    return Counter(f"{pattern_of(path)} ({kind})" if kind else pattern_of(path) for path, kind in sorted(modules))
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Those that are not inside of another."""
+    outer: dict[str, str] = {}
+    for path in sorted(paths, key=lambda each: each.count(".")):
+        place = path.partition(" (")[0]
+        if not any(place == known or place.startswith(f"{known}.") for known in outer):
+            outer[place] = path
+    return list(outer.values())
+
+
 def pattern_of(path: str) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp``."""
     return _NUMBER.sub("*", path)
@@ -151,7 +188,7 @@ def _compares_previews(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 def _lost_and_won(before: dict[str, Any], after: dict[str, Any], previews: bool) -> tuple[list[dict[str, Any]], ...]:
     """The places that were lost, that were won, and whose region only one of the reports measured as slower."""
-    old, new = _sites(before, previews), _sites(after, previews)
+    old, new = _common(_sites(before, previews), after), _common(_sites(after, previews), before)
     had = Counter({site: len(lines) for site, lines in old.items()})
     has = Counter({site: len(lines) for site, lines in new.items()})
     lost, won = had - has, has - had
@@ -159,6 +196,12 @@ def _lost_and_won(before: dict[str, Any], after: dict[str, Any], previews: bool)
     slower = [place | {"in": "second"} for place in _told(left, old, after)]
     slower += [place | {"in": "first"} for place in _told(taken, new, before)]
     return _told(lost - left, old, after), _told(won - taken, new, before), slower
+
+
+def _common(sites: dict[Site, list[str]], other: dict[str, Any]) -> dict[Site, list[str]]:
+    """The places in modules that the other report has too, and those outside of modules."""
+    there = {path for graph in other["graphs"] for path, _ in graph["modules"]}
+    return {site: lines for site, lines in sites.items() if site[1] in there or site[1] in lines}
 
 
 def _slower(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> Counter[Site]:
@@ -309,16 +352,20 @@ def _summary(
     slower: list[dict[str, Any]],
 ) -> list[dict[str, str]]:
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
-    lost_text = f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won."
-    sentences = [_sentence("bad" if gone else "good", lost_text)]
+    lost_text = f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won"
+    sentences = [_sentence("bad" if gone else "good", f"{lost_text}.")]
+    if edits := model_changes(before, after):
+        told = f"The models differ: {'; '.join(edits)}."
+        sentences = [_sentence("bad", told)]
+        sentences.append(_sentence("bad" if gone else "plain", f"{lost_text}, of those in modules that both have."))
     sentences += _causes(_changed(before, after), lost)
     sentences += [_sentence("bad", _lost_text(site)) for site in lost]
     sentences += [_sentence("plain", _slower_text(site)) for site in slower]
-    return [*sentences, *_device_op_sentences(before, after, is_measured=bool(slower))]
+    return [*sentences, *_device_op_sentences(before, after, is_neutral=bool(slower or edits))]
 
 
 def _device_op_sentences(
-    before: dict[str, Any], after: dict[str, Any], *, is_measured: bool
+    before: dict[str, Any], after: dict[str, Any], *, is_neutral: bool
 ) -> Iterator[dict[str, str]]:
     """What runs here; and, where some rewrites are previews, what would run on a device with kernels for them."""
     graphs = before["graphs"], after["graphs"]
@@ -326,13 +373,14 @@ def _device_op_sentences(
     previews = [len(_previewed(each)) for each in graphs]
     compared = any(previews) and _compares_previews(before, after)
     where = " in all graphs together" if max(map(len, graphs)) > 1 else ""
-    tone = "plain" if compared or is_measured else "bad" if here[1] > here[0] else "good"
-    yield _sentence(tone, f"{here[0]} device ops -> {here[1]}{where}.")
+    tone = "plain" if compared or is_neutral else "bad" if here[1] > here[0] else "good"
+    of = ", which says little of models that differ" if model_changes(before, after) else ""
+    yield _sentence(tone, f"{here[0]} device ops -> {here[1]}{where}{of}.")
     if compared and elsewhere != here:
         text = (
             f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
         )
-        yield _sentence("bad" if elsewhere[1] > elsewhere[0] else "good", text)
+        yield _sentence("plain" if is_neutral else "bad" if elsewhere[1] > elsewhere[0] else "good", text)
     if compared:
         yield _sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
         return

@@ -78,8 +78,9 @@ def _bytes_a_call(graphs: list[dict[str, Any]], count: Callable[[dict[str, Any]]
 
 
 def _without_the_undone(graph: dict[str, Any], out: set[tuple[str, str]]) -> dict[str, Any]:
-    """`out` are graphs and the rules that verification left out of them."""
-    graph = graph | {"rules": [each for each in graph["rules"] if (graph["name"], each["rule"]) not in out]}
+    """`out` are graphs and the rules that verification left out of them, which have no sites but are counted."""
+    marked = [each | {"left_out": (graph["name"], each["rule"]) in out} for each in graph["rules"]]
+    graph = graph | {"rules": marked}
     undone = graph["undone_from"]
     if undone is None:
         return graph
@@ -269,7 +270,13 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for rule, (matches, candidates) in rule_counts(graphs).items():
         if not candidates:
             continue
-        missed = "" if matches == candidates else _why_not(graphs, rule, matches, candidates - matches)
+        left_out = _left_out(graphs, rule)
+        if left_out == candidates:
+            yield _sentence("bad", f"0 of {candidates} {title_of(rule)} sites: left out by verification.")
+            continue
+        others = candidates - matches - left_out
+        missed = _why_not(graphs, rule, matches, others) if others else ""
+        missed += f"; {left_out} left out by verification" if left_out else ""
         previews = _previews(graphs, rule)
         some = f", {previews} of them as a preview" if previews else ""
         preview = ", as a preview" if previews and previews == matches else some
@@ -279,6 +286,12 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
+
+
+def _left_out(graphs: list[dict[str, Any]], rule: str) -> int:
+    """How many sites a rule had in the graphs that verification left it out of."""
+    tried = (each for graph in graphs for each in graph["rules"] if each["rule"] == rule and each["left_out"])
+    return sum(each["candidates"] for each in tried)
 
 
 def _previews(graphs: list[dict[str, Any]], rule: str) -> int:
@@ -401,12 +414,16 @@ def _mismatches(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 
 
 def _verified(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    verdicts = [verdict for graph in graphs for verdict in graph["verifications"]]
-    for verdict in verdicts:
-        if verdict["status"] == "refused":
-            yield _sentence("bad", f"Verification: refused: {verdict['reason']}.")
-    if verdicts and all(verdict["status"] == "equal" for verdict in verdicts):
-        yield _sentence("good", f"Verified: {len(verdicts)} of {len(verdicts)} graphs equal the original.")
+    """How many graphs equal the original, as they run: a graph that was wrong runs without what is to blame."""
+    asked = [graph["verifications"] for graph in graphs if graph["verifications"]]
+    refused = [[verdict for verdict in verdicts if verdict["status"] == "refused"] for verdicts in asked]
+    for reason in dict.fromkeys(verdict["reason"] for verdicts in refused for verdict in verdicts):
+        yield _sentence("bad", f"Not verified: {reason}.")
+    equal = sum(not verdicts for verdicts in refused)
+    if equal:
+        wrong = [each["blamed"] for verdicts in asked for each in verdicts if each["status"] == "mismatch"]
+        without = f", without {' and '.join(dict.fromkeys(wrong))}" if wrong else ""
+        yield _sentence("good", f"Verified: {equal} of {len(asked)} graphs equal the original{without}.")
 
 
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
@@ -467,14 +484,15 @@ def _gain(groups: list[list[dict[str, Any]]], is_preview: bool) -> str:
         if any(each in measured for each in group)
     ]
     found = sorted(single / compiled for single, compiled in times)
-    ratios = dict.fromkeys(map(_factor, found))
+    ratios = [*dict.fromkeys(map(_factor, found))]
+    speed = f"{' to '.join(ratios[:: max(len(ratios) - 1, 1)])} times the speed of single ops"
     single, compiled = max(times)
     of = "for all of them" if len(times) == 1 else "in the longest graph"
     # a preview, which runs beside the regions, is slower than eager
     busy = _busy(measured) if found[0] < _CLEAR else ""
     expected = "" if is_preview else f" Expect {'at least' if found[0] >= 1 else 'about'} eager's speed."
     return (
-        f"Measured here: {' to '.join([*ratios][:: max(len(ratios) - 1, 1)])} times the speed of single ops, "
+        f"Measured here: {'the speed of single ops' if ratios == ['1'] else speed}, "
         f"{_time(compiled)} instead of {_time(single)} {of}{some}.{busy or expected}"
     )
 
@@ -497,10 +515,12 @@ def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
     rounding = facts.get("rounding", ()) if (causes := _other_rounding(data["graphs"])) else ()
     differences = [each for each in facts.get("differences", ()) if each not in rounding]
     if rounding:
+        value, found, error = rounding[0].partition(": values differ by up to ")
+        largest = f"largest difference {error} ({value})" if found else rounding[0]
         more = f", and {len(rounding) - 1} more" if len(rounding) > 1 else ""
         yield _sentence(
             "plain",
-            f"Rounded differently from eager: {rounding[0]}{more}. {' and '.join(causes)} add and multiply in another "
+            f"Equal to eager within rounding, {largest}{more}. {' and '.join(causes)} add and multiply in another "
             f"order; {' with '.join(causes.values())} rounds as eager does.",
         )
     unknown = [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())]

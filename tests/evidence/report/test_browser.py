@@ -18,6 +18,7 @@ from tests.harness.processes import ROOT
 from tests.harness.reports import (
     VERSIONS,
     explain_gate,
+    explain_llama,
     explain_training,
     explain_without_a_rule,
 )
@@ -320,6 +321,25 @@ def test_places_that_are_as_good_as_they_are_are_no_misses(chrome: Browser, tmp_
     assert chrome.texts(".miss") == []
 
 
+def test_a_compiled_region_is_one_box_that_opens(
+    chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
+    with torch.no_grad():
+        report = graphex.explain(model, (torch.randn(4, 8),), calls=1)
+    (region,) = report.journal.regions
+    page = report.save(tmp_path / "report.html")
+    labels = "return document.querySelector('.canvas')._cyreg.cy.nodes().map((node) => node.data('label'))"
+    chrome.open(page, "tab=graph")
+    closed = chrome.run(labels)
+    assert len(closed) == 2
+    assert f"{region.region}  compiled\n{region.calls} ops, 0 to 1" in closed
+    chrome.open(page, f"tab=graph&node={region.region}")
+    assert chrome.text(".side h3") == region.region
+    assert {"0  Sequential", "1  Sequential"} <= {label.partition("\n")[0] for label in chrome.run(labels)}
+
+
 def test_modules_open_and_close(chrome: Browser, llama_page: Path) -> None:
     chrome.open(llama_page, "tab=graph")
     chrome.click("#open-all")
@@ -371,7 +391,16 @@ def test_a_comparison_of_two_models_says_that_they_are_two(
     other = read_data(explain_gate(tmp_path / "gate.html"))
     chrome.open(write_page(compare(read_data(llama_page), other), tmp_path / "difference.html"))
     assert chrome.texts(".summary li")[0].startswith("These are reports of different models")
-    assert chrome.texts("section h2") == ["Summary", "Not compared", "Made with"]
+    assert chrome.texts("section h2") == ["Summary", "Made with"]
+
+
+def test_numbers_of_models_that_differ_are_neither_good_nor_bad(
+    chrome: Browser, llama: graphex.Report, llama_page: Path, tmp_path: Path
+) -> None:
+    shorter = explain_llama(layers=1).save(tmp_path / "shorter.html")
+    chrome.open(write_page(compare(read_data(llama_page), read_data(shorter)), tmp_path / "difference.html"))
+    assert chrome.texts(".summary li")[0] == "The models differ: 2 -> 1 of layers.* (Layer)."
+    assert not chrome.texts("b.less, b.more, .summary li.good")
 
 
 def test_code_keeps_clear_of_its_border_and_no_table_has_an_empty_head(chrome: Browser, llama_page: Path) -> None:

@@ -334,7 +334,22 @@ def test_a_model_that_grew_is_still_the_same(tmp_path: Path) -> None:
             self.extra = nn.Linear(8, 8)
 
     before, after = (data_of(explained(each, torch.ones(8, 8)), tmp_path) for each in (Gated(), Grown()))
-    assert not compare(before, after)["different_models"]
+    difference = compare(before, after)
+    assert not difference["different_models"]
+    told = "The models differ: class Gated -> Grown; modules only in the second: extra (Linear)."
+    assert difference["summary"][0]["text"] == told
+    assert "good" not in [each["tone"] for each in difference["summary"]]
+
+
+def test_of_a_model_with_fewer_layers_only_what_both_have_is_lost_or_won(llama: graphex.Report, tmp_path: Path) -> None:
+    shorter = explain_llama(layers=1, verify=True, disable_rules=["lift_silu_mul"])
+    difference = compare(data_of(llama, tmp_path), data_of(shorter, tmp_path))
+    assert difference["model_changes"] == ["2 -> 1 of layers.* (Layer)"]
+    assert [(each["rule"], each["where"]) for each in difference["lost"]] == [("lift_silu_mul", "layers.0")]
+    first, second = difference["summary"][:2]
+    assert first == {"tone": "bad", "text": "The models differ: 2 -> 1 of layers.* (Layer)."}
+    assert second == {"tone": "bad", "text": "1 rewrite lost, 0 won, of those in modules that both have."}
+    assert "good" not in [each["tone"] for each in difference["summary"]]
 
 
 # -- how it was made ---------------------------------------------------------------------------------------------------

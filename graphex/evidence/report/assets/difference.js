@@ -1,32 +1,18 @@
 // Two reports of one model: what was lost, what was won.
 
-function differencePage() {
-  return data.models ? twoModelsPage() : oneModelPage();
-}
-
-function twoModelsPage() {
-  const rows = data.models.map((each) => [each.which, each.title, String(each.ops), each.parts]);
-  const head = ["report", "model", "device ops as given", "modules or ops"];
-  return el(
-    "div",
-    {},
-    summary(data.summary),
-    section("Not compared", "What each of the reports is of.", table(head, rows, { right: [2] })),
-    madeWithBoth(),
-  );
-}
-
 function madeWithBoth() {
   const names = [...new Set([...Object.keys(data.made_with.before), ...Object.keys(data.made_with.after)])];
   const versions = names.map((each) => [each, data.made_with.before[each] || "", data.made_with.after[each] || ""]);
   return section("Made with", null, table(["", "before", "after"], versions));
 }
 
-function oneModelPage() {
+function differencePage() {
+  if (data.different_models) return el("div", {}, summary(data.summary), madeWithBoth());
+  const neutral = data.model_changes.length > 0;
   const numberRows = data.numbers.map((each) => {
     const show = (value) =>
       each.unit === "bytes" ? sizeText(value) : each.unit === "seconds" ? timeText(value) : String(value);
-    const sign = each.after < each.before ? "less" : each.after > each.before ? "more" : "";
+    const sign = neutral ? "" : each.after < each.before ? "less" : each.after > each.before ? "more" : "";
     return [each.name, show(each.before), el("b", { class: sign }, show(each.after))];
   });
   const ruleRows = data.rules.map((rule) => {
@@ -37,7 +23,7 @@ function oneModelPage() {
       el("span", { class: "mono" }, rule.rule),
       of(rule.before),
       of(rule.after),
-      el("b", { class: change < 0 ? "more" : "less" }, text),
+      el("b", { class: neutral ? "" : change < 0 ? "more" : "less" }, text),
     ];
   });
   const changed = (data.changed || []).map((each) => [each.what, each.name, each.before, each.after]);

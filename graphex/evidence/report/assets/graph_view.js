@@ -49,9 +49,9 @@ class GraphView {
     if (this.hits.size) this.highlight(this.hits);
     const closed = this.visible.parts.filter((part) => !part.leaf).length;
     const nodes = this.visible.parts.length - closed;
-    this.onStatus(
-      `${plural(nodes, "node")} and ${plural(closed, "closed module")} drawn of ${plural(this.items.length, "node")}`,
-    );
+    const regions = this.visible.boxes.filter((box) => box.region).flatMap((box) => leavesOf(box));
+    const all = new Set([...this.items.map((item) => item.node.name), ...regions.map((leaf) => leaf.id)]).size;
+    this.onStatus(`${plural(nodes, "node")} and ${plural(closed, "closed module")} drawn of ${plural(all, "node")}`);
   }
 
   create() {

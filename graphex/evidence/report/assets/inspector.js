@@ -3,7 +3,8 @@
 function inspector(app, name, part) {
   if (part && !part.leaf) return groupPanel(app, part);
   const { model, step } = app.current();
-  const node = name && (model.byName(step.after).get(name) || model.byName(step.before).get(name));
+  const inside = part ? part.node : null; // of a region
+  const node = name && (model.byName(step.after).get(name) || model.byName(step.before).get(name) || inside);
   if (!node) {
     const hint = "Choose a node to see its shape, its memory, where it comes from and what was done with it.";
     return el("div", { class: "panel-body" }, empty(hint), legend(EFFECTS));
@@ -130,19 +131,23 @@ function groupPanel(app, part) {
   return el(
     "div",
     { class: "panel-body" },
-    el("h3", { class: "mono" }, part.id.replace(/#\d+$/, "") || "the model"),
-    el("p", { class: "note" }, `${part.kind ? `${part.kind}, ` : ""}${plural(leaves.length, "node")}`),
+    el("h3", { class: "mono" }, part.id.replace(/^region (\S+ )?|#\d+$/g, "") || "the model"),
+    el("p", { class: "note" }, part.region ? `compiled by Inductor: ${part.region}` : groupText(part, leaves)),
     el(
       "p",
       {},
       el(
         "button",
         { type: "button", class: "button", onclick: () => app.graphView.toggle(part) },
-        open ? "Close module" : "Open module",
+        `${open ? "Close" : "Open"} ${part.region ? "region" : "module"}`,
       ),
     ),
     table(["op", "nodes"], rows, { right: [1] }),
   );
+}
+
+function groupText(part, leaves) {
+  return `${part.kind ? `${part.kind}, ` : ""}${plural(leaves.length, "node")}`;
 }
 
 function legend(effects) {

@@ -63,7 +63,7 @@ function ruleBlock(app, rule) {
   );
   const body = [
     ...rule.remarks.map((remark) => el("p", { class: "note" }, remark)),
-    missing ? el("h4", {}, "Not applied") : null,
+    missing ? el("h4", {}, "Refused or nearly matched") : null,
     ...groups.map((records) => missBlock(app, records)),
     rule.asGood.length ? el("h4", {}, "As good as it is") : null,
     ...asGoodBlocks(app, rule.asGood),
