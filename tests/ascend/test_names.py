@@ -315,7 +315,7 @@ print("compiled")
 
 
 def test_the_current_stream_of_the_other_device_is_known_in_compiled_functions(tmp_path):
-    assert in_folder(STREAMS_OF_CUDA, tmp_path, GRAPHEX_NPU="cuda") == "compiled"
+    assert in_folder(STREAMS_OF_CUDA, tmp_path, GRAPHEX_NPU="cuda", CUDA_VISIBLE_DEVICES="") == "compiled"
 
 
 @pytest.mark.cuda
