@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import InputError, NotOfferedError
-from graphex.torch_private.model_streams import leave_uncompiled
+from graphex.torch_private.model_streams import ask_for_current_stream
 from graphex.torch_private.privateuse1 import map_fake_tensors
 
 _libraries: list[torch.library.Library] = []
@@ -111,7 +111,7 @@ def keep_accelerator(target: torch.device) -> None:
         if hasattr(torch.cuda, name):
             setattr(torch.accelerator, name, _another(getattr(torch.cuda, name)))
     torch.accelerator.current_stream = _current_stream
-    leave_uncompiled(_current_stream.__code__)
+    ask_for_current_stream(_current_stream)
     pin = Tensor.pin_memory
     Tensor.pin_memory = lambda self, device=None: pin(self, device or target)  # type: ignore[method-assign]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from graphex.torch_private.lookup import present
 # Dynamo's own parts: what it cannot do without is not looked up as a name that may be gone.
 _classes: Any = present("torch._dynamo.variables.user_defined.UserDefinedClassVariable")
 _utils: Any = present("torch._dynamo.utils")
+_guards: Any = present("torch._dynamo.guards")
 _objects: Any = present("torch._dynamo.graph_bytecode_inputs")
 _scope: Any = present("torch._dynamo.variables.ctx_manager.FxTracebackAnnotateVariable")
 _stream: Any = present("torch._dynamo.variables.streams.StreamVariable")
@@ -56,13 +56,17 @@ def build_with(stream: Callable[..., Any], event: Callable[..., Any]) -> None:
         _objects.stash_graph_created_object = disable(stash, _NOT_TRACED)
 
 
-def leave_uncompiled(code: CodeType) -> None:
-    """Let Dynamo run a function as it is where code of its own calls it: it would compile that call like a user's.
+def ask_for_current_stream(current: Any) -> None:
+    """Let Dynamo ask the function `current` for the stream that a compiled function is called on, and run it as it is.
 
-    What Dynamo's tables say about a call in a function that it traces stays as it is.
+    torch 2.15 asks its C++, which takes the device with the registered name for the accelerator. Older versions ask
+    torch.accelerator from code that Dynamo writes, and compile that call like a user's.
     """
     if _skip_code is not None:
-        _skip_code(code)
+        _skip_code(current.__code__)
+    for module in (_utils, _guards):
+        if hasattr(module, "get_current_stream"):
+            module.get_current_stream = current
 
 
 def _know_recorded_events(event: Callable[..., Any]) -> None:

@@ -107,7 +107,7 @@ compiled = torch.compile(f, backend="graphex", fullgraph=True)
 assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin() + 1)
 print(len(graphex.journal(compiled).streams[0].streams))
 """
-    assert in_folder(code, tmp_path) == "2"
+    assert in_folder(code, tmp_path, CUDA_VISIBLE_DEVICES="") == "2"
 
 
 def test_importing_serves_nothing_and_neither_do_logs_of_torch_that_import_every_package(tmp_path):
@@ -315,7 +315,7 @@ print("compiled")
 
 
 def test_the_current_stream_of_the_other_device_is_known_in_compiled_functions(tmp_path):
-    assert in_folder(STREAMS_OF_CUDA, tmp_path, GRAPHEX_NPU="cuda") == "compiled"
+    assert in_folder(STREAMS_OF_CUDA, tmp_path, GRAPHEX_NPU="cuda", CUDA_VISIBLE_DEVICES="") == "compiled"
 
 
 @pytest.mark.cuda
