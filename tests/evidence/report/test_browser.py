@@ -324,20 +324,32 @@ def test_places_that_are_as_good_as_they_are_are_no_misses(chrome: Browser, tmp_
 def test_a_compiled_region_is_one_box_that_opens(
     chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Stacked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2))
+            self.layers = torch.nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
     with torch.no_grad():
-        report = graphex.explain(model, (torch.randn(4, 8),), calls=1)
+        report = graphex.explain(Stacked(), (torch.randn(4, 8),), calls=1)
     (region,) = report.journal.regions
     page = report.save(tmp_path / "report.html")
     labels = "return document.querySelector('.canvas')._cyreg.cy.nodes().map((node) => node.data('label'))"
     chrome.open(page, "tab=graph")
     closed = chrome.run(labels)
     assert len(closed) == 2
-    assert f"{region.region}  compiled\n{region.calls} ops, 0 to 1" in closed
+    assert f"{region.region}  compiled\n{region.calls} ops, layers.0 to 1" in closed
     chrome.open(page, f"tab=graph&node={region.region}")
     assert chrome.text(".side h3") == region.region
-    assert {"0  Sequential", "1  Sequential"} <= {label.partition("\n")[0] for label in chrome.run(labels)}
+    assert {"layers.0  Sequential", "layers.1  Sequential"} <= {
+        label.partition("\n")[0] for label in chrome.run(labels)
+    }
 
 
 def test_modules_open_and_close(chrome: Browser, llama_page: Path) -> None:

@@ -131,7 +131,7 @@ function dissolve(group) {
     if (part.parts.length !== 1) return part;
     const only = part.parts[0];
     only.parent = group;
-    if (!only.leaf) only.label = `${part.label}.${only.label}`;
+    if (!only.leaf && !only.region) only.label = `${part.label}.${only.label}`;
     return only;
   });
 }
