@@ -29,11 +29,12 @@ from graphex.errors import OptionError
 from graphex.loops.generation import Generation
 from graphex.loops.processors import Process
 from graphex.loops.session import Sessions, sessions_of
-from graphex.loops.wanted import Wanted
+from graphex.loops.step_state import users_hook
+from graphex.loops.wanted import ALREADY_KNOWN, PLAIN, Wanted
 from graphex.records import FellBack
 
-ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "inputs_embeds"}
 _OWN_INPUTS = ("Phi3ForCausalLM", "PhimoeForCausalLM")  # theirs differ for prompts beyond the first table of angles
+_CAPTURING = "transformers.utils.output_capturing"  # where nothing is to be captured, and else this loop is not asked
 _LEFT = "generation is left to transformers"
 
 
@@ -105,7 +106,11 @@ def why_not(
         return f"{type(model).__name__} switches its angles at {short} positions"
     if input_ids.device != model.device or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model and the prompt are not on one device"
-    others = [name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and isinstance(value, Tensor)]
+    if hook := users_hook(model.modules(), harmless=_CAPTURING):
+        return hook
+    others = [
+        name for name, value in model_kwargs.items() if name not in ALREADY_KNOWN and not isinstance(value, PLAIN)
+    ]
     if others:
         return f"the model is called with '{others[0]}'"
     embeds = model_kwargs.get("inputs_embeds")

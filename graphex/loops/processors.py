@@ -204,8 +204,10 @@ def _sequence_bias(given: Any, device: torch.device) -> Process:
             given._prepare_bias_variables(scores)  # raises for tokens that the model does not have
             once.append(given.length_1_bias if single else torch.zeros(scores.shape[-1], device=scores.device))
         bias = torch.zeros_like(scores) + once[0]
+        # Some releases of transformers pass over sequences that are longer than the tokens so far.
+        more = 0 if hasattr(given, "multi_token_biases") else 1
         for prefix, token, value in longer:
-            found = (sequence.last(len(prefix)) == prefix).all(1) & (sequence.length >= len(prefix))
+            found = (sequence.last(len(prefix)) == prefix).all(1) & (sequence.length >= len(prefix) + more)
             bias[:, token] += torch.where(found, value, 0.0)
         return scores + bias
 
@@ -220,7 +222,7 @@ def _exponential_decay(given: Any, device: torch.device) -> Process:
         found = scores[:, ends]
         penalty = found.abs() * (torch.pow(factor, beyond.double()) - 1).to(scores.dtype)
         penalty = penalty.masked_fill(~torch.isfinite(found), 0.0)
-        return scores.index_add(1, ends, penalty)
+        return scores + torch.zeros_like(scores).index_copy(1, ends, penalty)  # a token may be named twice
 
     return process
 

@@ -161,7 +161,7 @@ class TrainStep:
     # -- one call ----------------------------------------------------------------------------------------------------
 
     def _step(self, args: Any, kwargs: Any) -> Any:
-        if is_seen_by_a_mode() or self._device_captures():
+        if is_seen_by_a_mode() or self._device_captures() or torch.is_anomaly_enabled():
             return self._as_it_is(args, kwargs)  # a replay would hide the ops of this one call
         if self._state.hooks() and (reason := self._state.why_never()):
             self._stay_plain(reason)

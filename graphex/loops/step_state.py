@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphex.loops.reached import Reached
 from graphex.loops.step_optimizers import Rates, made_capturable, takes_tensor
+from graphex.torch_private.dynamo import global_hooks
 from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
@@ -195,12 +196,12 @@ class StepState:
             kind = type(module).__name__
             if kind in ("DistributedDataParallel", "FullyShardedDataParallel") or hasattr(module, "_get_fsdp_state"):
                 return f"{kind} synchronises gradients in hooks of the host"
-            if hooks := _hooks_of(module):
-                return f"{kind} has {hooks}, which Python runs"
+        if hook := users_hook((*self._modules, *self.found.optimizers)):
+            return hook
         for parameter in self.parameters:
             if is_traceable_wrapper_subclass(parameter):
                 return f"a parameter is a {type(parameter).__name__}, which is made of other tensors"
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            if parameter._backward_hooks or getattr(parameter, _GRADIENT_HOOKS, None):
                 return "a parameter has a gradient hook, which Python runs"
             if _accumulates(parameter) and _has_hooks(_accumulator(parameter)):
                 return "a hook on a parameter's accumulator (a node of autograd) is run by Python"
@@ -221,10 +222,12 @@ class StepState:
             parameter.data = memory
 
     def hooks(self) -> bool:
-        """Whether a module or a parameter has a hook by now."""
-        held = [vars(module) for module in self._modules]
-        return any(each.get(name) for each in held for name in _HOOKS) or any(
-            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None) for each in self.parameters
+        """Whether something has a hook by now."""
+        held = [vars(each) for each in (*self._modules, *self.found.optimizers)]
+        return (
+            any(each.get(name) for each in held for name in (*_HOOKS, *_STEP_HOOKS))
+            or any(each._backward_hooks or getattr(each, _GRADIENT_HOOKS, None) for each in self.parameters)
+            or bool(global_hooks())
         )
 
     # -- optimizers ------------------------------------------------------------------------------------------------
@@ -326,5 +329,25 @@ _HOOKS = {
 }
 
 
-def _hooks_of(module: nn.Module) -> str:
-    return next((text for name, text in _HOOKS.items() if getattr(module, name, None)), "")
+_GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
+_STEP_HOOKS = {"_optimizer_step_pre_hooks": "a step pre-hook", "_optimizer_step_post_hooks": "a step post-hook"}
+_OWN = "graphex.loops.step_program"  # registers a hook for as long as a step runs
+
+
+def users_hook(owners: Iterable[nn.Module | Optimizer], *, harmless: str = "") -> str:
+    """The first hook of these modules and optimizers, or of all there are, in words; empty without one.
+
+    `harmless` is a module of Python whose hooks do not count.
+    """
+
+    def counts(hook: Any) -> bool:
+        return getattr(hook, "__module__", None) not in (_OWN, harmless)
+
+    if any(map(counts, global_hooks())):
+        return "a hook for all modules, or for all optimizers, is run by Python"
+    for owner in owners:
+        kinds = _STEP_HOOKS if isinstance(owner, Optimizer) else _HOOKS
+        for name, text in kinds.items():
+            if any(map(counts, getattr(owner, name, {}).values())):
+                return f"{type(owner).__name__} has {text}, which Python runs"
+    return ""

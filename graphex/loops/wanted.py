@@ -20,6 +20,8 @@ from graphex.loops.processors import (
     stop_on_device,
 )
 
+ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds"}
+PLAIN = (bool, int, float, str, type(None))  # other arguments of the model: each value is a compiled step of its own
 _HOST = "is not known to work on the device"
 
 
@@ -53,7 +55,7 @@ class Wanted:
     position: Tensor | None
     extra: dict[str, Any]
     returns_cache: bool
-    plain_prompt: bool  # whether the prompt is all there is: no padding, no embeddings, no cache before it, no chunks
+    plain_prompt: bool  # whether the prompt is all there is: no padding, embeddings, cache before it, chunks, positions
 
     @classmethod
     def of(
@@ -86,7 +88,9 @@ class Wanted:
         host += [f"{type(each).__name__} {_HOST}" for each, found in zip(looking, stops, strict=True) if found is None]
         has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         past = int(cache.get_seq_length())
+        extra = {name: value for name, value in model_kwargs.items() if name not in ALREADY_KNOWN}
         mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+        position = model_kwargs.get("position_ids")
         prompt = max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
         return cls(
             input_ids=input_ids,
@@ -108,15 +112,17 @@ class Wanted:
             past=past,
             room=bucket(past + prompt + steps),
             mask=mask,
-            position=model_kwargs.get("position_ids"),
-            extra={name: model_kwargs[name] for name in ("logits_to_keep",) if name in model_kwargs},
+            position=position,
+            extra=extra,
             returns_cache=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
             # Not every release of transformers leaves out a mask of ones, and some models count positions by it.
             plain_prompt=(mask is None or (mask.dim() == 2 and bool(mask.all())))
             and embeds is None
             and not past
             and config.prefill_chunk_size is None
-            and input_ids.shape[1] > 1,
+            and input_ids.shape[1] > 1
+            and extra.keys() <= {"logits_to_keep"}
+            and (position is None or bool((position == torch.arange(input_ids.shape[1], device=device)).all())),
         )
 
     @property

@@ -140,7 +140,19 @@ def _power(x: Tensor, exponent: Any) -> Any:
     return torch.rsqrt(x) if exponent == -0.5 and x.dtype.is_floating_point else NotImplemented
 
 
+def _clamped(x: Tensor, least: Any = None, most: Any = None) -> Any:
+    """C++ code takes the larger of 0 and -0 for 0, where eager on a CPU leaves the -0."""
+    if x.device.type != "cpu" or not x.dtype.is_floating_point or (least != 0 and most != 0):
+        return NotImplemented
+    if least is not None:
+        x = torch.where(x < least, least, x)
+    return x if most is None else torch.where(x > most, most, x)
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.clamp.default: _clamped,
+    torch.ops.aten.clamp_min.default: _clamped,
+    torch.ops.aten.hardtanh.default: _clamped,
     torch.ops.aten.neg.default: _negated,
     torch.ops.aten.pow.Tensor_Scalar: _power,
 }

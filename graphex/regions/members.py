@@ -55,7 +55,10 @@ _DTYPES = frozenset(
 # Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
-    {aten.acosh, aten.asinh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.expm1, aten.special_ndtr}
+    {
+        *(aten.acosh, aten.asinh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.erfinv, aten.expm1),
+        aten.special_ndtr,
+    }
 )
 # Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.
 _INEXACT_ON_GPU = frozenset(
@@ -67,6 +70,7 @@ _INEXACT_ON_GPU = frozenset(
 )
 # Of float64: eager divides by a float32 of 6, and Inductor's sign of -0 is that of 0.
 _INEXACT_OF_DOUBLES_ON_GPU = frozenset({aten.hardsigmoid, aten.hardswish, aten.signbit})
+_WITH_PLACES = frozenset({aten.max, aten.min})  # along a dimension
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
@@ -127,6 +131,9 @@ def _why_not_here(node: Node, device: torch.device) -> str:
 
 def _why_not_exact(node: Node, device: torch.device) -> str:
     op, value = operator_of(node), node.meta.get("val")
+    if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
+        is_boolean = value[0].dtype == torch.bool
+        return "Inductor finds another place than eager among booleans" if is_boolean else ""
     if op is None or not isinstance(value, Tensor):
         return ""
     if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
@@ -137,8 +144,14 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return ""
     if op.overloadpacket is aten.mul and any(type(arg) is int and arg == 0 for arg in node.args):
         return "Inductor takes the product with 0 for 0, and a nan would be lost"
-    floors = op.overloadpacket is aten.div and node.kwargs.get("rounding_mode") == "floor"
-    if floors or op.overloadpacket in _INEXACT or (device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU):
+    mode = node.kwargs.get("rounding_mode") if op.overloadpacket is aten.div else None
+    if mode == "trunc" and value.dtype.itemsize == 2:
+        return "Inductor does not round the quotient before it is cut off"
+    if (
+        mode == "floor"
+        or op.overloadpacket in _INEXACT
+        or (device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU)
+    ):
         return "Inductor's code for it is wrong near zero, or for large numbers"
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"

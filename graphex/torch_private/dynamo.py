@@ -37,6 +37,7 @@ else:
 
 _NO_ARTIFACTS = "TORCH_TRACE shows nothing of graphex"
 _OPS_ARE_HIDDEN = "a TorchDispatchMode does not see the ops of a replay"
+_HOOKS_ARE_HIDDEN = "a captured loop does not run hooks for all modules"
 
 profiler_enabled = private(
     "torch._C._autograd._profiler_enabled", lambda: True, lost="every call is named for a profiler"
@@ -68,6 +69,21 @@ Where torch keeps it elsewhere, inputs are asked for tangents in every call.
 _dispatch_mode_stack = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
 _trace_log: Any = private("torch._logging._internal.trace_log", None, lost=_NO_ARTIFACTS)
 _trace_structured = private("torch._logging._internal.trace_structured", None, lost=_NO_ARTIFACTS)
+
+
+_hooks_for_all: tuple[dict[int, Any], ...] = (
+    private("torch.nn.modules.module._global_forward_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+    private("torch.nn.modules.module._global_forward_pre_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+    private("torch.nn.modules.module._global_backward_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+    private("torch.nn.modules.module._global_backward_pre_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+    private("torch.optim.optimizer._global_optimizer_pre_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+    private("torch.optim.optimizer._global_optimizer_post_hooks", {}, lost=_HOOKS_ARE_HIDDEN),
+)
+
+
+def global_hooks() -> list[Any]:
+    """Hooks that run around every call of any module, and every step of any optimizer."""
+    return [hook for held in _hooks_for_all for hook in held.values()]
 
 
 def has_tangent(tensor: Tensor) -> bool:

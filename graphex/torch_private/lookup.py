@@ -99,8 +99,10 @@ def find(path: str) -> Any:
         if isinstance(found, ModuleType) and not hasattr(found, part):
             if reached.startswith(_CIRCLE):
                 import_module(_ENTRANCE)
-            import_module(reached)
-        found = getattr(found, part)
+            module = import_module(reached)
+            found = getattr(found, part, module)  # torch.optim takes the names of its modules away
+        else:
+            found = getattr(found, part)
     return found
 
 

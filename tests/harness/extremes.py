@@ -34,6 +34,7 @@ INSIDE_ON_GPU = {
     "celu": nn.functional.celu,
     "elu": nn.functional.elu,
     "erf": torch.erf,
+    "erfinv": lambda x: torch.erfinv(1 - x.double().exp2() * 2**-53),
     "expm1": torch.expm1,
     "ndtr": torch.special.ndtr,
     "selu": nn.functional.selu,

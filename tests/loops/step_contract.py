@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -791,6 +793,46 @@ def test_a_hook_that_comes_after_the_capture_is_called(where):
         step(*batch)
     assert len(called) == len(batches) - 6
     assert reasons(step) == ["Tanh has a forward hook, which Python runs"]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize(
+    ("register", "reason"),
+    [
+        (lambda step, hook: step.register_step_pre_hook(hook), "SGD has a step pre-hook, which Python runs"),
+        (lambda step, hook: step.register_step_post_hook(hook), "SGD has a step post-hook, which Python runs"),
+        (lambda step, hook: register_module_forward_hook(hook), "a hook for all modules, or for all optimizers,"),
+        (lambda step, hook: register_optimizer_step_post_hook(hook), "a hook for all modules, or for all optimizers,"),
+    ],
+    ids=["pre", "post", "all modules", "all optimizers"],
+)
+def test_a_hook_of_an_optimizer_or_of_all_modules_is_called(register, reason, where):
+    model, called = model_on(where, mlp), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = graphex.train_step(model, functional.cross_entropy, optimizer, compile=False)
+    for batch in points(where)[:6]:
+        step(*batch)
+    assert count(step, "replays") > 0
+    handle = register(optimizer, lambda *given: called.append(1))
+    try:
+        for batch in points(where)[:2]:
+            step(*batch)
+    finally:
+        handle.remove()
+    assert called == [1] * len(called) != []
+    assert len(called) % 2 == 0
+    assert [each.startswith(reason) for each in reasons(step)] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:Error detected")
+def test_anomalies_are_looked_for_in_a_step_that_is_captured(where):
+    model = model_on(where, mlp)
+    step = graphex.train_step(model, lambda y, _: (y - y).sum().sqrt(), torch.optim.SGD(model.parameters(), 0.0))
+    x, y = points(where)[0]
+    for _ in range(6):
+        step(x, y)
+    with pytest.raises(RuntimeError, match="nan values"), torch.autograd.set_detect_anomaly(True):
+        step(x, y)
 
 
 def test_a_dispatch_mode_sees_the_ops_of_a_step(where):

@@ -286,6 +286,58 @@ def test_what_the_loop_does_not_do_is_left_to_transformers(model, wanted, reason
     assert graphex.generation(model).last is None
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "for all modules"])
+def test_a_hook_that_comes_after_a_capture_is_called(model, kind):
+    assert_same(model, prompt(), **GREEDY)
+
+    def hook(module: Any, given: Any, result: Any = None) -> Any:
+        if module is not model.lm_head:
+            return None
+        return (-given[0],) if result is None else -result
+
+    for_all = torch.nn.modules.module.register_module_forward_hook
+    handle = for_all(hook) if kind == "for all modules" else getattr(model.lm_head, kind)(hook)
+    try:
+        assert_same(model, prompt(), **GREEDY)
+    finally:
+        handle.remove()
+    assert len(reasons(model)) == 1
+    assert_same(model, prompt(), **GREEDY)
+
+
+def test_what_transformers_hooks_into_a_model_is_not_in_the_way(model):
+    model(prompt(), output_hidden_states=True)
+    assert_same(model, prompt(), **GREEDY)
+    assert reasons(model) == []
+
+
+def test_plain_arguments_of_a_model_reach_every_step_and_others_are_left_to_transformers(model):
+    class Scaled(type(model)):
+        def forward(self, input_ids=None, past_key_values=None, scale=1.0, scales=(1.0,), **given):
+            found = super().forward(input_ids=input_ids, past_key_values=past_key_values, **given)
+            found.logits = found.logits * scale * scales[0]
+            return found
+
+    scaled = Scaled(model.config).eval()
+    scaled.load_state_dict(model.state_dict())
+    scaled.generation_config.eos_token_id = None
+    for scale in (1.0, -1.0, 1.0):
+        assert_same(scaled, prompt(), scale=scale, **GREEDY)
+    assert reasons(scaled) == []
+    assert not torch.equal(looped(scaled, prompt(), scale=-1.0, **GREEDY), looped(scaled, prompt(), **GREEDY))
+    with pytest.warns(graphex.GraphexWarning, match="the model is called with 'scales'"):
+        assert_same(scaled, prompt(), scales=(-1.0,), **GREEDY)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_positions_of_the_users_in_a_compiled_prompt(model, start):
+    positions = torch.arange(7).expand(2, 7) + start
+    theirs = model.generate(prompt(), position_ids=positions, **GREEDY)
+    for _ in range(3):
+        assert torch.equal(looped(model, prompt(), position_ids=positions, graphex_prefill=True, **GREEDY), theirs)
+
+
 @pytest.mark.parametrize(
     "wanted",
     [

@@ -62,6 +62,22 @@ def test_a_processor_does_what_transformers_does(model, name, mask):
     assert reasons(model) == []
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_sequences_that_are_as_long_as_the_prompt_or_longer(model, length):
+    given = prompt(length=length)
+    free = model.generate(given, **GREEDY)
+    whole = [[*free[row, :end].tolist()] for row in range(2) for end in (length, length + 1, length + 2)]
+    for wanted in ({"bad_words_ids": whole[1:]}, {"sequence_bias": [[each, -9.0] for each in whole]}):
+        assert torch.equal(looped(model, given, **GREEDY | wanted), model.generate(given, **GREEDY | wanted))
+
+
+def test_an_end_that_is_named_twice_is_made_likelier_once(model):
+    wanted = GREEDY | {"exponential_decay_length_penalty": (2, 1.1), "eos_token_id": [2, 2, 5]}
+    asked = {"return_dict_in_generate": True, "output_scores": True}
+    theirs, mine = model.generate(prompt(), **wanted | asked), looped(model, prompt(), **wanted | asked)
+    torch.testing.assert_close(mine.scores, theirs.scores, rtol=1e-5, atol=1e-5)
+
+
 def test_other_settings_of_a_processor_are_another_step(model):
     found = [looped(model, prompt(), **GREEDY | {"repetition_penalty": penalty}) for penalty in (1.1, 5.0, 1.1)]
     wanted = [model.generate(prompt(), **GREEDY | {"repetition_penalty": penalty}) for penalty in (1.1, 5.0)]

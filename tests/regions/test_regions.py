@@ -8,7 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -575,11 +575,13 @@ def test_extreme_numbers_give_what_eager_gives():
 
 def test_signs_of_zeros_are_eagers():
     def program(x):
-        return 1 / -x, x**-0.5, (x * 2).sin()
+        bounded = x.clamp(0), x.clamp(0, 3), x.clamp(-3, 0), x.clamp_min(0.0), nn.functional.relu6(x)
+        return 1 / -x, x**-0.5, (x * 2).sin(), [1 / each for each in bounded]
 
-    run, x = compiled(program), torch.tensor([0.0, -0.0, inf, -inf, 4.0])
+    run, x = compiled(program), torch.tensor([0.0, -0.0, inf, -inf, 4.0, nan, -1.0] * 5)
     torch.testing.assert_close(run(x), program(x), equal_nan=True)
     assert regions(run)
+    assert all("Inductor" not in reason for reason in borders(run))
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
@@ -622,6 +624,28 @@ def test_the_next_number_is_that_of_the_type():
     run, x = compiled(program), torch.ones(4, dtype=torch.bfloat16)
     assert torch.equal(run(x), program(x))
     assert "Inductor computes it in float32, where the next number is another one" in borders(run)
+
+
+def test_a_quotient_is_rounded_before_it_is_cut_off():
+    def program(x, y):
+        return torch.div(x, y, rounding_mode="trunc"), (x * 2).sin() + y
+
+    run, x = compiled(program), torch.tensor([1.0, 0.1, -1.0]).bfloat16()
+    close(run(x, x[1:2]), program(x, x[1:2]))
+    assert torch.equal(run(x, x[1:2])[0], program(x, x[1:2])[0])
+    assert "Inductor does not round the quotient before it is cut off" in borders(run)
+    assert regions(run)
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_where_the_smallest_and_the_largest_of_booleans_are(name):
+    def program(x):
+        return *getattr(x > 0, name)(-1), (x * 2).sin() + 1
+
+    run, x = compiled(program), torch.tensor([[1.0, -1.0, -1.0], [-1.0, 1.0, 1.0]])
+    torch.testing.assert_close(run(x), program(x))
+    assert "Inductor finds another place than eager among booleans" in borders(run)
+    assert regions(run)
 
 
 def test_whether_bytes_are_nonzero_is_a_byte():
