@@ -174,12 +174,12 @@ class _Phases:
         return step.made.program
 
     def backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
-        gradients = tuple(graph.graph.output_node().args[0])
+        gradients: Any = graph.graph.output_node().args[0]
         given = given_by_autograd(graph)
         made = self._compiled(graph, inputs, "backward")
         if len(self._steps) == 1 and not isinstance(given, str):
             with compile_stage("graphex_cache"):
-                self._steps[0].keep(self.call, given, made, gradients)
+                self._steps[0].keep(self.call, given, made, tuple(gradients))
         return made.program
 
     def inference(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:

@@ -186,6 +186,23 @@ def test_a_loaded_training_step_is_traced_by_compiled_autograd(run):
     assert reasons(graphex.journal(compiled))[0] == ("hit", "")
 
 
+def test_a_loaded_training_step_is_captured_as_before(run, tape):
+    """Both graphs, with what the forward saves where the backward finds it."""
+    x, states = torch.randn(6, 4), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = net()
+        compiled = torch.compile(model, backend="graphex")
+        states.append([state_after(compiled, model, x) for _ in range(3)])
+    journal = graphex.journal(compiled)
+    assert reasons(journal) == [("hit", ""), ("hit", "")]
+    assert {graph.phase for graph in journal.graphs if graph.graph in {each.graph for each in journal.captures}} == {
+        "forward",
+        "backward",
+    }
+    torch.testing.assert_close(states[0], states[1])
+
+
 def test_a_training_step_whose_backward_is_gone_is_compiled(run, folder):
     x = torch.randn(6, 4)
     first, cold = trained(net(), x)

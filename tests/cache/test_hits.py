@@ -60,6 +60,10 @@ def test_the_log_says_that_a_graph_came_from_the_cache_and_how_to_see_its_graphs
     assert with_graphs == f"{loaded}; GRAPHEX_CACHE=off compiles it again and prints its graphs"
 
 
+def wave(x: Tensor) -> Tensor:
+    return x.sin().cos()
+
+
 @pytest.mark.parametrize(("is_doubtful", "then"), [(False, "hit"), (True, "uncacheable")])
 def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again(run, is_doubtful, then, monkeypatch):
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
@@ -68,6 +72,16 @@ def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again(run, is_doubt
     first, second = (run(lambda x: x.sin().cos(), torch.ones(2)) for _ in range(2))
     assert [each.status for each in first.regions] == ["slower"]
     assert asked(second) == [then]
+
+
+def test_a_model_is_saved_on_a_busy_machine_too(run, folder, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    outcome = Outcome(is_kept=False, compiled=0.2436, single=0.1, is_doubtful=True)
+    monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: outcome)
+    path = folder.parent / "wave.graphex"
+    journal = graphex.save(wave, (torch.ones(2),), path)
+    assert [each.status for each in journal.regions] == ["slower"]
+    assert graphex.load(path)(torch.ones(2)).tolist() == wave(torch.ones(2)).tolist()
 
 
 def test_a_training_step_is_loaded_forward_and_backward(run):
