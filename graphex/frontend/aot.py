@@ -38,6 +38,7 @@ from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
     counted_inputs,
+    donate_nothing,
     is_autocast_on,
     is_compiled_ahead,
     only_hands_over,
@@ -188,6 +189,7 @@ class _Phases:
             _note_regenerated(gm)
             return compile_graph(gm, inputs, self.compilation, phase, static_input_indices())
         static = static_input_indices() if phase == "forward" else ()
+        donate_nothing()
         return compile_graph(gm, inputs, self.compilation, phase, static, self._saved)
 
 
