@@ -129,7 +129,9 @@ def _aot(
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
-    return phases.around(compiled)
+    made = phases.around(compiled)
+    phases.example_inputs = ()  # the backward is compiled later, and memory of the first call is not held for it
+    return made
 
 
 class _Phases:
