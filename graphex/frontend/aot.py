@@ -38,6 +38,7 @@ from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
     counted_inputs,
+    donate_nothing,
     is_autocast_on,
     is_compiled_ahead,
     only_hands_over,
@@ -148,7 +149,9 @@ def _aot(
             decompositions=decompositions(custom_decompositions),
             keep_inference_input_mutations=True,
         )
-    return phases.around(compiled)
+    made = phases.around(compiled)
+    phases.example_inputs = ()  # the backward is compiled later, and memory of the first call is not held for it
+    return made
 
 
 class _Phases:
@@ -218,6 +221,7 @@ class _Phases:
             _note_regenerated(gm)
             return compile_graph(gm, inputs, self.compilation, phase, static_input_indices())
         static = static_input_indices() if phase == "forward" else ()
+        donate_nothing()
         return compile_graph(gm, inputs, self.compilation, phase, static, self._saved)
 
 

@@ -26,7 +26,7 @@ from graphex.analysis.effects import is_kernel, is_number
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.analysis.regions import contract_of
 from graphex.errors import Refusal
-from graphex.regions.layers import cut_at_layers
+from graphex.regions.layers import cut_at_layers, sunk
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
 
@@ -97,12 +97,11 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
     partitions = [list(partition.nodes) for partition in partitioner.propose_partitions()]
     if reason := _why_not_worth_it(gm, partitions):
         return Growth([], _borders(members.outside), [], reason)
-    for partition in partitions:
-        for nodes in cut_at_layers(partition):
-            if sum(map(is_generated, nodes)) < FEWEST:
-                continue
-            planned = _plan(gm, nodes)
-            (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
+    for nodes in sunk([nodes for partition in partitions for nodes in cut_at_layers(partition)]):
+        if sum(map(is_generated, nodes)) < FEWEST:
+            continue
+        planned = _plan(gm, nodes)
+        (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
     return Growth(plans, _borders(members.outside), refused)
 
 

@@ -7,6 +7,12 @@
 A region is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would
 have written across the cut ends there anyway, so that nothing is lost. Of such places the one with the fewest values
 across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
+
+What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
+is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
+
+    before:  ...; t = tanh(saved)  |  g = mm(...); tanh_backward(g, t)        t would be written to memory
+    after:   ...  |  t = tanh(saved); g = mm(...); tanh_backward(g, t)
 """
 
 from __future__ import annotations
@@ -18,10 +24,12 @@ from itertools import pairwise
 from torch.fx import Node, map_arg
 
 from graphex.analysis.effects import is_kernel, operator_of
+from graphex.analysis.memory import bytes_of
 from graphex.regions.compiler import layout_key
-from graphex.regions.members import is_generated
+from graphex.regions.members import is_generated, is_view
 
 LAYERS = 6  # equal layers that are worth cutting for
+ROUNDS = 16  # in which it is found out what can move; after so many nothing does
 
 
 def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
@@ -39,6 +47,43 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
     places = (first + best + period * layer for layer in range(times + 1))
     cuts = [place for place in places if 0 < place < len(nodes) and _may_cut(nodes, place)]
     return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
+
+
+def sunk(segments: list[list[Node]]) -> list[list[Node]]:
+    """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
+
+    A node moves if it reads nothing that stays behind, or makes more bytes than it reads.
+    """
+    place = {node: number for number, nodes in enumerate(segments) for node in nodes}
+    bound = {node for node in place if not _may_move(node, place)}
+    for _ in range(ROUNDS):
+        home: dict[Node, int] = {}
+        for node in reversed(place):
+            first = place[node] if node in bound else min(home[user] for user in node.users)
+            home[node] = max(first, place[node])
+        tied = {node for node in place if home[node] > place[node] and _reads_what_stays(node, place, home)}
+        if not tied:
+            break
+        bound |= tied
+    else:
+        return segments
+    moved: list[list[Node]] = [[] for _ in segments]
+    for node in place:
+        moved[home[node]].append(node)
+    return [nodes for nodes in moved if nodes]
+
+
+def _may_move(node: Node, place: dict[Node, int]) -> bool:
+    """Whether a node is a part of code that Inductor writes, and all that reads it is in a region behind it."""
+    is_written = is_generated(node) or is_view(node)
+    return is_written and bool(node.users) and all(place.get(user, -1) >= place[node] for user in node.users)
+
+
+def _reads_what_stays(node: Node, place: dict[Node, int], home: dict[Node, int]) -> bool:
+    values = node.all_input_nodes
+    if not any(place.get(value) == place[node] == home[value] for value in values):
+        return False
+    return bytes_of(node) <= sum(map(bytes_of, values))
 
 
 def _period(nodes: list[Node], kinds: list[Hashable]) -> tuple[int, int, int] | None:

@@ -16,6 +16,7 @@ A result gets out in one of these ways:
     "handed on"  copied to an address that is the same in every call, for another piece of the same call
     "in place"   not at all: it is the graph's own memory, which any replay of its pool may write to again
     "kept"       the same, for what a training step saves and for gradients: no replay before their holders let go
+    "shown"      the same, for large results of a training step that the user gets
     "lent"       the same, for a caller that copies it before that
 
 A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
@@ -28,8 +29,8 @@ written to a copy of an input, the new value is put back first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -43,11 +44,11 @@ from graphex.runtime.fast_replay import picker
 from graphex.torch_private.memory import (
     UNMARKED,
     Marks,
+    Owners,
     borrowed,
     copier,
     flipped,
     has_memory,
-    held_by_others,
     is_dense,
     marked,
     marks_of,
@@ -229,7 +230,8 @@ def _aligned(size: int) -> int:
 
 _new_on_its_memory = attrgetter("data")
 _COPIED = ("copied", "handed on")
-_IN_PLACE = ("in place", "lent", "kept")
+_WATCHED = ("kept", "shown")
+_IN_PLACE = ("in place", "lent", *_WATCHED)
 
 
 @dataclass(frozen=True)
@@ -322,31 +324,32 @@ class OutputPlan:
     def __init__(
         self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
     ) -> None:
+        self.given_up_to: int | None = None  # the graph of the pool that may compute in what is kept, and later ones
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
         copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
-        sharing = Counter(_memory(value) for value in copied if value.numel())
+        sharing = Counter(storage_address(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
-        left = {_memory(each.value): each for each in unlaid}
+        left = {storage_address(each.value): each for each in unlaid}
         self._plan: list[Any] = []
         for value, way in zip(outputs, ways, strict=True):
             if isinstance(value, Computed):
                 self._plan.append(value)
             elif not _lives(value):
                 self._plan.append(Constant(value))
-            elif value.numel() and (each := left.get(_memory(value))):
+            elif value.numel() and (each := left.get(storage_address(value))):
                 self._plan.append(_laid_out(each, value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
             elif way in _IN_PLACE:
                 self._plan.append(InPlace(value, way))
-            elif is_dense(value) and (way == "separate" or sharing[_memory(value)] <= 1):
+            elif is_dense(value) and (way == "separate" or sharing[storage_address(value)] <= 1):
                 self._plan.append(Copied(self._source(value, way)))
             else:
-                whole = None if way == "separate" else storages.get(_memory(value))
+                whole = None if way == "separate" else storages.get(storage_address(value))
                 if whole is None:
-                    whole = storages[_memory(value)] = self._source(whole_storage(value, value.dtype), way)
+                    whole = storages[storage_address(value)] = self._source(whole_storage(value, value.dtype), way)
                 place = int(value.storage_offset())
                 marks = marks_of(value)
                 self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
@@ -364,21 +367,42 @@ class OutputPlan:
             for step in self._plan
         ]
         self.may_be_held = bool(self._in_place("in place"))
-        self._kept = self._in_place("kept")
-        with_memory = [value for value in self._kept if value.numel()]  # others cannot be overwritten
-        self.are_kept_in_use = held_by_others(with_memory) if with_memory else None
-        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
-        is_kept = [isinstance(step, InPlace) and step.way == "kept" for step in self._plan]
+        self._note_kept()
+        self.keeps_saved = bool(self._in_place("kept"))
+        is_kept = [isinstance(step, InPlace) and step.way in _WATCHED for step in self._plan]
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
         self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
+
+    def _note_kept(self, known: Owners | None = None) -> None:
+        self._kept = self._in_place(*_WATCHED)
+        with_memory = [value for value in self._kept if value.numel()]  # others cannot be overwritten
+        self._owners = Owners(with_memory, known)
+        self.are_kept_in_use = self._owners.are_more if with_memory else None
+        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether a tensor that was handed out is on memory that stays with the graph."""
+        return self._owners.own(tensor)
+
+    def give_up(self, readers: Mapping[int, int]) -> tuple[dict[int, Tensor], Callable[[], bool]]:
+        """Stop owning what is kept for readers, where nothing else holds it: the pool may use the memory again.
+
+        `readers` counts the tensors of a call that read a storage, by its address. Returns tensors on the memory that
+        is given up, by that address, and a function that says whether anything but so many readers holds any of it.
+        """
+        alone = self._owners.alone(readers)
+        self._plan = _without_owning(self._plan, alone)
+        self._note_kept(self._owners)
+        lent = {address: value for value in self._kept if (address := storage_address(value)) in alone}
+        return lent, self._owners.besides(alone)
 
     def _in_place(self, *ways: str) -> list[Tensor]:
         return [step.value for step in self._plan if isinstance(step, InPlace) and step.way in ways]
 
     def in_place(self) -> list[Tensor]:
         """The outputs whose memory is handed out to the user."""
-        return self._in_place("in place", "kept")
+        return self._in_place("in place", *_WATCHED)
 
     def still_held(self) -> list[int]:
         """The outputs in place that are still held from the call before."""
@@ -475,8 +499,8 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     """The input that a result is a part of, found by address: buffers of several inputs may share one storage."""
     if not value.numel():
         return None
-    address, memory = value.data_ptr(), _memory(value)
-    candidates = [each for each in owners if _memory(each[1]) == memory]
+    address, memory = value.data_ptr(), storage_address(value)
+    candidates = [each for each in owners if storage_address(each[1]) == memory]
     within = [each for each in candidates if each[2] <= address < each[2] + each[3]]
     for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
         offset, rest = divmod(address - start, value.element_size())
@@ -486,9 +510,28 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     return None
 
 
+def _without_owning(plan: list[Any], given_up: Container[int]) -> list[Any]:
+    """The steps of a plan, with what is kept in memory at these addresses on borrowed storages, one for each."""
+    memory: dict[int, Tensor] = {}
+    found: list[Any] = []
+    for step in plan:
+        if isinstance(step, InPlace) and step.way == "kept" and (address := storage_address(step.value)) in given_up:
+            if address not in memory:
+                memory[address] = borrowed(whole_storage(step.value, torch.uint8))
+            step = replace(step, value=laid_on(memory[address], step.value))
+        found.append(step)
+    return found
+
+
+def laid_on(memory: Tensor, like: Tensor) -> Tensor:
+    """A tensor that looks at this memory as `like` does at its own."""
+    given = on_storage_of(memory, like.dtype, like.size(), like.stride(), int(like.storage_offset()))
+    return marked(given, marks_of(like))
+
+
 def _lives(value: Any) -> bool:
     return isinstance(value, Tensor) and has_memory(value)
 
 
-def _memory(value: Tensor) -> int:
+def storage_address(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()

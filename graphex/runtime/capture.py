@@ -31,6 +31,7 @@ from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
 from graphex.runtime.captured_graph import (
     CapturedGraph,
+    LastRead,
     PieceInputs,
     Plan,
     Pool,
@@ -39,6 +40,7 @@ from graphex.runtime.captured_graph import (
     Store,
     Tail,
     capture_graph,
+    free_what_was_read,
     pool_for,
 )
 from graphex.runtime.codegen import Boxed
@@ -86,6 +88,7 @@ class CapturedProgram(program.GraphProgram):
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
         self._saved = graph.saved if graph.phase == "backward" else None
+        self._frees_in_order = graph.streams is None  # memory that one stream has read may still be read by another
         self._received: list[int] = []  # inputs that the forward's graphs keep
         self._in_use = 0
         self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
@@ -139,7 +142,7 @@ class CapturedProgram(program.GraphProgram):
             pool.is_running = True
             try:
                 graph = self._graph(key, args)
-                if graph is not None and not self._is_in_use(graph):
+                if graph is not None and not self._is_in_use(graph, args):
                     return self._replay(graph, args)
             finally:
                 pool.is_running = False
@@ -254,8 +257,10 @@ class CapturedProgram(program.GraphProgram):
             self._received = sorted(found)
         return saved.is_kept and (not found or not found.issuperset(self._received))
 
-    def _is_in_use(self, graph: CapturedGraph) -> bool:
+    def _is_in_use(self, graph: CapturedGraph, args: list[Any]) -> bool:
         """Whether results of an earlier replay, which were not copied, are in use: the graph must not be replayed."""
+        if graph.last_read is not None and self._is_read_elsewhere(graph, graph.last_read, args):
+            return True
         keeper = _keeper_in_the_way(graph)
         if keeper is None:
             return False
@@ -263,9 +268,26 @@ class CapturedProgram(program.GraphProgram):
         if self._in_use == CALLS_IN_USE:
             self._in_use = 0
             if self._store.holds(graph.pool, keeper):
-                self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use")
+                ways = ("shown",) if "shown" in self._plan.ways else ("kept",)
+                self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use", ways)
             else:
                 self._leave_pool()
+        return True
+
+    def _is_read_elsewhere(self, graph: CapturedGraph, last_read: LastRead, args: list[Any]) -> bool:
+        """Whether a replay would compute in memory that is read after it: of saved values that a graph is retained
+        for, or of a forward's graph that is gone, whose memory may be another's now.
+        """
+        if last_read.keeper.is_freed:
+            self._store.discard(graph)
+            return True
+        if not last_read.is_shared(args):
+            return False
+        reason = "what the forward saved is held elsewhere (retain_graph=True), and a replay computes in its memory"
+        if reason not in self._said:
+            self._said.add(reason)
+            record = FellBack(self._graph_name, "such calls run without the device graph", reason)
+            self._compilation.journal.fall_back(record, warn=False)
         return True
 
     def _leave_pool(self) -> None:
@@ -276,12 +298,14 @@ class CapturedProgram(program.GraphProgram):
         reason = f"{CALLS_IN_USE} calls were made while results of another graph (such as gradients) were in use"
         self._compilation.journal.fall_back(FellBack(self._graph_name, what, reason), warn=False)
 
-    def _copy_out(self, reason: str) -> None:
-        """From now on results that stayed in the graphs' memory are copied out of it."""
-        self._plan = replace(self._plan, ways=["copied" if way == "kept" else way for way in self._plan.ways])
-        self._withdraw()
+    def _copy_out(self, reason: str, ways: Sequence[str] = ("kept", "shown")) -> None:
+        """From now on results that got out in these ways, which stayed in the graphs' memory, are copied out of it."""
+        self._plan = replace(self._plan, ways=["copied" if way in ways else way for way in self._plan.ways])
+        if "kept" in ways:
+            self._withdraw()
         self._store.free()
         what = "gradients are copied" if self._saved is not None else "what a forward saves is copied"
+        what = what if "kept" in ways else "large results of a forward are copied"
         record = FellBack(self._graph_name, f"{what} out of the device graph's memory", reason)
         self._compilation.journal.fall_back(record, warn=False)
 
@@ -314,16 +338,21 @@ class CapturedProgram(program.GraphProgram):
         self._look_for_gradients(args)
         if (seen := self._seen.pop(slot.key, None)) is not None:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
-        pool = self._pool if self._shares_pool else self._new_pool()
+        keeper = None if self._saved is None else self._saved.keeper(args, self._received)
+        may_share = self._shares_pool and (keeper is None or keeper.outputs.given_up_to is None)
+        pool = self._pool if may_share else self._new_pool()
         lasting = pool.kept_addresses()  # another graph puts an input there in every replay
         handed_on = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
         stays = (self._stays | handed_on | set(self._received)) - self._must_copy
         self._pool.take_turn()  # buffers of other graphs are written to
+        free_what_was_read()
+        last_read = None
+        if keeper is not None and keeper.pool is pool and self._frees_in_order and self._plan.clone_input == "auto":
+            last_read = keeper.give_up(args, stays.intersection(self._received))
+        about = self._plan, args, stays, pool, self._arena, self._error_mode, last_read
         try:
             with uncounted([args[index] for index in self._plan.written]):
-                graph = capture_graph(
-                    self._device, self._run, self._plan, args, stays, pool, self._arena, self._error_mode
-                )
+                graph = capture_graph(self._device, self._run, *about)
         except Exception as error:
             self._give_up(slot.key, error)
             return None

@@ -13,8 +13,9 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -27,11 +28,21 @@ from graphex.device import Device, Replay
 from graphex.records import Journal
 from graphex.regions.members import is_view
 from graphex.regions.region import Region, laid_out_by_caller
-from graphex.runtime.buffers import Arena, Computed, Copies, InputBuffer, OutputPlan, PuttingBack, bytes_of
+from graphex.runtime.buffers import (
+    Arena,
+    Computed,
+    Copies,
+    InputBuffer,
+    OutputPlan,
+    PuttingBack,
+    bytes_of,
+    laid_on,
+    storage_address,
+)
 from graphex.runtime.codegen import Boxed, region_called
-from graphex.runtime.fast_replay import Addresses, FastReplay, ReplayBody, picker
+from graphex.runtime.fast_replay import Addresses, FastReplay, Picker, ReplayBody, picker
 from graphex.runtime.keys import Key
-from graphex.torch_private.memory import borrowed
+from graphex.torch_private.memory import borrowed, retains_graph
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -219,8 +230,9 @@ class Pool:
     another stream than the last one waits for it. A lock lets its own thread in again, so a call by a finalizer or a
     signal handler in between looks at `is_running`. `handle` is the device's name for the pool.
 
-    Results that a graph keeps in place are in memory that no later capture of the pool gets. An earlier one may have
-    used it for its intermediates: `keeper_in_the_way` says whose results its replay could write to.
+    Results that a graph keeps in place are in memory that no later capture of the pool gets, until the capture of their
+    last reader: a backward computes in the memory of saved values that it has read. An earlier capture may have used it
+    for its intermediates. `keeper_in_the_way` says whose results a replay could write to.
     """
 
     def __init__(self, device: Device, handle: Any = None) -> None:
@@ -248,9 +260,13 @@ class Pool:
         self._keepers.pop(number, None)
 
     def keeper_in_the_way(self, number: int) -> int | None:
-        """The graph with results in use that a replay of graph `number` could write to: itself, or a later one."""
+        """The graph with results in use that a replay of graph `number` could write to.
+
+        That is itself, a later one, or one whose memory was given up before this one was captured.
+        """
         for other, outputs in self._keepers.items():
-            if other >= number and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
+            is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)
+            if not is_free and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
                 return other
         return None
 
@@ -315,11 +331,46 @@ def pool_of_steps(device: Device, journal: Journal) -> Pool:
 
 
 @dataclass
+class LastRead:
+    """Saved values that nothing but one backward reads, so that it computes in their memory.
+
+    `owning` are the inputs, by index, that own the memory: the program frees them at their last use while it is
+    captured. `keeper` is the forward's graph.
+    """
+
+    owning: dict[int, Tensor]
+    keeper: CapturedGraph
+    _is_held: Callable[[], bool]
+    _read: Picker
+
+    def put_into(self, args: list[Any]) -> frozenset[int]:
+        """Hand the owning tensors over; their places."""
+        places = frozenset(self.owning)
+        while self.owning:
+            index, value = self.owning.popitem()
+            args[index] = value
+        return places
+
+    def is_shared(self, args: list[Any]) -> bool:
+        """Whether anything but these inputs of a call holds what was saved."""
+        return retains_graph() or self._is_held() or _most_referenced(self._read(args)) > _IN_A_LIST
+
+
+def _most_referenced(values: Sequence[Any]) -> int:
+    return max(map(getrefcount, values), default=0)
+
+
+_probe = [object()]
+_IN_A_LIST = _most_referenced(picker([0])(_probe))  # references to something that only a list holds
+
+
+@dataclass
 class CapturedGraph:
     """One capture: `checked` are the addresses that it was made with, `copied` the inputs that every call copies.
 
-    `boxed` is its replay inside of AOTAutograd's wrappers, with the stream it is for. `fast` recognises the next call,
-    if that is like the one before, and replays it. Both are made by the first call that needs them.
+    `last_read` are inputs whose memory a replay computes in, once it has read them. `boxed` is its replay inside of
+    AOTAutograd's wrappers, with the stream it is for. `fast` recognises the next call, if that is like the one before,
+    and replays it. Both are made by the first call that needs them.
     """
 
     replay: Replay
@@ -332,6 +383,8 @@ class CapturedGraph:
     held: list[Tensor]
     takes_over: bool
     number: int  # of its pool's captures
+    last_read: LastRead | None = None
+    is_freed: bool = False
     owner: int | None = None
     boxed: tuple[Any, ReplayBody] | None = None
     fast: FastReplay | None = None
@@ -341,9 +394,30 @@ class CapturedGraph:
         self._copies = Copies([buffer.target for buffer in self.buffers])
         self._copied = picker(self.copied)
         self._simple = not self.takes_over and all(buffer.is_simple for buffer in self.buffers)
+        self._note_lent()
+
+    def _note_lent(self) -> None:
         lent = [buffer.view for buffer in self.buffers] if self.takes_over else []
         self._lent = [*lent, *self.outputs.in_place()]
         self._lent_at = Addresses(range(len(self._lent)), self._lent)
+
+    def give_up(self, args: list[Any], places: Iterable[int]) -> LastRead | None:
+        """Let the pool have the memory of kept results that are inputs of a backward, as soon as that has read them.
+
+        The inputs are put on memory that they do not own. None if something else holds them.
+        """
+        read = [index for index in places if self.outputs.keeps(args[index])]
+        if retains_graph() or _most_referenced(picker(read)(args)) > _IN_A_LIST:
+            return None
+        lent, is_held = self.outputs.give_up(Counter(storage_address(args[index]) for index in read))
+        self._note_lent()
+        if not lent:
+            return None
+        self.outputs.given_up_to = self.pool.captures  # every later one may get the memory
+        owning = {index: args[index] for index in read if storage_address(args[index]) in lent}
+        for index, value in owning.items():
+            args[index] = laid_on(lent[storage_address(value)], value)
+        return LastRead(owning, self, is_held, picker(list(owning)))
 
     @property
     def lends(self) -> bool:
@@ -381,10 +455,31 @@ class CapturedGraph:
             target.copy_(source)
 
     def free(self) -> None:
+        """Free the graph, as soon as nothing reads results whose memory is the pool's and not their own."""
+        self.is_freed = True
+        in_use = self.outputs.are_kept_in_use
+        if self.outputs.given_up_to is not None and in_use is not None and in_use():
+            _waiting_for_readers.append(self)
+            return
         self.pool.leave(self.number)
         self.replay.free([*self.buffers, *self.held])
         self.buffers, self.held, self._lent, self._lent_at = [], [], [], Addresses((), ())
         self.boxed = self.fast = None
+
+
+_waiting_for_readers: list[CapturedGraph] = []  # of the process: they outlive the programs that they are of
+
+
+def free_what_was_read() -> None:
+    """Free the graphs that waited for readers of their results, where there are none any more."""
+    for graph in [_waiting_for_readers.pop() for _ in range(len(_waiting_for_readers))]:
+        if graph.pool.lock.acquire(blocking=False):
+            try:
+                graph.free()
+            finally:
+                graph.pool.lock.release()
+        else:
+            _waiting_for_readers.append(graph)
 
 
 def capture_graph(
@@ -396,6 +491,7 @@ def capture_graph(
     pool: Pool,
     arena: Arena,
     error_mode: str,
+    last_read: LastRead | None = None,
 ) -> CapturedGraph:
     """Capture `run` for these inputs. Raises what goes wrong, and leaves nothing behind."""
     takes_over = plan.clone_input is False
@@ -412,12 +508,14 @@ def capture_graph(
     for index in plan.hosts:
         captured[index] = args[index].clone()
     run = run if plan.tail is None else plan.tail.captured
+    given = list(captured)
+    read = _NOTHING if last_read is None else last_read.put_into(given)
     with laid_out_by_caller(plan.unlaid) as unlaid:
-        replay, results = device.capture(lambda: run(list(captured)), pool.handle, error_mode)
+        replay, results = device.capture(lambda: run(given), pool.handle, error_mode)
     try:
         flat = tuple(results) if isinstance(results, (list, tuple)) else (results,)
         flat = flat if plan.tail is None else plan.tail.computed(flat)
-        inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain)}
+        inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain) if index not in read}
         put_back = [index for index in plan.put_back if index in copied]
         about = flat, plan.ways, inputs, unlaid
         outputs = PuttingBack(*about, put_back) if put_back else OutputPlan(*about)
@@ -431,6 +529,8 @@ def capture_graph(
         replay.free()
         raise
     pool.enter(graph.number, outputs)
+    if last_read is not None:
+        graph.last_read, last_read.keeper.outputs.given_up_to = last_read, graph.number
     return graph
 
 
@@ -540,8 +640,17 @@ class Store:
         return {address for graph in graphs for address in (*graph.outputs.kept_addresses, *graph.checked.known)}
 
     def may_keep(self) -> bool:
-        """Whether any graph keeps results in place; True while there is none."""
-        return not self._graphs or any(graph.outputs.kept_addresses for graph in self._graphs.values())
+        """Whether any graph keeps what it saves in place; True while there is none."""
+        return not self._graphs or any(graph.outputs.keeps_saved for graph in self._graphs.values())
+
+    def discard(self, graph: CapturedGraph) -> None:
+        """Drop one graph, wherever it is."""
+        for slot in [slot for slot, each in self._graphs.items() if each is graph]:
+            self.drop(slot)
+
+    def keeper(self, tensor: Tensor) -> CapturedGraph | None:
+        """The graph that has handed out a tensor and keeps its memory."""
+        return next((graph for graph in self._graphs.values() if graph.outputs.keeps(tensor)), None)
 
     def holds(self, pool: Pool, number: int) -> bool:
         """Whether a graph of a pool is one of these."""
@@ -583,3 +692,10 @@ class SavedMemory:
 
     def addresses(self) -> set[int]:
         return set() if self._store is None else self._store.lasting_addresses()
+
+    def keeper(self, args: Sequence[Any], places: Sequence[int]) -> CapturedGraph | None:
+        """The forward's graph that keeps inputs of a backward, which are at these places."""
+        if self._store is None:
+            return None
+        found = (self._store.keeper(args[index]) for index in places)
+        return next((graph for graph in found if graph is not None), None)

@@ -22,6 +22,7 @@ from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.contract import inlined
 from graphex.analysis.effects import is_kernel
 from graphex.analysis.graphs import attribute_of
+from graphex.analysis.memory import bytes_of
 from graphex.analysis.row_independence import MixedRowsError
 from graphex.analysis.tails import cut_tail
 from graphex.device import Device, device_of, several_accelerators
@@ -121,7 +122,7 @@ def _program(graph: ExecutableGraph) -> Program:
         return _padded(graph, run, layout)
     ways, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
     if graph.saved is not None:
-        ways = dict.fromkeys(_held_for_a_step(graph), "kept")
+        ways = _held_for_a_step(graph)
         if config.clone_output is not False and config.reuse_graph_pool_in_same_fx:  # nothing stays there unseen
             pool = pool_of_steps(graph.device, graph.compilation.journal)
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
@@ -205,17 +206,36 @@ def _kept_by_torch(graph: ExecutableGraph) -> range:
     return range(0 if graph.phase == "backward" else returned, results)
 
 
-def _held_for_a_step(graph: ExecutableGraph) -> list[int]:
-    """The outputs that are dead before the next call of a usual training loop: what a forward saves, and gradients.
+LARGE = 2**20  # bytes of a result that takes longer to copy than to launch a kernel
 
-    A value that the user gets too shares its memory with the saved one, as in eager: such values are copied.
+
+def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
+    """How outputs get out that are dead before the next call of a usual training loop: they stay where they are.
+
+    These are gradients, what a forward saves, and large results of it, such as logits whose loss is another graph. A
+    value that the user gets and that shares its memory with a saved one, as in eager, is copied.
     """
     leaves = output_leaves(graph.gm)
     if graph.phase == "backward":
-        return list(range(len(leaves)))
+        return dict.fromkeys(range(len(leaves)), "kept")
     returned = graph.gm.graph.output_node().meta.get(RETURNED, len(leaves))
     seen = _sharing_memory(graph.gm, leaves[:returned])
-    return [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
+    saved = [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
+    shown = _large_results(graph.gm, returned) if graph.compilation.config.clone_output == "auto" else []
+    return {**dict.fromkeys(shown, "shown"), **dict.fromkeys(saved, "kept")}
+
+
+def _large_results(gm: GraphModule, returned: int) -> list[int]:
+    """The results of a forward that are large, in memory that no input, constant or other output is in."""
+    leaves, aliases = output_leaves(gm), Aliases(gm.graph)
+    given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    others = [*given, *(leaf for leaf in leaves if isinstance(leaf, Node))]
+    owners = Counter(storage for node in others for storage in aliases.storages(node))
+    return [
+        place
+        for place, leaf in enumerate(leaves[:returned])
+        if isinstance(leaf, Node) and bytes_of(leaf) >= LARGE and all(owners[s] == 1 for s in aliases.storages(leaf))
+    ]
 
 
 def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:

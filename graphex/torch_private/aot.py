@@ -141,6 +141,16 @@ def static_input_indices() -> tuple[int, ...]:
     return tuple(context.fw_metadata.static_input_indices)
 
 
+def donate_nothing() -> None:
+    """Say that the backward of the graph being compiled writes to nothing that was saved, so that it may run twice.
+
+    AOTAutograd takes values that only the backward reads for Inductor's to overwrite, and refuses `retain_graph=True`.
+    """
+    context = _context()
+    if context is not None and getattr(context.fw_metadata, "bw_donated_idxs", None):
+        context.fw_metadata.bw_donated_idxs = []
+
+
 def is_autocast_on() -> bool:
     """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
     return bool(_any_autocast())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import gt
 
 import torch
@@ -88,6 +88,12 @@ _storage_at = private(
 _storage_uses = private(
     "torch._C._storage_Use_Count", lambda storage: 0, lost="nobody warns of results that are overwritten while held"
 )
+retains_graph: Callable[[], bool] = private(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    lambda: True,
+    lost="a backward does not compute in the memory of what it has read",
+)
+"""Whether the backward that runs in this thread leaves what was saved for another one."""
 
 
 def copier(dtypes: Iterable[torch.dtype]) -> Copier:
@@ -163,17 +169,45 @@ def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride
     return torch.empty(0, dtype=dtype, device=owner.device).set_(owner.untyped_storage(), offset, size, stride)
 
 
-def held_by_others(tensors: Iterable[Tensor]) -> Callable[[], bool]:
-    """A function that says whether any of these tensors' memory has more owners than now."""
-    storages = list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
-    places = [storage._cdata for storage in storages]  # valid as long as `storages` are
-    before = [int(_storage_uses(place)) for place in places]
+class Owners:
+    """The owners of some tensors' memory: how many there are now, and later whether there are more.
 
-    def are_held() -> bool:
-        assert len(storages) == len(places)
-        return any(map(gt, map(_storage_uses, places), before))
+    What is known of memory that was counted before, by `known`, stays so: it may have more owners by now.
+    """
 
-    return are_held
+    def __init__(self, tensors: Iterable[Tensor], known: Owners | None = None) -> None:
+        self._storages = list({each._cdata: each for each in map(Tensor.untyped_storage, tensors)}.values())
+        self._places = [storage._cdata for storage in self._storages]  # valid as long as the storages are
+        counted = {} if known is None else dict(zip(known._places, known._before, strict=True))
+        self._before = [counted.get(place) or int(_storage_uses(place)) for place in self._places]
+
+    def are_more(self) -> bool:
+        return any(map(gt, map(_storage_uses, self._places), self._before))
+
+    def own(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a storage of these."""
+        return tensor.untyped_storage()._cdata in self._places
+
+    def alone(self, readers: Mapping[int, int]) -> dict[int, int]:
+        """Of memory that so many more tensors hold now, by its address, the part that nothing else holds besides."""
+        if _storage_at is None or not all(self._before):  # this torch has no such functions
+            return {}
+        known = zip(self._storages, self._places, self._before, strict=True)
+        found = {storage.data_ptr(): int(_storage_uses(place)) - before for storage, place, before in known}
+        return {address: count for address, count in readers.items() if address in found and found[address] <= count}
+
+    def besides(self, readers: Mapping[int, int]) -> Callable[[], bool]:
+        """A function that says whether anything but so many tensors holds memory that is named here by its address."""
+        known = list(zip(self._storages, self._places, self._before, strict=True))
+        chosen = [(place, before, storage) for storage, place, before in known if storage.data_ptr() in readers]
+        places = [place for place, _, _ in chosen]
+        most = [before + readers[storage.data_ptr()] for _, before, storage in chosen]
+
+        def are_held() -> bool:
+            assert len(self._storages) >= len(places)  # the storages live as long as this function
+            return any(map(gt, map(_storage_uses, places), most))
+
+        return are_held
 
 
 def storage_owners(tensor: Tensor) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -233,3 +236,14 @@ def test_a_module_that_compiles_itself_has_a_journal():
     assert graphex.warm_up(first, [(torch.ones(3),)]) == []
     with pytest.raises(graphex.InputError, match="Doubled was not made by"):
         graphex.journal(plain)
+
+
+def test_the_inputs_of_a_first_training_call_are_let_go():
+    """They were held for the backward, which is compiled later: the logits of a first step stayed for ever."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(3, 4)
+    given = weakref.ref(x)
+    compiled(model)(x).sum().backward()
+    del x
+    gc.collect()
+    assert given() is None

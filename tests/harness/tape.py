@@ -3,7 +3,7 @@
 Its memory is the CPU's, except that tensors of float64 stand for the host's. A capture computes nothing, as on a real
 device: what it wrote and the random numbers it drew are taken back. And graphs of one pool use the same bytes, as far
 as an allocator may let them: a replay spoils all memory of the other graphs of its pool, but for what somebody held on
-to when it was captured.
+to when it was captured. What was let go of in the middle of a capture is spoilt at the end of each replay.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Tape(TorchDispatchMode, Replay):
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
         self.pooled = {memory for other in device.alive for memory in other.own()}
+        self.reused: list[Tensor] = []
         self.freed = False
 
     @classmethod
@@ -65,6 +66,8 @@ class Tape(TorchDispatchMode, Replay):
         assert self.places == list(map(_places, self.calls)), "a graph was replayed on memory that is gone"
         self.device.running(self)
         self.run_calls()
+        for leaf in self.reused:
+            _spoil(leaf)
 
     def run_calls(self) -> None:
         for number in range(len(self.calls)):
@@ -91,6 +94,13 @@ class Tape(TorchDispatchMode, Replay):
         mine = Counter(_memory(leaf) for _, *rest in self.calls for leaf in _tensors(rest))
         own = self.own()
         return {memory for memory, leaf in own.items() if _owners(leaf) - _owners_of_nobody() > mine[memory]}
+
+    def note_what_was_let_go(self) -> None:
+        """An allocator gives memory that is freed in a capture to what is allocated behind it."""
+        others = [other for other in self.device.alive if other.pool == self.pool and other is not self]
+        held = {memory for other in others for memory in other.held_by_others()}
+        free = {memory: leaf for other in others for memory, leaf in other.own().items() if memory not in held}
+        self.reused = [leaf for memory, leaf in free.items() if memory in self.spared]
 
     def free(self, reads: Sequence[Any] = ()) -> None:
         assert not self.freed, "a graph was freed twice"
@@ -192,6 +202,7 @@ class TapeDevice(Device):
             self.step("begin")
             with tape:
                 result = run()
+            tape.note_what_was_let_go()
             self.step("end")
         except Exception as error:
             raise CaptureError(str(error)) from error

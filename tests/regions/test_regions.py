@@ -716,3 +716,28 @@ def test_random_programs_compiled_by_inductor_are_close_to_eager(names):
     result = compiled(program)(x)
     torch.manual_seed(1)
     torch.testing.assert_close(result, program(x), rtol=1e-3, atol=1e-3)
+
+
+def test_each_region_of_a_backward_computes_again_what_it_reads(uncompiled):
+    """Not the first one for all: it would hand the activations of every layer on through memory."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.wide(x.softmax(-1)).float()
+            return x + self.narrow((torch.tanh(wide * 2 + 1) * 3).bfloat16())
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Layer() for _ in range(8))).bfloat16(), torch.randn(4, 16).bfloat16()
+    run = compiled(model, regions_keep_out=["aten._softmax_backward_data"])
+    run(x).square().sum().backward()
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    close(found, [each.grad for each in model.parameters()])
+    nodes = [each.nodes for each in regions(run) if each.graph.endswith("backward")]
+    assert len(nodes) >= 8
+    assert max(nodes) < 2 * sorted(nodes)[len(nodes) // 2]

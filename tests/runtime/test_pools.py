@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import graphex
 from tests.harness.capture import compile_it, count, in_threads, reasons, replays, same, statuses
@@ -246,17 +246,21 @@ def test_threads_take_turns(tape):
     assert [replays(model) for model in models] == [4 * 40, 4 * 40]
 
 
-def steps(compiled, model: nn.Module, zeroed: str, times: int = 5) -> None:
-    """Training steps of a small model that zero their gradients before or after the forward; they equal eager's."""
+def steps(compiled, model: nn.Module, zeroed: str, times: int = 5, *, retain_graph=False, rows: int = 3) -> None:
+    """Training steps of a small model that zero their gradients before or after the forward; they equal eager's.
+
+    With `retain_graph` each has two backwards.
+    """
     for _ in range(times):
-        x = torch.randn(3, 4)
+        x = torch.randn(rows, 4)
         wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
         if zeroed == "before the forward":
             model.zero_grad()
         loss = compiled(x).square().sum()
-        model.zero_grad()
-        loss.backward()
-        same([each.grad for each in model.parameters()], list(wanted))
+        for is_kept in (True, False) if retain_graph else (False,):
+            model.zero_grad()
+            loss.backward(retain_graph=is_kept)
+            same([each.grad for each in model.parameters()], list(wanted))
 
 
 @pytest.mark.parametrize(("zeroed", "pools"), [("before the forward", 1), ("after the forward", 2)])
@@ -266,6 +270,105 @@ def test_forward_and_backward_share_a_pool_unless_gradients_outlive_the_forward(
     steps(compiled, model, zeroed)
     assert (len({each.pool for each in tape.tapes}), len(tape.tapes)) == (pools, 2)
     assert (replays(compiled), reasons(compiled)) == (8, [])
+
+
+def test_a_backward_computes_in_the_memory_of_what_it_has_read(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward")
+    assert [bool(each.reused) for each in tape.tapes] == [False, True]
+    assert (replays(compiled), reasons(compiled)) == (8, [])
+
+
+def test_and_not_where_it_is_read_again(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward", retain_graph=True)
+    assert [bool(each.reused) for each in tape.tapes] == [False, False]
+    assert (replays(compiled), reasons(compiled)) == (12, [])
+
+
+def test_a_loop_that_retains_its_graphs_from_some_step_on_runs_such_backwards_without_the_device_graph(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward")
+    steps(compiled, model, "before the forward", retain_graph=True)
+    held = "what the forward saved is held elsewhere (retain_graph=True), and a replay computes in its memory"
+    assert (replays(compiled), reasons(compiled)) == (8 + 10, [held])  # each forward, and the second of two backwards
+
+
+def test_saved_values_that_a_hook_or_the_user_keeps_stay_right(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model)
+    steps(compiled, model, "before the forward")
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append((saved, saved.clone()))
+        return saved
+
+    for _ in range(3):
+        model.zero_grad()
+        loss = compiled(torch.randn(3, 4)).sum()
+        for saved in loss.grad_fn.next_functions[0][0].saved_tensors:
+            keep(saved)
+        loss.backward()
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            compiled(torch.randn(3, 4)).sum().backward()
+    assert kept
+    for found, wanted in kept:
+        same(found, wanted)
+
+
+def test_a_forward_that_is_captured_again_takes_its_backward_along(tape):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    compiled = compile_it(model, capture_limit=1)
+    steps(compiled, model, "before the forward")
+    for rows in (5, 3, 5, 3):
+        steps(compiled, model, "before the forward", rows=rows)
+    assert replays(compiled) > 20
+
+
+class LossElsewhere(nn.Module):
+    """Logits, and behind a graph break their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1024)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x).sin() * 2
+        torch._dynamo.graph_break()
+        return (logits.exp() * 0.5).square().mean(), logits
+
+
+def logits_and_gradients(run, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss, logits = run(x)
+    loss.backward()
+    return logits.detach(), [each.grad.clone() for each in model.parameters()]
+
+
+def test_large_results_stay_in_the_graphs_memory_until_they_are_held_too_long(tape):
+    model = LossElsewhere()
+    compiled = compile_it(model)
+    places = []
+    for _ in range(4):
+        x = torch.randn(300, 4)  # logits of more than a MiB
+        found = logits_and_gradients(compiled, model, x)
+        places.append(found[0].data_ptr())
+        same(found, logits_and_gradients(model, model, x))
+        del found
+    assert (places[1], reasons(compiled)) == (places[3], [])
+    assert graphex.journal(compiled).captures[1].inputs_copied == 0  # the loss reads the logits where they are
+    kept = []
+    for _ in range(8):
+        x = torch.randn(300, 4)
+        kept.append((logits_and_gradients(compiled, model, x), logits_and_gradients(model, model, x)))
+    for found, wanted in kept:
+        same(found, wanted)
+    assert "2 calls were made while those of an earlier one were in use" in reasons(compiled)
 
 
 def test_a_loop_that_zeroes_later_from_some_step_on_gets_another_pool(tape):
@@ -319,7 +422,7 @@ def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
     models[1].load_state_dict(models[0].state_dict())
     runs, pending, kept = (compile_it(models[0]), models[1]), [], []
     for _ in range(60):
-        action = draw.choice(["step", "step", "late step", "forward", "backward", "zero", "keep", "drop"])
+        action = draw.choice(["step", "step", "late step", "forward", "backward", "retain", "zero", "keep", "drop"])
         if action in ("zero", "step"):
             [model.zero_grad() for model in models]
         if action in ("step", "late step", "forward"):
@@ -329,6 +432,8 @@ def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
             [model.zero_grad() for model in models]
         if action in ("step", "late step", "backward") and pending:
             [loss.backward() for loss in pending.pop(-1 if "step" in action else draw.randrange(len(pending)))]
+        if action == "retain" and pending:
+            [loss.backward(retain_graph=True) for loss in draw.choice(pending)]
         if action == "keep":
             kept = [[each.grad for each in model.parameters()] for model in models]
             [model.zero_grad() for model in models]
