@@ -178,7 +178,7 @@ class Owners:
     def __init__(self, tensors: Iterable[Tensor], known: Owners | None = None) -> None:
         self._storages = list({each._cdata: each for each in map(Tensor.untyped_storage, tensors)}.values())
         self._places = [storage._cdata for storage in self._storages]  # valid as long as the storages are
-        counted = {} if known is None else dict(zip(known._places, known._before, strict=True))
+        counted: dict[int, int] = {} if known is None else dict(zip(known._places, known._before, strict=True))
         self._before: list[int] = [counted.get(place) or int(_storage_uses(place)) for place in self._places]
 
     def are_more(self) -> bool:
