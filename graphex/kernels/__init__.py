@@ -4,7 +4,7 @@ A launcher takes a call of its op (`ops.definition.Arguments`) and returns the r
 kernel was not written for such arguments; then the op's reference runs. Launches wait for nothing, so that they can be
 captured in a CUDA graph.
 
-How a call moves through this room: the op binds its arguments; the launcher looks a `Plan` up by their shapes and
+How a call moves through this room: the op binds its arguments; the launcher looks a `LaunchPlan` up by their shapes and
 strides, or makes one; the plan allocates the results and launches the kernel. `tokens`, `experts`, `grouped`
 and `dropout` are families too, and `tuned/` has choices that come with graphex.
 

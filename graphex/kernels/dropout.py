@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from graphex.kernels.arithmetic import AS_WRITTEN
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, blocks_of
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.dropout import BITS, FIRST, SECOND, STEP, threshold
@@ -42,7 +42,7 @@ def dropout(call: Arguments) -> Any:
     if x.dtype not in FLOATS or not x.is_contiguous():
         return Declined("x is not contiguous, or of another type than float16, bfloat16 and float32")
     out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-    plan = Plan(
+    plan = LaunchPlan(
         (blocks_of(x.numel(), BLOCK),), (x.numel(), threshold(p)), {"BLOCK": BLOCK, "num_warps": WARPS} | AS_WRITTEN
     )
     plan.launch(dropout_kernel, (x, seed, out, mask), x, (1 / (1 - p),))

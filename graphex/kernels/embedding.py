@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphex.kernels.arithmetic import PTX
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
@@ -65,7 +65,7 @@ BYTES_OF_A_THREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ShapedPlan(Plan):
+class ShapedPlan(LaunchPlan):
     shape: tuple[int, ...]  # of the result
 
 
@@ -147,5 +147,5 @@ def copy_rows(target: Tensor, source: Tensor) -> bool:
         return False
     integers = read.columns, blocks, read.inner_stride, written.inner_stride
     constants = {"BLOCK": COPIED_COLUMNS, "num_warps": COPIED_WARPS}
-    Plan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
+    LaunchPlan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
     return True

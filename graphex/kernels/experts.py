@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
-from graphex.kernels.launch import Plan, Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.launch import LaunchPlan, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
 from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
@@ -347,6 +347,6 @@ def route(call: Arguments) -> Any:
         },
         **{"SLOTS": next_power_of_2(call.top_k), "num_warps": 1},
     }
-    plan = Plan((logits.shape[0],), (count, logits.stride(0)), constants)
+    plan = LaunchPlan((logits.shape[0],), (count, logits.stride(0)), constants)
     plan.launch(route_kernel, (logits, bias, weights, chosen), logits, (call.epsilon, call.scale))
     return weights, chosen

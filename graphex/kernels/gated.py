@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, rounded, row_start, rows_of_block, silu
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import Rows, allocate, blocks_of, flat_tile, grid_of, inputs_of, remember, signature
 from graphex.ops.definition import Arguments, Declined
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedPlan(Plan):
+class OrderedPlan(LaunchPlan):
     """The result is laid out in an order of dimensions, or contiguous (None)."""
 
     order: tuple[int, ...] | None

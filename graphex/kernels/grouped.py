@@ -21,7 +21,7 @@ from graphex.kernels.arithmetic import pdl_launch, pdl_wait
 from graphex.kernels.attention_kernel import bound
 from graphex.kernels.embedding import inside
 from graphex.kernels.experts_kernel import rounded
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.npu_products import only
@@ -154,7 +154,7 @@ class Product(NamedTuple):
             return "scales or biases are not one for each column of each group"
         return ""
 
-    def plan(self) -> Plan:
+    def plan(self) -> LaunchPlan:
         """Tiles by the average size of a group; few columns at a time where there are few rows."""
         rows, size = self.x.shape
         count, _, width = self.weight.shape
@@ -172,7 +172,7 @@ class Product(NamedTuple):
             "num_warps": 8 if tile == 128 else 4,
         }
         integers = (count, rows, size, width, self.x.stride(0), e_stride, n_stride, k_stride, scale_stride)
-        return Plan((across, groups, turns if rows else 0), integers, constants)
+        return LaunchPlan((across, groups, turns if rows else 0), integers, constants)
 
     def launch(self) -> Tensor | Declined:
         if reason := self.refusal():
@@ -275,6 +275,7 @@ def npu_moe_finalize_routing(call: Arguments) -> Any:
     out = flat.new_empty((tokens, width))
     columns = min(512, block_of(width))
     constants = {"BY_TOKEN": (call.drop_pad_mode or 0) >= 2, "COLUMNS": columns, "num_warps": 4}
-    plan = Plan((blocks_of(width, columns), tokens), (flat.shape[0], tokens, times, width, flat.stride(0)), constants)
+    sizes = flat.shape[0], tokens, times, width, flat.stride(0)
+    plan = LaunchPlan((blocks_of(width, columns), tokens), sizes, constants)
     plan.launch(finalize_kernel, (flat, call.skip1, call.skip2, call.bias, call.scales, places, experts, out), flat)
     return out

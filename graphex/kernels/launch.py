@@ -64,7 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """A launch, but for its tensors and the numbers that come with a call."""
 
     grid: tuple[int, ...]

@@ -32,7 +32,7 @@ from graphex.kernels.arithmetic import (
     static_quantised,
     weighted,
 )
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
     FEW_ROWS,
     allocate,
@@ -235,7 +235,7 @@ NOT = Quantise()
 
 
 @dataclass(frozen=True, slots=True)
-class NormPlan(Plan):
+class NormPlan(LaunchPlan):
     order: tuple[int, ...] | None
     y_dtype: torch.dtype
     numbers: tuple[float, ...]

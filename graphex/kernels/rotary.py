@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES
-from graphex.kernels.launch import Plan, seen
+from graphex.kernels.launch import LaunchPlan, seen
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
@@ -102,7 +102,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryPlan(Plan):
+class RotaryPlan(LaunchPlan):
     """Results are laid out in an order of dimensions, or contiguous (None)."""
 
     dtype: torch.dtype

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphex.kernels.arithmetic import ordered, pdl_launch, pdl_wait
-from graphex.kernels.launch import Plan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, block_of, blocks_of
 from graphex.ops.definition import Arguments, Declined
 
@@ -104,9 +104,9 @@ def argmax(call: Arguments) -> Any:
         return Declined(f"{rows} rows of {columns} scores")
     best = torch.empty((rows, blocks), dtype=torch.int64, device=scores.device)
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
-    first = Plan((blocks, rows), (columns, scores.stride(0)), {"BLOCK": BLOCK, "num_warps": 4})
+    first = LaunchPlan((blocks, rows), (columns, scores.stride(0)), {"BLOCK": BLOCK, "num_warps": 4})
     first.launch(best_of_block_kernel, (scores, best), scores)
-    second = Plan((rows,), (blocks,), {"BLOCKS": block_of(blocks), "num_warps": 1})
+    second = LaunchPlan((rows,), (blocks,), {"BLOCKS": block_of(blocks), "num_warps": 1})
     second.launch(best_kernel, (best, out), scores)
     return out
 
@@ -127,7 +127,7 @@ def append_tokens_(call: Arguments) -> Any:
     sizes = (sequences, tokens.shape[1], _count(position), _count(ends), tokens.stride(0))
     constants = {"BATCH": block_of(sequences), "POSITIONS": block_of(_count(position)), "ENDS": block_of(_count(ends))}
     tensors = (chosen, tokens, token, length, unfinished, done, place, position, pad, ends)
-    Plan((1,), sizes, constants | {"num_warps": 1}).launch(append_kernel, tensors, chosen)
+    LaunchPlan((1,), sizes, constants | {"num_warps": 1}).launch(append_kernel, tensors, chosen)
     return None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphex.device import Replay
 from graphex.runtime.buffers import Arena, InputBuffer
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.pools import Pool
 from graphex.torch_private.symbolic import pytree
 
 

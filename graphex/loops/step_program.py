@@ -39,7 +39,7 @@ from graphex.loops.reached import comparable, holds_tensors
 from graphex.loops.step_graph import CapturedStep, CompiledModule, buffer_for, detached
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.pools import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required
@@ -422,7 +422,7 @@ class TrainStep:
 
     @torch.no_grad()
     def _replay(self, graph: CapturedStep, leaves: Sequence[Any]) -> Any:
-        graph.pool.take_turn()
+        graph.pool.wait_for_last_replay()
         graph.fill(leaves)
         self._state.fill_rates()
         with record_function(self._label) if profiler_enabled() else nullcontext():

@@ -125,9 +125,8 @@ def npu_kv_rmsnorm_rope_cache_v2(
 
 
 @op(
-    "npu::npu_kv_rmsnorm_rope_cache_v2_functional"
-    + _KV_ARGUMENTS.format(a="", b="")
-    + " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"npu::npu_kv_rmsnorm_rope_cache_v2_functional{_KV_ARGUMENTS.format(a='', b='')}"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_kv,
 )
 def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -137,9 +136,8 @@ def npu_kv_rmsnorm_rope_cache_v2_functional(*args: Tensor, **options: Any) -> tu
 
 
 @op(
-    "npu::npu_kv_rmsnorm_rope_cache"
-    + _KV_ARGUMENTS.format(a="(a!)", b="(b!)")
-    + " -> (Tensor(a!), Tensor(b!), Tensor, Tensor)",
+    f"npu::npu_kv_rmsnorm_rope_cache{_KV_ARGUMENTS.format(a='(a!)', b='(b!)')}"
+    " -> (Tensor(a!), Tensor(b!), Tensor, Tensor)",
     is_composite=True,
 )
 def npu_kv_rmsnorm_rope_cache(*args: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -222,18 +222,10 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expe
 
 
 def _fake_finalize(
-    expanded_permuted_rows: Tensor,
-    skip1: Tensor | None,
-    skip2: Tensor | None,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    expanded_src_to_dst_row: Tensor,
-    export_for_source_row: Tensor | None,
-    drop_pad_mode: int | None = 0,
+    rows: Tensor, _skip1: Any, _skip2: Any, _bias: Any, scales: Tensor | None, places: Tensor, *_: Any
 ) -> Tensor:
     k = 1 if scales is None else scales.shape[-1]
-    tokens = expanded_src_to_dst_row.shape[0] // k
-    return expanded_permuted_rows.new_empty((tokens, expanded_permuted_rows.shape[-1]))
+    return rows.new_empty((places.shape[0] // k, rows.shape[-1]))
 
 
 @op(

@@ -37,7 +37,7 @@ SHARE = 4  # with fewer of them than that, one kernel in so many has to be of th
 
 
 @dataclass(frozen=True)
-class Plan:
+class RegionPlan:
     """A region to be: its nodes, what they return, and the views of results that are made outside.
 
     `body` is a graph of copies, which the compiler is given and which runs wherever compiled code cannot.
@@ -68,7 +68,7 @@ class Growth:
     `reason` says why a graph has no regions although nodes for them are there.
     """
 
-    plans: list[Plan]
+    plans: list[RegionPlan]
     borders: list[Border]
     refused: list[Refusal]
     reason: str = ""
@@ -92,7 +92,7 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
     """The regions of a graph on one device, in an order in which they can run. Nodes of the `tail` run after them."""
     members = _Members(device, frozenset(kept), frozenset(tail))
     partitioner = Partitioner(gm, members, allows_single_node_partition=True)  # type: ignore[arg-type]
-    plans: list[Plan] = []
+    plans: list[RegionPlan] = []
     refused: list[Refusal] = []
     partitions = [list(partition.nodes) for partition in partitioner.propose_partitions()]
     if reason := _why_not_worth_it(gm, partitions):
@@ -101,7 +101,7 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
         if sum(map(is_generated, nodes)) < FEWEST:
             continue
         planned = _plan(gm, nodes)
-        (plans if isinstance(planned, Plan) else refused).append(planned)  # type: ignore[arg-type]
+        (plans if isinstance(planned, RegionPlan) else refused).append(planned)  # type: ignore[arg-type]
     return Growth(plans, _borders(members.outside), refused)
 
 
@@ -114,7 +114,7 @@ def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     return f"Inductor would write code for {generated or 'none'} of {kernels} ops: too little to gain"
 
 
-def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:
+def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
     body, _ = extract(gm, nodes, values_from_outside(nodes), tuple(outputs), "Region")
@@ -124,7 +124,7 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> Plan | Refusal:
     own = [number for places in contract.allocates for number in places]
     if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
         return Refusal("its results share memory with each other or with what it takes", nodes[0])
-    return Plan(nodes, outputs, views, body, contract)
+    return RegionPlan(nodes, outputs, views, body, contract)
 
 
 def _returned(nodes: list[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
@@ -154,7 +154,7 @@ def _borders(outside: dict[Node, str]) -> list[Border]:
     ]
 
 
-def put_in_place(gm: GraphModule, plan: Plan, name: str) -> Node:
+def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     """Put a call of the module `name` in place of a region's nodes, which stand together. Returns the call.
 
     The inputs are looked up again: a region that was put in place before may have made some of them its own.

@@ -40,7 +40,7 @@ from graphex.regions.compiler import (
 )
 from graphex.regions.dropout import RULE as SEEDED
 from graphex.regions.dropout import seed_dropouts
-from graphex.regions.grow import Growth, Plan, grow, put_in_place
+from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
 from graphex.regions.trial import Outcome, tried
@@ -91,7 +91,7 @@ class CompileRegions(GraphPass):
         for number, (plan, code) in enumerate(compiled):
             _put(work, plan, code, f"region_{number}")
 
-    def _is_compiled_later(self, work: Work, plans: list[Plan]) -> bool:
+    def _is_compiled_later(self, work: Work, plans: list[RegionPlan]) -> bool:
         """Whether the first calls do without compiled code, as the user asks for; a reason against it is on record."""
         if work.config.regions != "background":
             return False
@@ -103,15 +103,15 @@ class CompileRegions(GraphPass):
         return not reason
 
     def _compiled(
-        self, work: Work, plans: list[Plan], patches: dict[str, Any], device: torch.device
-    ) -> list[tuple[Plan, RegionCode]]:
+        self, work: Work, plans: list[RegionPlan], patches: dict[str, Any], device: torch.device
+    ) -> list[tuple[RegionPlan, RegionCode]]:
         """The plans to put in place, with their code. Regions that are alike share code and trial."""
         keys = [region_key(plan.body, patches) for plan in plans]
-        kinds: dict[Hashable, Plan] = {}
+        kinds: dict[Hashable, RegionPlan] = {}
         for key, plan in zip(keys, plans, strict=True):
             kinds.setdefault(key, plan)
         made = self._each_made(work, kinds, patches, device)
-        kept: list[tuple[Plan, RegionCode]] = []
+        kept: list[tuple[RegionPlan, RegionCode]] = []
         for key, plan in zip(keys, plans, strict=True):
             if (found := made[key]) is None:
                 continue
@@ -123,7 +123,7 @@ class CompileRegions(GraphPass):
         return kept
 
     def _each_made(
-        self, work: Work, kinds: dict[Hashable, Plan], patches: dict[str, Any], device: torch.device
+        self, work: Work, kinds: dict[Hashable, RegionPlan], patches: dict[str, Any], device: torch.device
     ) -> dict[Hashable, tuple[RegionCode, Outcome] | None]:
         """The code of each kind of regions, one after the other: Inductor's configuration, and what tracing changes,
         are the whole process's. The kernels of a region compile side by side, in Inductor's processes.
@@ -136,7 +136,7 @@ class CompileRegions(GraphPass):
         return made
 
     def _made(
-        self, work: Work, plan: Plan, key: Hashable, patches: dict[str, Any], device: torch.device
+        self, work: Work, plan: RegionPlan, key: Hashable, patches: dict[str, Any], device: torch.device
     ) -> tuple[RegionCode, Outcome] | None:
         """The code of a region and the outcome of its trial; None, with a record, if it does not compile or run."""
         try:
@@ -228,7 +228,7 @@ def _why_not_rounded(work: Work, device: torch.device) -> str:
     return f"the C++ code of torch {torch.__version__} does not round 16-bit values as eager does"
 
 
-def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
+def _put(work: Work, plan: RegionPlan, code: RegionCode, name: str) -> None:
     names = [node.name for node in plan.nodes]
     first = next((node for node in plan.nodes if node_line(node)), plan.nodes[0])
     line = node_line(first)
@@ -242,7 +242,7 @@ def _put(work: Work, plan: Plan, code: RegionCode, name: str) -> None:
     )
 
 
-def _awaited(plans: list[Plan], patches: dict[str, Any]) -> list[tuple[Plan, RegionCode]]:
+def _awaited(plans: list[RegionPlan], patches: dict[str, Any]) -> list[tuple[RegionPlan, RegionCode]]:
     """The plans with code that is to come, one for those that are alike."""
     codes: dict[Hashable, RegionCode] = {}
     return [(plan, codes.setdefault(region_key(plan.body, patches), awaited_code())) for plan in plans]
@@ -255,7 +255,7 @@ def _has_symbols(graph: Graph) -> bool:
     return any(isinstance(each, torch.SymInt) for each in (*values, *sizes))
 
 
-def _note(work: Work, name: str, plan: Plan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
+def _note(work: Work, name: str, plan: RegionPlan, code: RegionCode, outcome: Outcome, *, is_new: bool) -> None:
     status = ("compiled" if is_new else "reused") if outcome.is_kept else "slower"
     seconds = code.seconds if is_new else 0.0
     work.note(lambda graph, _: region_record(graph, name, status, plan.nodes, code, seconds, outcome))

@@ -34,7 +34,7 @@ addresses and switches in one call of C++ (`native`, `fits.cpp`) and runs the re
               what a forward saves, and gradients, stay in it until their holders let go
 
 Captured graphs of one pool use the same memory for intermediates. So one call at a time fills, replays and takes, and a
-replay on another stream waits for the last one (`captured_graph.Pool`). A piece hands a value to the next captured
+replay on another stream waits for the last one (`pools`). A piece hands a value to the next captured
 piece at an address that is the same in every call. A value from an eager piece is copied to such an address, and back
 if the captured piece writes to it and a later reader can see that.
 
@@ -46,5 +46,5 @@ flight, gradients that add up) values are copied out, with a record.
 A capture that fails, a call inside of another capture, of a dispatch mode or of a functorch transform, and a key whose
 inputs move in every call run eagerly. The journal says why.
 
-Read `program`, `executable`, `capture`, then `captured_graph` and `fast_replay`.
+Read `program`, `executable`, `capture`, then `capture_plan`, `captured_graph` and `fast_replay`.
 """

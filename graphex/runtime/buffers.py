@@ -9,7 +9,7 @@ that divide them all:
 
     int64[1], bfloat16[8], bool[16]   ->   int64[1], int64[2], int64[2]
 
-A result gets out in one of these ways:
+How a result gets out is its kind:
 
     "copied"     into new memory, so that a kept one stays right; results that share memory still do
     "separate"   the same, but no two results share memory
@@ -22,7 +22,7 @@ A result gets out in one of these ways:
 A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
 A large product at the end of a graph is `Computed` after the replay instead, into new memory, and is not copied at all.
 
-A result that lives in an input is returned as that part of the input of *this* call, in every way. Where the graph has
+A result that lives in an input is returned as that part of the input of *this* call, always. Where the graph has
 written to a copy of an input, the new value is put back first.
 """
 
@@ -242,25 +242,36 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class PartOfInput:
-    """A result that lives in an input. `offset` counts elements from where the input begins; `is_all`: it is that."""
+class View:
+    """A part of another tensor's memory. `offset` counts elements of `dtype` from where that tensor begins."""
 
-    index: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     marks: Marks
-    is_all: bool
+
+    @classmethod
+    def like(cls, value: Tensor, offset: int) -> View:
+        return cls(value.dtype, value.size(), value.stride(), offset, marks_of(value))
+
+
+@dataclass(frozen=True)
+class PartOfInput:
+    """A result that lives in an input: the input itself, or a view of it."""
+
+    index: int
+    view: View | None
 
     def of(self, given: Tensor) -> Tensor:
-        if self.is_all:
+        view = self.view
+        if view is None:
             return given
         start = given.storage_offset()
-        if given.dtype == self.dtype:
-            return marked(given.as_strided(self.size, self.stride, start + self.offset), self.marks)
-        start = start * given.element_size() // self.dtype.itemsize
-        return marked(on_storage_of(given, self.dtype, self.size, self.stride, start + self.offset), self.marks)
+        if given.dtype == view.dtype:
+            return marked(given.as_strided(view.size, view.stride, start + view.offset), view.marks)
+        start = start * given.element_size() // view.dtype.itemsize
+        return marked(on_storage_of(given, view.dtype, view.size, view.stride, start + view.offset), view.marks)
 
 
 @dataclass(frozen=True)
@@ -272,14 +283,16 @@ class Copied:
 
 @dataclass(frozen=True)
 class Window:
-    """A part of the copy of a whole storage."""
+    """A view of the copy of a whole storage."""
 
     source: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    marks: Marks
+    view: View
+
+    def of(self, copy: Tensor) -> Tensor:
+        view = self.view
+        if copy.dtype != view.dtype:  # outputs of two types in one storage look at the same bytes
+            copy = copy.view(view.dtype)
+        return marked(copy.as_strided(view.size, view.stride, view.offset), view.marks)
 
 
 @dataclass(frozen=True)
@@ -310,30 +323,30 @@ class InPlace:
     """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
     value: Tensor
-    way: str
+    kind: str
     owners: int = 0
 
 
 class OutputPlan:
     """Made once, when the graph is captured; `take` runs after every replay.
 
-    `ways` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
+    `kinds` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
     `unlaid` are copied into other strides than they have.
     """
 
     def __init__(
-        self, outputs: Sequence[Any], ways: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
+        self, outputs: Sequence[Any], kinds: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
     ) -> None:
         self.given_up_to: int | None = None  # the graph of the pool that may compute in what is kept, and later ones
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
-        copied = [value for value, way in zip(outputs, ways, strict=True) if way in _COPIED and _lives(value)]
+        copied = [value for value, kind in zip(outputs, kinds, strict=True) if kind in _COPIED and _lives(value)]
         sharing = Counter(storage_address(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
         left = {storage_address(each.value): each for each in unlaid}
         self._plan: list[Any] = []
-        for value, way in zip(outputs, ways, strict=True):
+        for value, kind in zip(outputs, kinds, strict=True):
             if isinstance(value, Computed):
                 self._plan.append(value)
             elif not _lives(value):
@@ -342,34 +355,32 @@ class OutputPlan:
                 self._plan.append(_laid_out(each, value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
-            elif way in _IN_PLACE:
-                self._plan.append(InPlace(value, way))
-            elif is_dense(value) and (way == "separate" or sharing[storage_address(value)] <= 1):
-                self._plan.append(Copied(self._source(value, way)))
+            elif kind in _IN_PLACE:
+                self._plan.append(InPlace(value, kind))
+            elif is_dense(value) and (kind == "separate" or sharing[storage_address(value)] <= 1):
+                self._plan.append(Copied(self._source(value, kind)))
             else:
-                whole = None if way == "separate" else storages.get(storage_address(value))
+                whole = None if kind == "separate" else storages.get(storage_address(value))
                 if whole is None:
-                    whole = storages[storage_address(value)] = self._source(whole_storage(value, value.dtype), way)
-                place = int(value.storage_offset())
-                marks = marks_of(value)
-                self._plan.append(Window(whole, value.dtype, value.size(), value.stride(), place, marks))
+                    whole = storages[storage_address(value)] = self._source(whole_storage(value, value.dtype), kind)
+                self._plan.append(Window(whole, View.like(value, int(value.storage_offset()))))
         self._copies = Copies(self._sources)
         self._parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self.needed = picker(self._parts)
         self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
-        is_alone = self._as_copied and len(self._plan) == 1 and ways[0] != "handed on"
+        is_alone = self._as_copied and len(self._plan) == 1 and kinds[0] != "handed on"
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
 
     def settle(self) -> None:
         """Called when only this plan and the graph hold the outputs."""
         self._plan = [
-            InPlace(step.value, step.way, storage_owners(step.value)) if isinstance(step, InPlace) else step
+            InPlace(step.value, step.kind, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
         self.may_be_held = bool(self._in_place("in place"))
         self._note_kept()
         self.keeps_saved = bool(self._in_place("kept"))
-        is_kept = [isinstance(step, InPlace) and step.way in _WATCHED for step in self._plan]
+        is_kept = [isinstance(step, InPlace) and step.kind in _WATCHED for step in self._plan]
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
         self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
@@ -397,8 +408,8 @@ class OutputPlan:
         lent = {address: value for value in self._kept if (address := storage_address(value)) in alone}
         return lent, self._owners.besides(alone)
 
-    def _in_place(self, *ways: str) -> list[Tensor]:
-        return [step.value for step in self._plan if isinstance(step, InPlace) and step.way in ways]
+    def _in_place(self, *kinds: str) -> list[Tensor]:
+        return [step.value for step in self._plan if isinstance(step, InPlace) and step.kind in kinds]
 
     def in_place(self) -> list[Tensor]:
         """The outputs whose memory is handed out to the user."""
@@ -409,7 +420,7 @@ class OutputPlan:
         return [
             place
             for place, step in enumerate(self._plan)
-            if isinstance(step, InPlace) and step.way == "in place" and storage_owners(step.value) > step.owners
+            if isinstance(step, InPlace) and step.kind == "in place" and storage_owners(step.value) > step.owners
         ]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -426,10 +437,10 @@ class OutputPlan:
         # There are hundreds of kept ones. A new tensor on the same memory costs least without a version to share.
         return tuple(self._in_order([*map(_new_on_its_memory, self._kept), *others]))
 
-    def _source(self, tensor: Tensor, way: str) -> int:
+    def _source(self, tensor: Tensor, kind: str) -> int:
         self._sources.append(borrowed(tensor))
         empty = empty_for(tensor, tensor.size(), tensor.stride())
-        self._empties.append(empty if way != "handed on" else empty().detach)
+        self._empties.append(empty if kind != "handed on" else empty().detach)
         return len(self._sources) - 1
 
 
@@ -439,12 +450,12 @@ class PuttingBack(OutputPlan):
     def __init__(
         self,
         outputs: Sequence[Any],
-        ways: Sequence[str],
+        kinds: Sequence[str],
         inputs: dict[int, Tensor],
         unlaid: Sequence[Unlaid],
         put_back: Sequence[int],
     ) -> None:
-        super().__init__(outputs, ways, inputs, unlaid)
+        super().__init__(outputs, kinds, inputs, unlaid)
         self._written = [inputs[index] for index in put_back]
         self.needed = picker([*put_back, *self._parts])
 
@@ -482,10 +493,7 @@ def _result(step: Any, copies: list[Tensor], given: Any) -> Any:
     if isinstance(step, Copied):
         return copies[step.source]
     if isinstance(step, Window):
-        flat = copies[step.source]
-        if flat.dtype != step.dtype:  # outputs of two types in one storage look at the same bytes
-            flat = flat.view(step.dtype)
-        return marked(flat.as_strided(step.size, step.stride, step.offset), step.marks)
+        return step.of(copies[step.source])
     if isinstance(step, PartOfInput):
         return step.of(next(given))
     if isinstance(step, InPlace):
@@ -505,8 +513,7 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
     for index, tensor, start, _ in within or candidates[:1]:  # `as_strided` may have left the input's own window
         offset, rest = divmod(address - start, value.element_size())
         if rest == 0 and (tensor.storage_offset() * tensor.element_size()) % value.element_size() == 0:
-            is_all = value is tensor
-            return PartOfInput(index, value.dtype, value.size(), value.stride(), offset, marks_of(value), is_all)
+            return PartOfInput(index, None if value is tensor else View.like(value, offset))
     return None
 
 
@@ -515,7 +522,7 @@ def _without_owning(plan: list[Any], given_up: Container[int]) -> list[Any]:
     memory: dict[int, Tensor] = {}
     found: list[Any] = []
     for step in plan:
-        if isinstance(step, InPlace) and step.way == "kept" and (address := storage_address(step.value)) in given_up:
+        if isinstance(step, InPlace) and step.kind == "kept" and (address := storage_address(step.value)) in given_up:
             if address not in memory:
                 memory[address] = borrowed(whole_storage(step.value, torch.uint8))
             step = replace(step, value=laid_on(memory[address], step.value))

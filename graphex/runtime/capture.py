@@ -29,19 +29,15 @@ from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
+from graphex.runtime.capture_plan import CapturePlan, PieceInputs, Tail
 from graphex.runtime.captured_graph import (
     CapturedGraph,
     LastRead,
-    PieceInputs,
-    Plan,
-    Pool,
     SavedMemory,
     Slot,
     Store,
-    Tail,
     capture_graph,
     free_what_was_read,
-    pool_for,
 )
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import (
@@ -55,6 +51,7 @@ from graphex.runtime.fast_replay import (
     picker,
 )
 from graphex.runtime.keys import Key, KeyReader, host_outputs
+from graphex.runtime.pools import Pool, pool_for
 from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once
@@ -79,11 +76,11 @@ class CapturedProgram(program.GraphProgram):
         static_inputs: Sequence[int],
         *,
         pool: Pool | None = None,
-        ways: dict[int, str] | None = None,
+        kinds: dict[int, str] | None = None,
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
     ) -> None:
-        """`ways` are the outputs that get out in another way than the options say (see `buffers`). `from_pieces` are
+        """`kinds` are the outputs that get out in another way than the options say (see `buffers`). `from_pieces` are
         the inputs that other pieces have made; None if all come from the user. `tail` runs after each replay.
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
@@ -100,7 +97,7 @@ class CapturedProgram(program.GraphProgram):
         self._error_mode, self._captures_first = config.capture_error_mode, config.capture_first_call
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         aliases = Aliases(gm.graph)
-        plan = self._plan = Plan.of(gm, aliases, device, static_inputs, config, ways or {}, from_pieces, tail)
+        plan = self._plan = CapturePlan.of(gm, aliases, device, static_inputs, config, kinds or {}, from_pieces, tail)
         super().__init__([*plan.written, *plan.moving])
         known = counts(gm) if from_pieces is None else {}  # the program around all pieces counts writes to its inputs
         self._count_in_call = _counting(repeated(plan.written, known, elsewhere=True))
@@ -120,11 +117,11 @@ class CapturedProgram(program.GraphProgram):
         self._gave_up = False
         self._counter = graph.counter
         held = HeldResults(compilation, graph.name, plan.output_names, shares_pool=self._shares_pool)
-        watch = held.watch if "in place" in plan.ways else None
+        watch = held.watch if "in place" in plan.kinds else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
         if graph.saved is not None and graph.phase == "forward":
-            graph.saved.offer(self._store, may_be_kept="kept" in plan.ways)
+            graph.saved.offer(self._store, may_be_kept="kept" in plan.kinds)
             self._withdraw = graph.saved.withdraw
         weakref.finalize(self, self._store.free).atexit = False
 
@@ -268,8 +265,8 @@ class CapturedProgram(program.GraphProgram):
         if self._in_use == CALLS_IN_USE:
             self._in_use = 0
             if self._store.holds(graph.pool, keeper):
-                ways = ("shown",) if "shown" in self._plan.ways else ("kept",)
-                self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use", ways)
+                kinds = ("shown",) if "shown" in self._plan.kinds else ("kept",)
+                self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use", kinds)
             else:
                 self._leave_pool()
         return True
@@ -298,14 +295,14 @@ class CapturedProgram(program.GraphProgram):
         reason = f"{CALLS_IN_USE} calls were made while results of another graph (such as gradients) were in use"
         self._compilation.journal.fall_back(FellBack(self._graph_name, what, reason), warn=False)
 
-    def _copy_out(self, reason: str, ways: Sequence[str] = ("kept", "shown")) -> None:
+    def _copy_out(self, reason: str, kinds: Sequence[str] = ("kept", "shown")) -> None:
         """From now on results that got out in these ways, which stayed in the graphs' memory, are copied out of it."""
-        self._plan = replace(self._plan, ways=["copied" if way in ways else way for way in self._plan.ways])
-        if "kept" in ways:
+        self._plan = replace(self._plan, kinds=["copied" if kind in kinds else kind for kind in self._plan.kinds])
+        if "kept" in kinds:
             self._withdraw()
         self._store.free()
         what = "gradients are copied" if self._saved is not None else "what a forward saves is copied"
-        what = what if "kept" in ways else "large results of a forward are copied"
+        what = what if "kept" in kinds else "large results of a forward are copied"
         record = FellBack(self._graph_name, f"{what} out of the device graph's memory", reason)
         self._compilation.journal.fall_back(record, warn=False)
 
@@ -332,7 +329,7 @@ class CapturedProgram(program.GraphProgram):
                 self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
 
     def _capture(self, slot: Slot, args: list[Any], why_again: str) -> CapturedGraph | None:
-        if "kept" in self._plan.ways and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
+        if "kept" in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
             self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
         self._look_for_gradients(args)
@@ -344,7 +341,7 @@ class CapturedProgram(program.GraphProgram):
         lasting = pool.kept_addresses()  # another graph puts an input there in every replay
         handed_on = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
         stays = (self._stays | handed_on | set(self._received)) - self._must_copy
-        self._pool.take_turn()  # buffers of other graphs are written to
+        self._pool.wait_for_last_replay()  # buffers of other graphs are written to
         free_what_was_read()
         last_read = None
         if keeper is not None and keeper.pool is pool and self._frees_in_order and self._plan.clone_input == "auto":

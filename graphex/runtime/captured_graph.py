@@ -1,8 +1,5 @@
-"""Captured graphs: how a graph treats its inputs and outputs, one capture of it, the memory and the store of them all.
+"""Captured graphs: one capture, the store of them all, and what a forward keeps in them for its backward.
 
-Tail            the large product at the end of a graph, which is computed after the replay
-Plan            known before any call: which inputs are captured by address, which are copied, how outputs get out
-Pool            the memory that captured graphs share, and the order that sharing asks for
 SavedMemory     what a captured forward keeps in its own memory for the backward
 CapturedGraph   one capture, made by `capture_graph`; `fill` gives it a call's inputs
 Store           the captured graphs of one program, by key and by addresses, the least recently used one first
@@ -10,27 +7,18 @@ Store           the captured graphs of one program, by key and by addresses, the
 
 from __future__ import annotations
 
-import operator
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
-from graphex.analysis import Aliases
-from graphex.config import CompilerConfig
 from graphex.device import Device, Replay
-from graphex.records import Journal
-from graphex.regions.members import is_view
-from graphex.regions.region import Region, laid_out_by_caller
+from graphex.regions.region import laid_out_by_caller
 from graphex.runtime.buffers import (
     Arena,
-    Computed,
     Copies,
     InputBuffer,
     OutputPlan,
@@ -39,295 +27,14 @@ from graphex.runtime.buffers import (
     laid_on,
     storage_address,
 )
-from graphex.runtime.codegen import Boxed, region_called
+from graphex.runtime.capture_plan import CapturePlan
+from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import Addresses, FastReplay, Picker, ReplayBody, picker
 from graphex.runtime.keys import Key
-from graphex.torch_private.memory import borrowed, retains_graph
+from graphex.runtime.pools import Pool
+from graphex.torch_private.memory import retains_graph
 
 _NOTHING: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class PieceInputs:
-    """The inputs of a piece that other pieces of its graph have made.
-
-    `received` are at the address where a device graph puts them in every call. `moving` are elsewhere in every call
-    and written to by this piece (see `pieces`).
-    """
-
-    received: Iterable[int]
-    moving: Mapping[int, bool]
-
-
-@dataclass(frozen=True)
-class Tail:
-    """The product that makes result `place` after each replay (see `graphex.analysis.tails`).
-
-    `captured` is captured instead of the whole graph, and returns as many values more as `run` takes: `reads`.
-    """
-
-    place: int
-    captured: Boxed
-    run: Boxed
-    reads: int
-
-    def computed(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """What was captured, with the result that is computed later in its place."""
-        end = len(results) - self.reads
-        found = [*results[:end]]
-        found[self.place] = Computed(self.run, tuple(map(borrowed, results[end:])))
-        return tuple(found)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the inputs and outputs of a graph are treated, by their index."""
-
-    names: list[str]
-    output_names: list[str]
-    ways: list[str]
-    static: list[int]
-    parameters: list[int]
-    by_address: list[int]
-    plain: list[int]
-    hosts: list[int]
-    written: list[int]
-    looked_at: list[int]
-    unchecked: list[int]
-    clone_input: bool | str
-    moving: list[int]
-    put_back: list[int]
-    received: list[int]
-    unlaid: frozenset[tuple[Region, int]]
-    returns_one: bool
-    tail: Tail | None
-
-    @staticmethod
-    def of(
-        gm: GraphModule,
-        aliases: Aliases,
-        device: Device,
-        static_inputs: Iterable[int],
-        config: CompilerConfig,
-        ways: dict[int, str],
-        from_pieces: PieceInputs | None = None,
-        tail: Tail | None = None,
-    ) -> Plan:
-        nodes = gm.graph.find_nodes(op="placeholder")
-        values = [node.meta.get("val") for node in nodes]
-        tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        hosts = [index for index in tensors if not device.holds(values[index])]
-        moving = {} if from_pieces is None else from_pieces.moving
-        written = [index for index in tensors if index not in moving and aliases.is_written(nodes[index])]
-        # A value that is addressed from the start of its storage can be read at its own address only.
-        absolute = [index for index in tensors if aliases.is_absolute(nodes[index])]
-        # A value from another piece is at one address, but every call has an object of its own for it.
-        parameters = set(static_inputs).intersection(tensors)
-        received = [] if from_pieces is None else list(from_pieces.received)
-        static = parameters.union(received).intersection(tensors)
-        fixed = {*static, *written, *absolute}.difference(hosts)
-        by_address = [index for index in tensors if index in fixed]
-        unchecked = parameters.difference(written) if config.frozen_parameter else set()
-        outputs = output_leaves(gm)
-        found = [ways.get(place, _WAYS[config.clone_output]) for place in range(len(outputs))]
-        return Plan(
-            names=[node.name for node in nodes],
-            output_names=[leaf.name if isinstance(leaf, Node) else str(leaf) for leaf in outputs],
-            ways=found,
-            static=sorted(static.difference(hosts)),
-            parameters=sorted(parameters.difference(hosts)),
-            by_address=by_address,
-            plain=[index for index in tensors if index not in fixed and index not in hosts],
-            hosts=hosts,
-            written=written,
-            looked_at=[index for index in by_address if index not in unchecked],
-            unchecked=[index for index in by_address if index in unchecked],
-            # A piece must not write to memory that a later piece reads, nor a backward to tensors that autograd saved.
-            clone_input="auto" if from_pieces is not None and config.clone_input is False else config.clone_input,
-            moving=list(moving),
-            put_back=[index for index, is_seen in moving.items() if is_seen],
-            received=received,
-            unlaid=_copied_alone(gm, found),
-            returns_one=returns_one(gm),
-            tail=tail,
-        )
-
-    def addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The addresses of inputs that are captured by address; the identity of those that are not looked at."""
-        looked_at = (args[index].data_ptr() for index in self.looked_at)
-        return (*looked_at, *(id(args[index]) for index in self.unchecked))
-
-    def named(self, indices: Iterable[int]) -> str:
-        """The inputs by name, at most three of them."""
-        names = [f"'{self.names[index]}'" for index in sorted(indices)] or ["of another call"]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"input {', '.join(names[:3])}{more}"
-
-
-_WAYS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
-
-
-def _copied_alone(gm: GraphModule, ways: Sequence[str]) -> frozenset[tuple[Region, int]]:
-    """The results of regions that are read nowhere and leave the graph as one copy, of them or of a view of them.
-
-    region_0 = region_0(x, w); mm = region_0[0]; logits = view(mm, [8, 128, 50257]); return (logits,)
-    """
-    times = Counter(leaf for leaf in output_leaves(gm) if isinstance(leaf, Node))
-    ways_of = zip(output_leaves(gm), ways, strict=True)
-    alone = {leaf for leaf, way in ways_of if way in ("copied", "separate") and times[leaf] == 1}
-    return frozenset(
-        (region, int(result.args[1]))
-        for node in gm.graph.find_nodes(op="call_module")
-        if (region := region_called(gm, node)) is not None
-        for result in node.users
-        if _only_view(result) in alone
-    )
-
-
-def _only_view(node: Node) -> Node | None:
-    """The output of a graph that is a value, or a view of it, if that is all that becomes of the value."""
-    while len(node.users) == 1:
-        (user,) = node.users
-        if user.op == "output":
-            return node
-        if not is_view(user) or user.target is operator.getitem or not _same_type(user, node):
-            return None
-        node = user
-    return None
-
-
-def _same_type(one: Node, other: Node) -> bool:
-    left, right = one.meta.get("val"), other.meta.get("val")
-    return isinstance(left, Tensor) and isinstance(right, Tensor) and left.dtype == right.dtype
-
-
-def output_leaves(gm: GraphModule) -> list[Any]:
-    """What a graph returns, one by one."""
-    returned = _returned(gm)
-    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
-
-
-def returns_one(gm: GraphModule) -> bool:
-    """Whether a graph returns a value and no tuple of them."""
-    return not isinstance(_returned(gm), (list, tuple))
-
-
-def _returned(gm: GraphModule) -> Any:
-    return gm.graph.output_node().args[0]
-
-
-# -- pools -------------------------------------------------------------------------------------------------------------
-
-
-_given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
-
-
-class Pool:
-    """A memory pool of a device, and the order of the graphs that share it.
-
-    Graphs of one pool may use the same bytes for their intermediates. That is right as long as they run one after the
-    other: one thread at a time holds `lock`, fills the inputs, replays and takes the outputs out, and a replay on
-    another stream than the last one waits for it. A lock lets its own thread in again, so a call by a finalizer or a
-    signal handler in between looks at `is_running`. `handle` is the device's name for the pool.
-
-    Results that a graph keeps in place are in memory that no later capture of the pool gets, until the capture of their
-    last reader: a backward computes in the memory of saved values that it has read. An earlier capture may have used it
-    for its intermediates. `keeper_in_the_way` says whose results a replay could write to.
-    """
-
-    def __init__(self, device: Device, handle: Any = None) -> None:
-        self.lock = threading.RLock()
-        self.is_running = False
-        self._device = device
-        self._handle = handle
-        self._is_given = handle is not None
-        self.stream = device.stream()  # of the last replay
-        self._lasts = device.stream_lasts()
-        self.graphs = 0
-        self.captures = 0  # with those of graphs that are gone
-        self.programs = 0  # that share it
-        self._for_backwards: Pool | None = None
-        self._keepers: dict[int, OutputPlan] = {}  # by the number of their capture
-
-    def enter(self, number: int, outputs: OutputPlan) -> None:
-        """A graph was captured; its number is that of its capture."""
-        self.graphs += 1
-        if outputs.are_kept_in_use is not None:
-            self._keepers[number] = outputs
-
-    def leave(self, number: int) -> None:
-        self.graphs -= 1
-        self._keepers.pop(number, None)
-
-    def keeper_in_the_way(self, number: int) -> int | None:
-        """The graph with results in use that a replay of graph `number` could write to.
-
-        That is itself, a later one, or one whose memory was given up before this one was captured.
-        """
-        for other, outputs in self._keepers.items():
-            is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)
-            if not is_free and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
-                return other
-        return None
-
-    def kept_addresses(self) -> set[int]:
-        return {address for outputs in self._keepers.values() for address in outputs.kept_addresses}
-
-    @property
-    def handle(self) -> Any:
-        """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
-        if self._handle is None or (self.graphs == 0 and not self._is_given):
-            self._handle = self._device.pool()
-        return self._handle
-
-    def split(self) -> None:
-        """Gradients are there when a forward is called: no forward may write to them, so backwards get another pool."""
-        self._for_backwards = self._for_backwards or Pool(self._device)
-
-    @property
-    def for_backwards(self) -> Pool:
-        return self._for_backwards or self
-
-    def take_turn(self) -> None:
-        """Let the current stream wait for the last replay of this pool."""
-        self.take_turn_on(self._device.stream())
-
-    def take_turn_on(self, stream: Any) -> None:
-        """The same; `stream` is the current stream."""
-        if stream == self.stream:
-            return
-        if self._lasts:
-            self._device.follow(self.stream)
-        else:
-            self._device.synchronize()  # the stream may be gone, and its work still be running
-        self.stream, self._lasts = stream, self._device.stream_lasts()
-
-
-def pool_for(device: Device, handle: Any) -> Pool:
-    """A new pool, or, for a handle that the user gave, the pool that all graphs with this handle share."""
-    if handle is None:
-        return Pool(device)
-    pool = _given.get((device.name, handle))
-    if pool is None:
-        pool = _given[(device.name, handle)] = Pool(device, handle)
-    return pool
-
-
-_MOST_PROGRAMS = 8  # that share a pool: each looks at what the others keep
-_of_steps: WeakKeyDictionary[Journal, dict[str, Pool]] = WeakKeyDictionary()
-
-
-def pool_of_steps(device: Device, journal: Journal) -> Pool:
-    """The pool that forwards and backwards of one compiled object share: they are replayed one after the other."""
-    pools = _of_steps.setdefault(journal, {})
-    pool = pools.get(device.name)
-    if pool is None or pool.programs == _MOST_PROGRAMS:
-        pool = pools[device.name] = Pool(device)
-    pool.programs += 1
-    return pool
-
-
-# -- captured graphs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -377,7 +84,6 @@ class CapturedGraph:
     pool: Pool
     outputs: OutputPlan
     checked: Addresses
-    stays: frozenset[int]
     copied: list[int]
     buffers: list[InputBuffer]
     held: list[Tensor]
@@ -485,7 +191,7 @@ def free_what_was_read() -> None:
 def capture_graph(
     device: Device,
     run: Boxed,
-    plan: Plan,
+    plan: CapturePlan,
     args: list[Any],
     stays: Iterable[int],
     pool: Pool,
@@ -517,14 +223,14 @@ def capture_graph(
         flat = flat if plan.tail is None else plan.tail.computed(flat)
         inputs = {index: captured[index] for index in (*plan.by_address, *plan.plain) if index not in read}
         put_back = [index for index in plan.put_back if index in copied]
-        about = flat, plan.ways, inputs, unlaid
+        about = flat, plan.kinds, inputs, unlaid
         outputs = PuttingBack(*about, put_back) if put_back else OutputPlan(*about)
         del results, flat, about, unlaid
         outputs.settle()
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         pool.captures += 1
-        graph = CapturedGraph(replay, pool, outputs, checked, stays, copied, buffers, held, takes_over, pool.captures)
+        graph = CapturedGraph(replay, pool, outputs, checked, copied, buffers, held, takes_over, pool.captures)
     except BaseException:
         replay.free()
         raise
@@ -534,7 +240,7 @@ def capture_graph(
     return graph
 
 
-def _alone_in_their_memory(plan: Plan, args: Sequence[Any]) -> frozenset[int]:
+def _alone_in_their_memory(plan: CapturePlan, args: Sequence[Any]) -> frozenset[int]:
     """The inputs that another can be copied into: none that overlaps a parameter, a cache or one more input."""
     starts = {index: args[index].data_ptr() for index in (*plan.by_address, *plan.plain)}
     spans = sorted((start, start + bytes_of(args[index]), index) for index, start in starts.items())

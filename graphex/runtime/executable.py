@@ -32,11 +32,12 @@ from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
 from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
-from graphex.runtime.captured_graph import PieceInputs, Tail, output_leaves, pool_for, pool_of_steps
+from graphex.runtime.capture_plan import PieceInputs, Tail, output_leaves
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, divide
 from graphex.runtime.piecewise import Piecewise
+from graphex.runtime.pools import pool_for, pool_of_steps
 from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.runtime.stream_trial import Trial, second_version
 from graphex.runtime.streams import ExternalStreams
@@ -120,14 +121,14 @@ def _program(graph: ExecutableGraph) -> Program:
         return Eager(run, graph.written)
     if config.capture_sizes and (layout := _layout(graph)):
         return _padded(graph, run, layout)
-    ways, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
+    kinds, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
     if graph.saved is not None:
-        ways = _held_for_a_step(graph)
+        kinds = _held_for_a_step(graph)
         if config.clone_output is not False and config.reuse_graph_pool_in_same_fx:  # nothing stays there unseen
             pool = pool_of_steps(graph.device, graph.compilation.journal)
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
-    tail = None if ways else _tail(graph)
-    return CapturedProgram(graph, run, graph.static_inputs, pool=pool, ways=ways, from_pieces=from_pieces, tail=tail)
+    tail = None if kinds else _tail(graph)
+    return CapturedProgram(graph, run, graph.static_inputs, pool=pool, kinds=kinds, from_pieces=from_pieces, tail=tail)
 
 
 def _tail(graph: ExecutableGraph) -> Tail | None:
@@ -190,8 +191,8 @@ def _padded(graph: ExecutableGraph, run: Boxed, layout: Layout) -> Program:
     """Device graphs for a few sizes; `Padding` cuts their results and copies them out."""
     pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
     static = [index for index in graph.static_inputs if index not in layout.inputs]
-    ways = dict.fromkeys(range(len(layout.leaves)), "lent")
-    return Padding(graph, layout, CapturedProgram(graph, run, static, pool=pool, ways=ways), pool)
+    kinds = dict.fromkeys(range(len(layout.leaves)), "lent")
+    return Padding(graph, layout, CapturedProgram(graph, run, static, pool=pool, kinds=kinds), pool)
 
 
 def _kept_by_torch(graph: ExecutableGraph) -> range:
@@ -264,10 +265,10 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         handed_on.update(piece.outputs[place] for place in boundary.handed_on)
         copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
         # Memory that is written later stays shared; memory that is held elsewhere must not be the next call's.
-        ways = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], "copied")
-        ways |= dict.fromkeys(boundary.handed_on, "handed on")
+        kinds = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], "copied")
+        kinds |= dict.fromkeys(boundary.handed_on, "handed on")
         inputs = PieceInputs(received, boundary.moving)
-        programs.append(CapturedProgram(part, run, static, pool=pool, ways=ways, from_pieces=inputs))
+        programs.append(CapturedProgram(part, run, static, pool=pool, kinds=kinds, from_pieces=inputs))
         runs.append(programs[-1])
     return Piecewise(graph, division.pieces, runs, programs, pool)
 

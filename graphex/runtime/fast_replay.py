@@ -42,7 +42,8 @@ from graphex.torch_private.memory import count_writes
 from graphex.torch_private.numerics import Switch, states
 
 if TYPE_CHECKING:
-    from graphex.runtime.captured_graph import CapturedGraph, Pool
+    from graphex.runtime.captured_graph import CapturedGraph
+    from graphex.runtime.pools import Pool
 
 Picker = Callable[[Sequence[Any]], Sequence[Any]]
 Guard = Callable[[Sequence[Any]], bool]
@@ -224,7 +225,7 @@ def make_replay(
         if watch is not None:
             watch(outputs)
         if pool.stream != stream:
-            pool.take_turn_on(stream)
+            pool.wait_for_last_replay_on(stream)
         if fill is not None:
             fill(args)
         launch()

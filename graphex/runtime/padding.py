@@ -23,8 +23,9 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
 from graphex.runtime.buffers import empty_for
-from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
+from graphex.runtime.capture_plan import output_leaves, returns_one
 from graphex.runtime.keys import host_outputs
+from graphex.runtime.pools import Pool
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
@@ -151,7 +152,7 @@ class Padding(GraphProgram):
         wanted = self._sizes[place] if place < len(self._sizes) and size else None
         self._counter["padded"] += wanted not in (None, size)
         with self._pool.lock:
-            self._pool.take_turn()
+            self._pool.wait_for_last_replay()
             numbers = self._numbers and self._numbers[1](list(args))
             results = self._run(args if wanted is None else self._padded(args, size, wanted))
             return self._cut((results,) if self._returns_one else results, size, numbers)

@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Node
 
 from graphex.analysis.graphs import attribute_of
 from graphex.runtime.autograd import counted
-from graphex.runtime.captured_graph import Pool, output_leaves, returns_one
+from graphex.runtime.capture_plan import output_leaves, returns_one
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.pieces import Piece
+from graphex.runtime.pools import Pool
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
