@@ -150,51 +150,31 @@ def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
     return out
 
 
+def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Tiles of one kind, each given by its columns, block, warps and, where they differ, stages."""
+    return tuple(Tile(of, *each) for each in numbers)
+
+
 # By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
 # of each is taken where nothing can be measured.
 FEW_TILES = {
-    (True, True): (
-        Tile("pair", 2, 2048, 4),
-        Tile("pair", 2, 2048, 8),
-        Tile("pair", 4, 1024, 4),
-        Tile("pair", 2, 1024, 4),
-        Tile("pair", 4, 512, 4, 4),
-        Tile("pair", 8, 512, 4, 4),
-    ),
+    (True, True): _tiles("pair", (2, 2048, 4), (2, 2048, 8), (4, 1024, 4), (2, 1024, 4), (4, 512, 4, 4), (8, 512, 4, 4)),
     (True, False): (
-        Tile("sum", 2, 256, 4),
-        Tile("sum", 1, 256, 4),
-        Tile("sum", 2, 256, 8),
-        Tile("sum", 4, 256, 8),
-        Tile("sum", 2, 256, 4, 3),
-        Tile("sum", 1, 1024, 4),
-        Tile("pair", 8, 256, 4),
-        Tile("pair", 8, 256, 4, 3),
+        *_tiles("sum", (2, 256, 4), (1, 256, 4), (2, 256, 8), (4, 256, 8), (2, 256, 4, 3), (1, 1024, 4)),
+        *_tiles("pair", (8, 256, 4), (8, 256, 4, 3)),
     ),
-    (False, True): (
-        Tile("pair", 32, 64, 8),
-        Tile("pair", 32, 64, 4, 3),
-        Tile("pair", 32, 32, 4, 4),
-        Tile("pair", 64, 64, 8, 3),
-        Tile("pair", 32, 128, 8),
-    ),
+    (False, True): _tiles("pair", (32, 64, 8), (32, 64, 4, 3), (32, 32, 4, 4), (64, 64, 8, 3), (32, 128, 8)),
     (False, False): (
         Tile("pair", 64, 64, 8, parts=3),
         Tile("pair", 64, 64, 4, parts=5),
         Tile("pair", 64, 64, 4, parts=3),
         Tile("pair", 64, 64, 8, parts=5),
-        Tile("pair", 64, 64, 8),
-        Tile("pair", 64, 64, 4, 3),
-        Tile("sum", 32, 64, 8, 3),
+        *_tiles("pair", (64, 64, 8), (64, 64, 4, 3)),
+        *_tiles("sum", (32, 64, 8, 3)),
     ),
 }
-MANY_TILES = (
-    Tile("expert", 64, 128, 4, 3),
-    Tile("expert", 64, 64, 4, 4),
-    Tile("expert", 64, 128, 4, 4),
-    Tile("expert", 32, 128, 4, 4),
-    Tile("expert", 32, 64, 4, 5),
-    Tile("expert", 128, 64, 4, 3),
+MANY_TILES = _tiles(
+    "expert", (64, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 4), (32, 128, 4, 4), (32, 64, 4, 5), (128, 64, 4, 3)
 )
 _PREPARED: dict[Any, Any] = {}
 
