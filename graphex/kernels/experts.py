@@ -158,7 +158,9 @@ def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[Tile, ...]:
 # By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
 # of each is taken where nothing can be measured.
 FEW_TILES = {
-    (True, True): _tiles("pair", (2, 2048, 4), (2, 2048, 8), (4, 1024, 4), (2, 1024, 4), (4, 512, 4, 4), (8, 512, 4, 4)),
+    (True, True): _tiles(
+        "pair", (2, 2048, 4), (2, 2048, 8), (4, 1024, 4), (2, 1024, 4), (4, 512, 4, 4), (8, 512, 4, 4)
+    ),
     (True, False): (
         *_tiles("sum", (2, 256, 4), (1, 256, 4), (2, 256, 8), (4, 256, 8), (2, 256, 4, 3), (1, 1024, 4)),
         *_tiles("pair", (8, 256, 4), (8, 256, 4, 3)),
