@@ -73,6 +73,7 @@ TARGETS = (
 )
 
 COLD_SHARE = 0.6
+ROWS_TOGETHER = 2  # of each model: 32 layers take 32 GiB while they are made, and more rows do not fit into a GPU
 FORK = get_context("fork")
 _IMPORTS = {"inductor": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
 
@@ -271,8 +272,10 @@ def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dic
         pairs = [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
         now = time.perf_counter()
         cold = [Job.of(*pair, root) for pair in pairs if pair[1] in COLD]
-        for job, made in side_by_side(cold, now + COLD_SHARE * (until - now)):
-            add(job, made)
+        together = ROWS_TOGETHER * len(models)
+        for first in range(0, len(cold), together):
+            for job, made in side_by_side(cold[first : first + together], now + COLD_SHARE * (until - now)):
+                add(job, made)
         for pair in (pair for pair in pairs if pair[1] in WARM and NEEDED[pair[1]] in found[pair[0]]):
             for job, made in side_by_side([Job.of(*pair, root)], until):
                 add(job, made)
