@@ -377,18 +377,6 @@ def test_a_replayer_leaves_nothing_behind_that_a_model_does_with_its_results(mod
 
 
 @torch.no_grad()
-def test_the_bar_of_warm_up_is_the_only_one_and_says_what_is_compiled(where, monkeypatch, capsys):
-    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the captured stderr for a terminal
-    graphex.warm_up(
-        compile_it(lambda x: (x.sin() + x.cos()).exp() * 2), [(torch.ones(64, device=where),)], progress=True
-    )
-    shown = capsys.readouterr().err
-    assert "compiling region 1 of 1" in shown
-    assert "graphex: compiling" not in shown  # the line of a process without a bar
-
-
-@torch.no_grad()
 def test_a_model_may_warm_up_another_one_while_it_is_warmed_up(where):
     inner, x = compile_it(lambda x: (x + 3) * 2), torch.ones(3, device=where)
 
