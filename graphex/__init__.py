@@ -7,6 +7,7 @@ print(graphex.explain(model, (x,)))
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from functools import cache
@@ -175,7 +176,12 @@ def _is_command() -> bool:
     if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
         return "-m" in sys.orig_argv and sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] == ["graphex"]
     started = Path(sys.argv[0] if sys.argv else "")
-    return started.stem == "graphex" and started.absolute().parent == Path(sys.executable).parent
+    return started.stem == "graphex" and _folder(started) == _folder(Path(sys.executable))
+
+
+def _folder(file: Path) -> str:
+    """By its plain name: a shell that was given `../.venv/bin/graphex` hands over just that."""
+    return os.path.normpath(file.absolute().parent)
 
 
 if not _is_command():

@@ -473,7 +473,6 @@ class Journal:
     breaks = Of(GraphBroke)
     recompilations = Of(Recompiled)
     passes = Of(PassRan)
-    rewrites = Of(Rewrote)
     refusals = Of(Refused)
     near_misses = Of(NearMiss)
     fallbacks = Of(FellBack)
@@ -544,6 +543,11 @@ class Journal:
         found = Journal()
         found.records = [record for record in self.records if record.graph == graph]
         return found
+
+    @property
+    def rewrites(self) -> list[Rewrote]:
+        """What rules did in the graphs that run, without what verification undid."""
+        return list(filter(self.is_kept, self.of(Rewrote)))
 
     @property
     def rules(self) -> list[RuleTried]:

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.config import CompilerConfig
 from graphex.passes.pipeline import optimise
-from graphex.records import Journal
+from graphex.records import Journal, Rewrote
 from graphex.rewrite.runner import Runner
 from graphex.torch_private.graphs import copy_module
 
@@ -54,7 +54,7 @@ def what_to_leave_out(
     `blamed` names the pass that breaks the graph of a runner, or is empty.
     """
     journal = runner.compilation.journal
-    made = [record.rule for record in journal.of_graph(runner.graph_name).rewrites if record.pass_name == pass_name]
+    made = [record.rule for record in journal.of_graph(runner.graph_name).of(Rewrote) if record.pass_name == pass_name]
     rules = list(dict.fromkeys(made))
     if rules and len(rules) <= MOST_RULES:
         wrong = [rule for rule in rules if len(rules) == 1 or _is_wrong_alone(original, runner, rules, rule, blamed)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from graphex.evidence.training import SAVED_COLUMNS, STEP_COLUMNS, has_training, saved_rows, step_rows
-from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused
+from graphex.records import GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
 
 WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
@@ -99,11 +99,10 @@ def _passes(journal: Journal) -> Iterator[Any]:
 
 def _rewrites(journal: Journal) -> Iterator[Any]:
     refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
-    kept = list(filter(journal.is_kept, journal.rewrites))
-    first = {record.rule: record for record in reversed(kept)}
+    first = {record.rule: record for record in reversed(journal.rewrites)}
     rows = (
         (rule, str(count), str(refused[rule]), first[rule].line or ", ".join(first[rule].nodes), first[rule].because)
-        for rule, count in Counter(record.rule for record in kept).most_common()
+        for rule, count in Counter(record.rule for record in journal.rewrites).most_common()
     )
     return _table("rewrites", ("rule", "made", "refused", "for example", "because"), rows)
 
@@ -212,7 +211,7 @@ def _memory(journal: Journal) -> Iterator[Any]:
     for record in journal.memory:
         if record.graph in journal.replaced:
             continue
-        saved = sum(r.certificate.bytes_saved for r in journal.rewrites if r.graph == record.graph and r.certificate)
+        saved = sum(r.certificate.bytes_saved for r in journal.of(Rewrote) if r.graph == record.graph and r.certificate)
         moved = sum(r.bytes_moved for r in journal.refusals if r.graph == record.graph)
         rows.append((record.graph, *map(size_text, (record.peak_before, record.peak_after, saved, moved))))
     columns = ("graph", "peak as given", "peak now", "saved in every call", "still moved in every call")

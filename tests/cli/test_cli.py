@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,16 @@ def test_what_needs_no_torch_does_not_import_it(arguments: tuple[str, ...], tmp_
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "graphex.cli" in imported
     assert not {"torch", "rich", "numpy"} & imported
+
+
+def test_the_command_is_known_by_every_path_to_it(tmp_path: Path) -> None:
+    folder = Path(sys.executable).parent
+    command = folder / ".." / folder.name / "graphex"
+    if not command.exists():
+        pytest.skip("graphex is not installed")
+    ended = run("-X", "importtime", str(command), "--version", cwd=tmp_path)
+    assert graphex.__version__ in ended.stdout
+    assert "torch" not in {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
 
 
 @pytest.mark.parametrize("command", ["open", "diff"])

@@ -464,6 +464,7 @@ def test_a_rule_that_was_left_out_applies_nowhere_and_says_why():
     counts = {each.rule: (each.matches, each.candidates) for each in report.journal.rules}
     assert len(counts) == len(report.journal.rules)
     assert counts == {"right": (2, 2), "wrong": (0, 1)}
+    assert [each.rule for each in report.journal.rewrites if each.rule in counts] == ["right"] * 2
     (remark,) = report.rule("wrong").remarks
     assert remark == f"verification left it out: {report.journal.verifications[0].reason}"
 

@@ -105,10 +105,10 @@ def _why_different_models(before: dict[str, Any], after: dict[str, Any]) -> str:
     old, new = _parts(before), _parts(after)
     if not old or not new or _likeness(old, new) >= _ONE_MODEL:
         return ""
-    common = len(old & new)
-    what = "module" if any(kind for _, kind in old | new) else "op"
-    kinds = f"kind of {what}" if common == 1 else f"kinds of {what}s"
-    return f"they have {common} {kinds} in common, of {len(old)} in the first and {len(new)} in the second"
+    counts = f"of {len(old)} in the first and {len(new)} in the second, {len(old & new) or 'none'}"
+    if any(kind for _, kind in old | new):
+        return f"{counts} of the modules have the same place and class in both (equal layers count once)"
+    return f"{counts} of the ops are in both"
 
 
 def _parts(data: dict[str, Any]) -> set[tuple[str, str]]:

@@ -30,6 +30,7 @@ _REGION = "region"  # the rule that puts compiled regions in place, and the kind
 _QUOTED = re.compile(r"'\w+'")  # the name of a node in a reason
 _MOST = 5  # sentences about one thing
 _BUSY = " The machine was busy meanwhile: a quiet one may find otherwise."
+_KEPT = " They are kept, because that is no clear result."
 _CLEAR = 2  # times the speed, which a busy machine finds by no accident
 
 Sentence = dict[str, str]
@@ -443,7 +444,8 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
         groups = [found for group in compilations(graphs) if (found := _used(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
-        yield _sentence("good", f"{calls} ops run in {where}{within}. {_gain(groups, is_preview)}")
+        gain = _gain(groups, is_preview)
+        yield _sentence("plain" if _KEPT in gain else "good", f"{calls} ops run in {where}{within}. {gain}")
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence(
@@ -490,6 +492,7 @@ def _gain(groups: list[list[dict[str, Any]]], is_preview: bool) -> str:
     of = "for all of them" if len(times) == 1 else "in the longest graph"
     # a preview, which runs beside the regions, is slower than eager
     busy = _busy(measured) if found[0] < _CLEAR else ""
+    busy = f"{_KEPT}{busy}" if busy and found[0] < 1 else busy
     expected = "" if is_preview else f" Expect {'at least' if found[0] >= 1 else 'about'} eager's speed."
     return (
         f"Measured here: {'the speed of single ops' if ratios == ['1'] else speed}, "
