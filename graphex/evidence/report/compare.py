@@ -105,10 +105,10 @@ def _why_different_models(before: dict[str, Any], after: dict[str, Any]) -> str:
     old, new = _parts(before), _parts(after)
     if not old or not new or _likeness(old, new) >= _ONE_MODEL:
         return ""
-    counts = f"of {len(old)} in the first and {len(new)} in the second, {len(old & new) or 'none'}"
+    common, sizes = len(old & new) or "none", f"{len(old)} in the first, {len(new)} in the second"
     if any(kind for _, kind in old | new):
-        return f"{counts} of the modules have the same place and class in both (equal layers count once)"
-    return f"{counts} of the ops are in both"
+        return f"{common} of their modules ({sizes}; equal layers count once) have the same place and class in both"
+    return f"{common} of their ops ({sizes}) are in both"
 
 
 def _parts(data: dict[str, Any]) -> set[tuple[str, str]]:
