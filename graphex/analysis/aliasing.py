@@ -43,7 +43,7 @@ from graphex.analysis.effects import (
 )
 from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
 from graphex.analysis.source import stream_of
-from graphex.torch_private.schemas import holds_tensors, is_composite
+from graphex.torch_private.graphs import holds_tensors, is_composite
 
 # -- storage offsets ---------------------------------------------------------------------------------------------------
 # Fake tensors report a storage offset of 0 for results that copy the whole storage of an argument; the real results

@@ -41,7 +41,7 @@ from graphex.analysis.effects import (
 from graphex.analysis.graphs import arguments
 from graphex.analysis.inplace_variants import Handle, is_declared
 from graphex.errors import InputError
-from graphex.torch_private.schemas import holds_tensors, overload_of
+from graphex.torch_private.graphs import holds_tensors, overload_of
 from graphex.torch_private.symbolic import pytree
 
 Op = torch._ops.OpOverload

@@ -22,7 +22,7 @@ from graphex.analysis.contract import body_of, every_node, nodes_at, region_of
 from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
-from graphex.torch_private.schemas import is_composite
+from graphex.torch_private.graphs import is_composite
 
 # Namespaces whose functional, untagged ops are known to compute a value and nothing else.
 PURE_NAMESPACES = frozenset({"aten", "prims", "graphex", "npu"})

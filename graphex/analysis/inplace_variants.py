@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from graphex.errors import InputError
 from graphex.ops import INPLACE, SPECS
-from graphex.torch_private.schemas import overload_of
+from graphex.torch_private.graphs import overload_of
 
 # `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_inplace_variants.py), except on
 # complex numbers.

@@ -23,7 +23,7 @@ from graphex.analysis.source import node_line, placement, stream_name
 from graphex.errors import InputError
 from graphex.ops.scope import CORES
 from graphex.records import Risk
-from graphex.torch_private.schemas import overload_of
+from graphex.torch_private.graphs import overload_of
 
 BEGIN = 0  # the position of everything that the caller has done
 

@@ -26,7 +26,7 @@ from graphex.ascend.catalogue import NAMES, PACKAGES, Name, modules
 from graphex.errors import InputError, NotOfferedError
 from graphex.ops.scope import LABEL
 from graphex.records import FellBack
-from graphex.torch_private.model_streams import build_with, know_classes, tell_of_broken_scopes
+from graphex.torch_private.npu import build_with, know_classes, tell_of_broken_scopes
 
 VARIABLE = "GRAPHEX_NPU"
 TARGETS = ("simulated", "cuda", "cpu")
@@ -69,7 +69,7 @@ def _checked(target: str) -> str:
 
 def _install_device(target: str) -> ServedModule:
     from graphex.ascend import collectives, mapped, simulated
-    from graphex.torch_private.privateuse1 import claim, claimed_by, why_not
+    from graphex.torch_private.npu import claim, claimed_by, why_not
 
     if reason := why_not():
         raise InputError(f"{reason}: there is no 'npu'.")

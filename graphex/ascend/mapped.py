@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from graphex.errors import InputError, NotOfferedError
-from graphex.torch_private.model_streams import ask_for_current_stream
-from graphex.torch_private.privateuse1 import map_fake_tensors
+from graphex.torch_private.npu import ask_for_current_stream, map_fake_tensors
 
 _libraries: list[torch.library.Library] = []
 

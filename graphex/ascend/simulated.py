@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graphex.torch_private.dynamo import disable
 from graphex.torch_private.memory import marked, marks_of
-from graphex.torch_private.privateuse1 import (
+from graphex.torch_private.npu import (
     allocate_on_host,
     as_host,
     as_npu,

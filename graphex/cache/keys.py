@@ -38,9 +38,8 @@ from graphex.cache.sources import NoFingerprintError, fingerprint
 from graphex.config import AnyRule, CompilerConfig
 from graphex.fusion.registry import users_rules
 from graphex.regions.compiler import has_cpp_compiler
-from graphex.torch_private.cuda import driver_version
+from graphex.torch_private.cuda import driver_version, states, switches_for
 from graphex.torch_private.inductor import inductor_settings
-from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import pytree
 
 _PASSES = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass")

@@ -34,8 +34,7 @@ from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.program import DebugTools, ExecutableGraph, Program
 from graphex.torch_private.dynamo import compile_stage
-from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.mutable_ops import correct_slices
+from graphex.torch_private.graphs import copy_module, correct_slices
 from graphex.torch_private.symbolic import pytree, unset_fake_temporarily
 
 ACTIVATIONS = "graphex_activations"  # on the output of a forward: the records of what its backward needs

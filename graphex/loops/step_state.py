@@ -27,8 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphex.loops.reached import Reached
 from graphex.loops.step_optimizers import Rates, made_capturable, takes_tensor
+from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.dynamo import global_hooks
-from graphex.torch_private.numerics import states, switches_for
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.

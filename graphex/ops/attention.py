@@ -13,7 +13,7 @@ from torch.nn import functional
 from graphex.ops import rotary  # noqa: F401  (its ops are parts of those here)
 from graphex.ops.definition import RowRule, op, part, with_kernel
 from graphex.ops.norms import wide_dtype
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 MOST_POSITIONS = 16  # of a query: what a decode step has, with some guessed tokens; beyond, torch's kernels are as good
 MOST_ROWS = 64  # queries that share a head of the keys, for the kernel

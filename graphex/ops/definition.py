@@ -38,7 +38,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from graphex.device import runs_kernels
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, RowRule, op
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 aten = torch.ops.aten
 

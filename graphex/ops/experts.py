@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graphex.ops.definition import RowRule, op
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 SILU = "silu"
 CLAMPED = "clamped"

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from graphex.ops.definition import Gradient, RowRule, check_alike, op, with_kernel
 from graphex.ops.norms import check_norm
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 
 def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:

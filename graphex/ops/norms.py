@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import Gradient, RowRule, check_alike, op
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 NORM = "float eps, float weight_offset=0.0, bool cast_before_weight=True"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphex.ops import attention  # noqa: F401  (its ops are parts of those here)
 from graphex.ops.definition import op, with_kernel
-from graphex.torch_private.schemas import require, require_implemented
+from graphex.torch_private.graphs import require, require_implemented
 
 _attention, _paged_attention = with_kernel("graphex::attention"), with_kernel("graphex::paged_attention")
 # Of queries and results, where they differ: `BNSD_BSND`. Packed sequences are T positions.

@@ -19,7 +19,7 @@ from torch import Tensor
 from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
 from graphex.ops.definition import op, with_kernel
 from graphex.ops.rotary import rotate_half
-from graphex.torch_private.schemas import require_implemented
+from graphex.torch_private.graphs import require_implemented
 
 INPLACE = (
     ("npu_kv_rmsnorm_rope_cache_v2_functional", "npu_kv_rmsnorm_rope_cache_v2"),

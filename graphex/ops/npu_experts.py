@@ -21,7 +21,7 @@ from torch import Tensor
 from graphex.ops import experts as _experts  # noqa: F401  (their ops are parts of those here)
 from graphex.ops import npu  # noqa: F401
 from graphex.ops.definition import op, with_kernel
-from graphex.torch_private.schemas import require, require_implemented
+from graphex.torch_private.graphs import require, require_implemented
 
 _route = with_kernel("graphex::route")
 

@@ -19,7 +19,7 @@ from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
 from graphex.ops.definition import op, with_kernel
 from graphex.ops.norms import wide_dtype
 from graphex.ops.quant import ranged
-from graphex.torch_private.schemas import require, require_implemented
+from graphex.torch_private.graphs import require, require_implemented
 
 INPLACE = (("npu_add_rms_norm_v2_functional", "npu_add_rms_norm_v2"),)
 _add_rms_norm = with_kernel("npu::npu_add_rms_norm")

@@ -20,7 +20,7 @@ from torch import Tensor
 from graphex.ops.definition import op
 from graphex.ops.linears import silu_mul
 from graphex.ops.norms import NORM, add_rms_norm, rms_norm
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 RANGE = "float quant_min=-128.0, float quant_max=127.0, ScalarType? dtype=None, ScalarType? compute_dtype=None"
 DYNAMIC = (

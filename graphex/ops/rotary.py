@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphex.ops.definition import Gradient, check_alike, op, part
 from graphex.ops.norms import sum_of
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from graphex.env import numbered
-from graphex.torch_private.schemas import print_options
+from graphex.torch_private.graphs import print_options
 
 NAMESPACES = ("graphex", "air", "npugraph_ex")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops.definition import RowRule, op
-from graphex.torch_private.schemas import require
+from graphex.torch_private.graphs import require
 
 
 @op(

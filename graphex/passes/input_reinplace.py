@@ -43,7 +43,7 @@ from graphex.passes.updates import (
 )
 from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
 from graphex.rewrite.metadata import PassWatch, fake_mode_of, repair
-from graphex.torch_private.mutable_ops import (
+from graphex.torch_private.graphs import (
     WRAPPER,
     WRAPPERS,
     finds_views_by_offset,

@@ -24,7 +24,7 @@ from graphex.analysis.inplace_variants import declared_variant, inplace_variant
 from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
-from graphex.torch_private.mutable_ops import WRAPPER, base_of_result
+from graphex.torch_private.graphs import WRAPPER, base_of_result
 from graphex.torch_private.symbolic import FakeTensor, NewGuardError, no_new_guards
 
 aten = torch.ops.aten

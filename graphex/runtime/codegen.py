@@ -57,8 +57,7 @@ from graphex.quoting import (
 from graphex.regions.region import Region
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.dynamo import TorchDispatchMode
-from graphex.torch_private.graphs import is_writable
-from graphex.torch_private.schemas import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS
+from graphex.torch_private.graphs import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS, is_writable
 
 # -- call forms --------------------------------------------------------------------------------------------------------
 # The cheapest form of an op's call that is proven to be the same call.

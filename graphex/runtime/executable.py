@@ -42,7 +42,7 @@ from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.runtime.stream_trial import Trial, second_version
 from graphex.runtime.streams import ExternalStreams
 from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
-from graphex.torch_private.schemas import BelowAutograd
+from graphex.torch_private.graphs import BelowAutograd
 
 
 def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Program:

@@ -37,9 +37,9 @@ from graphex.runtime import native
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.keys import Key
 from graphex.runtime.program import Program
+from graphex.torch_private.cuda import Switch, states
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
 from graphex.torch_private.memory import count_writes
-from graphex.torch_private.numerics import Switch, states
 
 if TYPE_CHECKING:
     from graphex.runtime.captured_graph import CapturedGraph

@@ -22,7 +22,7 @@ from graphex.analysis.effects import is_size_arithmetic, libraries_of, node_leav
 from graphex.analysis.graphs import extract
 from graphex.device import Device
 from graphex.runtime.codegen import Boxed, generate
-from graphex.torch_private.numerics import states, switches_for
+from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
 

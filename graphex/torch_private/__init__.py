@@ -2,7 +2,6 @@
 
 Nothing else in graphex uses a private torch name. Read `lookup` first: how a name is looked up, what serves in its
 place and what is lost without it, how a function of torch is replaced in one thread, and which versions of torch were
-tried. Then, in the order of a compilation: `dynamo`, `frames`, `aot`, `symbolic`, `graphs`, `schemas`, `patterns`
-(imported by `lean_imports`), `mutable_ops`, `inductor`, `memory`, `numerics`, `cuda`; `privateuse1` and `model_streams`
-are for the simulated npu.
+tried. Then, in the order of a compilation: `dynamo`, `frames`, `aot`, `symbolic`, `graphs`, `patterns`, `inductor`
+(which imports the matcher behind `patterns`), `memory`, `cuda`; `npu` is for the simulated one.
 """

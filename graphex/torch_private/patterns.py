@@ -1,6 +1,6 @@
 """torch's pattern matcher (`torch._inductor.pattern_matcher`): the pattern language, and the `Match` of users' checks.
 
-Without these names no rule with a pattern matches, and the journal says so. `lean_imports` imports the module.
+Without these names no rule with a pattern matches, and the journal says so. `inductor` imports the module.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from graphex.torch_private.lean_imports import import_matcher
+from graphex.torch_private.inductor import import_matcher
 from graphex.torch_private.lookup import private
 
 __all__ = [

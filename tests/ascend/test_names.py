@@ -81,7 +81,7 @@ def test_with_a_real_torch_npu_nothing_is_served(tmp_path):
 REAL = """
 import types
 from graphex.ascend import npu_module
-from graphex.torch_private.privateuse1 import claim
+from graphex.torch_private.npu import claim
 
 module = types.ModuleType("torch.npu")
 vars(module).update({name: value for name, value in vars(npu_module).items() if not name.startswith("__")})

@@ -58,8 +58,8 @@ def test_what_was_imported_before_stays(first):
 def test_a_matcher_that_wants_more_gets_all_of_it():
     """As another version of torch might."""
     other = """
-    from graphex.torch_private import lean_imports
-    lean_imports.LATER = dict.fromkeys(lean_imports.LATER, "something_else")
+    from graphex.torch_private import inductor
+    inductor.LATER = dict.fromkeys(inductor.LATER, "something_else")
     """
     run(other, COMPILE, "assert 'torch._inductor.lowering' in sys.modules", WHOLE)
 
@@ -72,8 +72,8 @@ def test_a_switch_imports_all_of_inductor(monkeypatch):
 def test_a_module_that_holds_on_to_a_stand_in_finds_the_real_thing():
     held = """
     import sys
-    from graphex.torch_private import lean_imports
-    with lean_imports.left_for_later():
+    from graphex.torch_private import inductor
+    with inductor.left_for_later():
         stand_in = sys.modules["torch._inductor.lowering"]
         assert not hasattr(stand_in, "lowerings")
     assert stand_in.lowerings is __import__("torch._inductor.lowering", fromlist=["x"]).lowerings
@@ -84,7 +84,7 @@ def test_a_module_that_holds_on_to_a_stand_in_finds_the_real_thing():
 def test_another_thread_that_imports_inductor_meanwhile_gets_all_of_it():
     threads = """
     import sys, threading, torch
-    from graphex.torch_private import lean_imports
+    from graphex.torch_private import inductor
     found, has_begun = [], threading.Event()
 
     def other():
@@ -93,11 +93,11 @@ def test_another_thread_that_imports_inductor_meanwhile_gets_all_of_it():
         from torch._inductor.decomposition import decompositions
         found.extend((lowering.lowerings, decompositions))
 
-    with lean_imports.left_for_later():
+    with inductor.left_for_later():
         thread = threading.Thread(target=other)
         thread.start()
         has_begun.wait()
-        lean_imports.import_module(lean_imports.MATCHER)
+        inductor.import_module(inductor.MATCHER)
     thread.join()
     import torch._inductor.lowering, torch._inductor.decomposition
     assert found[0] is torch._inductor.lowering.lowerings
@@ -110,6 +110,6 @@ def test_kernels_of_libraries_that_stand_in_are_inductors():
     from torch._inductor.kernel import conv, mm  # noqa: F401
     from torch._inductor.select_algorithm import extern_kernels
 
-    from graphex.torch_private.lean_imports import KERNELS
+    from graphex.torch_private.inductor import KERNELS
 
     assert all(getattr(extern_kernels, name) is getattr(torch, name) for name in KERNELS)
