@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from graphex import ops as ops
     from graphex import scope as scope
     from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
+    from graphex.analysis.happens_before import register_core_need
     from graphex.analysis.inplace_variants import register_inplace_variant
-    from graphex.analysis.races import register_core_need
     from graphex.backend import Backend, compile_fx, get_backend, journal
     from graphex.config import CompilerConfig
     from graphex.debug.orders import random_orders
@@ -87,7 +87,7 @@ __all__ = [
 _NAMES = {
     "analysis.asynchronous": ("register_asynchronous", "register_keeps_nothing"),
     "analysis.inplace_variants": ("register_inplace_variant",),
-    "analysis.races": ("register_core_need",),
+    "analysis.happens_before": ("register_core_need",),
     "backend": ("Backend", "compile_fx", "get_backend", "journal"),
     "config": ("CompilerConfig",),
     "debug.orders": ("random_orders",),

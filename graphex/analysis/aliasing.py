@@ -32,17 +32,19 @@ from graphex.analysis.asynchronous import (
     returns_its_arguments,
 )
 from graphex.analysis.asynchronous import Storage as Storage
-from graphex.analysis.contract import RegionContract, region_of, touched_by
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
+    RegionContract,
     is_size_arithmetic,
     is_work,
     node_leaves,
     operator_of,
+    region_of,
+    touched_by,
     written_arguments,
 )
+from graphex.analysis.graphs import stream_of
 from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
-from graphex.analysis.source import stream_of
 from graphex.torch_private.graphs import holds_tensors, is_composite
 
 # -- storage offsets ---------------------------------------------------------------------------------------------------

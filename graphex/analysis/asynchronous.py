@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis.contract import region_of
 from graphex.analysis.effects import (
     COLLECTIVE_NAMESPACES,
     PURE_NAMESPACES,
     bodies_of,
     operator_called,
     operator_of,
+    region_of,
     written_arguments,
 )
 from graphex.analysis.graphs import arguments

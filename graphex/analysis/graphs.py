@@ -1,4 +1,9 @@
-"""The graph toolbox: arguments by schema name, subgraphs, and topological order.
+"""Graphs and their nodes: the toolbox, in four parts.
+
+toolbox       arguments by schema name, subgraphs, topological order
+the user      a node as the user knows it: its source line, its stream, its origins
+formatting    types and tensors as a user would write them
+equality      of arguments, as an op sees them
 
     add(x, y)                      arguments(node)       {"self": x, "other": y, "alpha": 1}
     sum(x, [0], True)              argument(node, "dim")  [0]
@@ -10,11 +15,15 @@ edges that `topological_order` sorts by are those of `graphex.analysis.dependenc
 from __future__ import annotations
 
 import heapq
+import re
+import traceback
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from pathlib import Path, PurePath
+from types import EllipsisType, NoneType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
@@ -107,3 +116,136 @@ def topological_order(before: Mapping[T, Collection[T]], rank: Mapping[T, int]) 
             if not waiting[follower]:
                 heapq.heappush(ready, rank[follower])
     return found
+
+
+# -- a node as the user knows it ---------------------------------------------------------------------------------------
+
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")  # <string>: code that was made
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.*))?.*\n?(?P<code>[^\n]*)')
+
+
+class Frame(NamedTuple):
+    """A place in the user's source, as a traceback names it."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line}" + (f": {self.code}" if self.code else "")
+
+
+def frames_of(node: Node) -> tuple[Frame, ...]:
+    """The calls that led to a node, the line that made it last; empty if torch recorded nothing."""
+    return _parsed(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _parsed(trace: str) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(found["file"], int(found["line"]), (found["function"] or "").strip(), found["code"].strip())
+        for found in _FRAME.finditer(trace)
+    )
+
+
+def node_line(node: Node) -> str:
+    """``model.py:14: return q, y * 2`` for a node that came from there; empty if torch recorded nothing."""
+    frames = frames_of(node)
+    return str(frames[-1]) if frames else ""
+
+
+def raised_in(error: BaseException) -> Frame | None:
+    """Where in the user's own code it happened: the last frame that is neither torch's nor ours."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_THEIRS)]
+    if not frames:
+        return None
+    last = frames[-1]
+    return Frame(last.filename, last.lineno or 0, last.name, last.line or "")
+
+
+def placement(node: Node) -> object:
+    """The stream a node is placed on (None: the current one). Nodes on different streams are never merged."""
+    custom = node.meta.get("custom")
+    return custom.get("stream") if isinstance(custom, dict) else None
+
+
+def stream_of(node: Node) -> Hashable:
+    """The stream as a key: nodes that are placed nowhere share one, which is no other one."""
+    found = placement(node)
+    return found if isinstance(found, Hashable) else repr(found)
+
+
+def stream_name(stream: object) -> str:
+    """A stream as a sentence speaks of it."""
+    return "the current stream" if stream is None else f"stream '{stream}'"
+
+
+ORIGINS = "graphex_origins"
+MERGED = "graphex_merged"  # on a node that stands for several equal calls of the user's program
+
+
+def origins(node: Node) -> tuple[str, ...]:
+    """The names of the nodes, as AOTAutograd gave them, that this node stands for."""
+    found: tuple[str, ...] = node.meta.get(ORIGINS, ())
+    return found
+
+
+# -- formatting --------------------------------------------------------------------------------------------------------
+# Types and tensors as a user would write them: `float32`, `float32[2, s0]`.
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_text(dtype: torch.dtype, sizes: Iterable[Any]) -> str:
+    """A size of None is any size."""
+    return f"{dtype_text(dtype)}[{', '.join('*' if size is None else str(size) for size in sizes)}]"
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    return tensor_text(tensor.dtype, tensor.shape)
+
+
+# -- equality of arguments ---------------------------------------------------------------------------------------------
+# Python takes 1, 1.0 and True for equal, and 0.0 and -0.0; an op does not. An object of any other type may define its
+# equality as it likes, so it is equal to itself only.
+
+
+_BY_VALUE = frozenset(
+    {NoneType, EllipsisType, bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+class _Itself:
+    """An object that is compared by identity, and kept, so that no other one gets its address."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def value_key(value: Any) -> Hashable:
+    """A hashable that is equal for values that are the same to every op; a list is as good as a tuple."""
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)
+    if isinstance(value, (list, tuple)):
+        form = kind if hasattr(value, "_fields") else tuple
+        return form, tuple(map(value_key, value))
+    if isinstance(value, dict):
+        return dict, frozenset((value_key(name), value_key(item)) for name, item in value.items())
+    if kind is slice:
+        return slice, value_key((value.start, value.stop, value.step))
+    return _Itself(value)

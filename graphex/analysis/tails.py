@@ -21,8 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.effects import is_kernel, operator_of
-from graphex.analysis.graphs import extract, values_from_outside
-from graphex.analysis.source import placement
+from graphex.analysis.graphs import extract, placement, values_from_outside
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LARGE = 2**24  # bytes; copying less takes a GPU no longer than the host needs for a launch

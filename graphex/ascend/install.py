@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from graphex.analysis.source import Frame
+from graphex.analysis.graphs import Frame
 from graphex.ascend.catalogue import NAMES, PACKAGES, Name, modules
 from graphex.errors import InputError, NotOfferedError
 from graphex.ops.scope import LABEL

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import REGENERATED, RETURNED
-from graphex.analysis.contract import region_of
-from graphex.analysis.program import WRITES, Program, Writes
-from graphex.analysis.source import ORIGINS
+from graphex.analysis.dependencies import WRITES, Program, Writes
+from graphex.analysis.effects import region_of
+from graphex.analysis.graphs import ORIGINS
 from graphex.runtime.autograd import COUNTED
 from graphex.torch_private.symbolic import (
     FakeTensor,

@@ -30,9 +30,9 @@ from torch.fx import GraphModule, Node
 import graphex
 from graphex import env
 from graphex.analysis.asynchronous import declarations as asynchronous_declarations
+from graphex.analysis.dependencies import writes_to
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.inplace_variants import declarations as variant_declarations
-from graphex.analysis.program import writes_to
 from graphex.cache.graphs import graph_rows
 from graphex.cache.sources import NoFingerprintError, fingerprint
 from graphex.config import AnyRule, CompilerConfig

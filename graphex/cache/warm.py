@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex import env
 from graphex.analysis.effects import synchronisation
-from graphex.analysis.source import placement
+from graphex.analysis.graphs import placement
 from graphex.cache.artefacts import Artefact, Given, Made, artefact_of, made_from
 from graphex.cache.graphs import CannotStoreError
 from graphex.cache.keys import Key, devices_of, difference, key_of, nearest

@@ -20,8 +20,8 @@ from torch.fx import Graph, Node
 
 from graphex.analysis import Aliases, placement
 from graphex.analysis.effects import CURRENT, placed_events
+from graphex.analysis.graphs import Frame, frames_of, origins, text_of
 from graphex.analysis.memory import bytes_of
-from graphex.analysis.source import Frame, frames_of, origins, text_of
 from graphex.config import CompilerConfig, options_of
 from graphex.debug.device_ops import DeviceOps, device_ops_of
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule
 
-from graphex.analysis.contract import every_node
+from graphex.analysis.effects import every_node
 from graphex.cache.artefacts import Artefact, Made
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graphex.analysis.source import tensor_text, text_of
+from graphex.analysis.graphs import tensor_text, text_of
 from graphex.errors import InputError, PassError, one_line
 from graphex.frontend.compiler import Executables, compile_graph
 from graphex.passes.updates import note_program_writes

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from graphex.analysis.source import Frame
+from graphex.analysis.graphs import Frame
 from graphex.records import GraphBroke, GraphCompiled, Journal, Recompiled, Record
 from graphex.rewrite.compilation import Origin
 from graphex.torch_private.frames import Break, CompiledFrame

@@ -20,7 +20,7 @@ from graphex.analysis import is_effectful, known_equal, known_true, placement, w
 from graphex.analysis.aliasing import Aliases
 from graphex.analysis.dependencies import epoch_of
 from graphex.analysis.effects import is_kernel
-from graphex.analysis.source import MERGED, text_of
+from graphex.analysis.graphs import MERGED, text_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
 from graphex.fusion.mismatch import Mismatch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphex.analysis.source import dtype_text
+from graphex.analysis.graphs import dtype_text
 from graphex.fusion.calls import CAST, PERMUTE, RESHAPE, SOFT, op_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import node_line, placement
-from graphex.analysis.source import origins
+from graphex.analysis.graphs import origins
 from graphex.errors import InputError, RuleError
 from graphex.fusion.patterns import Check
 from graphex.fusion.ranks import other_ranks

@@ -29,8 +29,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis.effects import is_number
-from graphex.analysis.graphs import parameters_of
-from graphex.analysis.source import raised_in
+from graphex.analysis.graphs import parameters_of, raised_in
 from graphex.config import AnyRule
 from graphex.errors import Refusal, RuleError, one_line
 from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, value_of

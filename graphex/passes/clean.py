@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from graphex.analysis import is_effectful, known_equal, placement, same_layout
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.analysis.source import MERGED, value_key
+from graphex.analysis.graphs import MERGED, value_key
 from graphex.rewrite.base import GraphPass, Work
 
 # -- redundant copies --------------------------------------------------------------------------------------------------

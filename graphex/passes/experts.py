@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
-from graphex.analysis.source import placement
+from graphex.analysis.graphs import placement
 from graphex.ops.experts import CLAMPED, SILU
 from graphex.passes.fuse import IdiomPass, pays
 from graphex.rewrite.base import Refusal, Work

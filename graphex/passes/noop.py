@@ -18,8 +18,8 @@ import torch
 from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true, same_layout
+from graphex.analysis.dependencies import lost_without
 from graphex.analysis.graphs import argument
-from graphex.analysis.program import lost_without
 from graphex.passes.input_reinplace import first_write_in_place
 from graphex.rewrite.base import GraphPass, Work
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from torch.fx import Graph
 
 from graphex.analysis import Aliases
-from graphex.analysis.contract import inlined
+from graphex.analysis.effects import inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean

@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true
-from graphex.analysis.graphs import arguments
+from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
-from graphex.analysis.source import dtype_text
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.passes.fuse import device_of, pays
 from graphex.rewrite.base import Refusal, Work

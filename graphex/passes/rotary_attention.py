@@ -24,9 +24,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.graphs import arguments
+from graphex.analysis.graphs import arguments, placement
 from graphex.analysis.shapes import canonical_dim
-from graphex.analysis.source import placement
 from graphex.passes.fuse import pays
 from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work

@@ -32,10 +32,19 @@ from graphex.analysis import Aliases, is_collective, is_random, placement
 from graphex.analysis.aliasing import Storage
 from graphex.analysis.dependencies import in_epoch_order
 from graphex.analysis.effects import is_effectful, is_work, operator_of, placed_events, synchronisation
-from graphex.analysis.happens_before import Access, Memory, Stream
+from graphex.analysis.graphs import node_line, stream_name
+from graphex.analysis.happens_before import (
+    Access,
+    Done,
+    Memory,
+    Stream,
+    Walk,
+    deadlock_risks,
+    needing,
+    racing,
+    unordered,
+)
 from graphex.analysis.memory import bytes_of
-from graphex.analysis.races import Done, Walk, deadlock_risks, needing, racing, unordered
-from graphex.analysis.source import node_line, stream_name
 from graphex.device import device_of
 from graphex.device.base import EXTERNAL_EVENTS, PLAN, ExternalEvents, StreamPlan
 from graphex.errors import StreamError, warn_user

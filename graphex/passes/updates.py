@@ -20,8 +20,8 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
+from graphex.analysis.dependencies import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.analysis.inplace_variants import declared_variant, inplace_variant
-from graphex.analysis.program import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
 from graphex.torch_private.graphs import WRAPPER, base_of_result

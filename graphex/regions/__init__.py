@@ -15,5 +15,5 @@ How a graph moves through this room, after the passes that restore writes in pla
     stage       the pass: grow, compile, replace, record
 
 A region is functional, so undoing one is running its nodes. Captured graphs, streams and memory stay graphex's: a
-region is one node with a contract (`graphex.analysis.contract`).
+region is one node with a contract (`graphex.analysis.effects`).
 """

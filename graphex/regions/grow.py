@@ -21,10 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import node_line
-from graphex.analysis.contract import RegionContract
-from graphex.analysis.effects import is_kernel, is_number
+from graphex.analysis.effects import RegionContract, is_kernel, is_number
 from graphex.analysis.graphs import extract, values_from_outside
-from graphex.analysis.regions import contract_of
+from graphex.analysis.memory import contract_of
 from graphex.errors import Refusal
 from graphex.regions.layers import cut_at_layers, sunk
 from graphex.regions.members import is_generated, is_view, why_outside

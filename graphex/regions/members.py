@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphex.analysis import is_effectful, is_random, placement
+from graphex.analysis.dependencies import can_raise, what_raises
 from graphex.analysis.effects import (
     UNINITIALISED,
     does_nothing,
@@ -27,7 +28,6 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.program import can_raise, what_raises
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree

@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
-from graphex.analysis.contract import declare_region
-from graphex.analysis.effects import is_kernel, moves_between_devices, operator_of, synchronisation
-from graphex.analysis.graphs import attribute_of
-from graphex.analysis.source import placement
+from graphex.analysis.effects import declare_region, is_kernel, moves_between_devices, operator_of, synchronisation
+from graphex.analysis.graphs import attribute_of, placement
 from graphex.analysis.tails import tail_of
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.dependencies import Raising, raising_in
 from graphex.analysis.effects import operator_of
+from graphex.analysis.graphs import ORIGINS, origins
 from graphex.analysis.happens_before import Order
-from graphex.analysis.program import Raising, raising_in
-from graphex.analysis.source import ORIGINS, origins
 from graphex.config import CompilerConfig
 from graphex.errors import Refusal as Refusal
 from graphex.ops import SPECS, has_kernel

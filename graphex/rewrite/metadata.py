@@ -20,8 +20,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from graphex.analysis import known_equal, placement, same_layout
 from graphex.analysis.dependencies import EPOCH, epoch_of
 from graphex.analysis.effects import is_work
-from graphex.analysis.graphs import attribute_of
-from graphex.analysis.source import ORIGINS, value_key
+from graphex.analysis.graphs import ORIGINS, attribute_of, value_key
 from graphex.errors import PassError
 from graphex.rewrite.base import inherit
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode, pytree

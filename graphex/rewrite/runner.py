@@ -20,8 +20,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis import Aliases, known_true, node_line
+from graphex.analysis.graphs import raised_in, text_of, value_key
 from graphex.analysis.happens_before import moved_across_a_write, stamp_order
-from graphex.analysis.source import raised_in, text_of, value_key
 from graphex.errors import PassError, RuleError, StreamError, one_line
 from graphex.records import PassRan, Record
 from graphex.rewrite.base import GraphPass, Work

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 
 from graphex.analysis import Aliases
+from graphex.analysis.dependencies import writes_to
 from graphex.analysis.graphs import attribute_of
-from graphex.analysis.program import writes_to
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation

@@ -19,8 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
-from graphex.analysis.contract import inlined
-from graphex.analysis.effects import is_kernel
+from graphex.analysis.effects import inlined, is_kernel
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.row_independence import MixedRowsError

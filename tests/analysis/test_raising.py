@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from graphex.analysis.program import can_raise, lost_without
+from graphex.analysis.dependencies import can_raise, lost_without
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 FLOATS, WHOLE, INDEX = (4, torch.float32), (4, torch.int64), (2, torch.int64)

@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_manager import PassManager
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import graphex
-from graphex.analysis.source import origins
+from graphex.analysis.graphs import origins
 from tests.harness.compiling import Observer
 from tests.harness.processes import python
 

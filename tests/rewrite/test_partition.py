@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
-from graphex.analysis.source import origins
+from graphex.analysis.graphs import origins
 from graphex.rewrite.metadata import stamp_origins
 from graphex.rewrite.partition import Partitioner
 from tests.harness.compiling import trace

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from graphex.analysis.races import races
+from graphex.analysis.happens_before import races
 from tests.harness.compiling import trace
 from tests.harness.random_streams import INPUTS, OPS, number, placed, places, syncs
 from tests.harness.streams import Finished, events, ours, without

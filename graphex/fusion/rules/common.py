@@ -18,7 +18,7 @@ import torch
 
 import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis import known_true
-from graphex.analysis.source import dtype_text
+from graphex.analysis.graphs import dtype_text
 from graphex.fusion.calls import value_of
 from graphex.fusion.mismatch import CHANGES
 from graphex.fusion.patterns import Check

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.analysis.source import dtype_text
+from graphex.analysis.graphs import dtype_text
 from graphex.fusion.mismatch import CHANGES, ROUNDS
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import example, floating, rule, tensor

@@ -14,9 +14,8 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 import graphex
 from graphex.analysis import Aliases, is_effectful, written_arguments
-from graphex.analysis.contract import RegionContract, declare_region, region_of
-from graphex.analysis.memory import predicted_peak
-from graphex.analysis.regions import contract_of
+from graphex.analysis.effects import RegionContract, declare_region, region_of
+from graphex.analysis.memory import contract_of, predicted_peak
 from graphex.errors import Refusal
 from graphex.rewrite.partition import Partitioner
 
