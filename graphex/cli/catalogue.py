@@ -76,7 +76,7 @@ def _ops() -> list[Entry]:
 
 def _rules() -> list[Entry]:
     from graphex.fusion.rules import FUSIONS, LIFTS
-    from graphex.passes.noop import NOOPS
+    from graphex.passes.clean import NOOPS
 
     docs: dict[str, str] = {}
     for family in (*LIFTS, *FUSIONS):

@@ -27,7 +27,7 @@ from graphex.cli.catalogue import NAMES, names_text
 from graphex.config import CustomPass, Option, options_of
 from graphex.fusion.rules import FUSIONS, LIFTS, Family
 from graphex.ops import SPECS, decompositions
-from graphex.passes.noop import NOOPS
+from graphex.passes.clean import NOOPS
 from graphex.passes.pipeline import LAST, OURS
 from graphex.torch_private.lookup import TRIED
 

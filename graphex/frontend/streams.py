@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from graphex.device import runtimes
 from graphex.errors import StreamError
-from graphex.passes.torch_streams import label_of, stream_of
+from graphex.passes.place import label_of, stream_of
 
 # A method -> the op, how many objects it takes with the one it is called on, and whether the event comes first.
 _METHODS = {

@@ -1,7 +1,7 @@
 """The graph passes, each a class with one `apply`. `pipeline` has their order; read it first.
 
-    place, torch_streams                     scopes, records, waits and torch's streams become metadata and events
-    noop, clean                              no-ops, redundant copies, dead code, common subexpressions
+    place                                    scopes, records, waits and torch's streams become metadata and events
+    clean                                    no-ops, redundant copies, dead code, common subexpressions
     fuse                                     lift idioms to named ops, fuse named ops; `graphex.fusion` has the rules
     experts, routers                         mixtures of experts as one op, and the choice of experts as another
     projections, projection_plans            linear layers of few rows, with the norms and gates around them

@@ -31,11 +31,10 @@ from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.registry import users_rules
 from graphex.passes.cat import WritePartsOfCat
-from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveRedundantCopies
+from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
-from graphex.passes.noop import RemoveNoops
 from graphex.passes.place import PlaceNodes
 from graphex.passes.projections import FoldGates, FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory

@@ -49,8 +49,7 @@ from graphex.device import device_of
 from graphex.device.base import EXTERNAL_EVENTS, PLAN, ExternalEvents, StreamPlan
 from graphex.errors import StreamError, warn_user
 from graphex.ops.scope import PRIORITY
-from graphex.passes.place import relink
-from graphex.passes.torch_streams import external_numbers, label_of, name_streams
+from graphex.passes.place import external_numbers, label_of, name_streams, relink
 from graphex.records import DeadlockChecked, StreamsScheduled
 from graphex.rewrite.base import GraphPass, Work
 from graphex.torch_private.symbolic import hint_of

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from graphex.analysis import Aliases
-from graphex.passes import noop
+from graphex.passes import clean
 from graphex.passes.pipeline import LAST, OURS
 from tests.fuzz.check import Verdict, session
 from tests.fuzz.programs import Program, Step, is_valid, load, shrunk
@@ -44,8 +44,8 @@ def variants_mixed_up() -> AbstractContextManager[Any]:
 
 
 def any_power_is_one() -> AbstractContextManager[Any]:
-    always = noop.Noop("power_one", "planted", lambda node: True)
-    return mock.patch.dict(noop.NOOPS, {aten.pow.Tensor_Scalar: always})
+    always = clean.Noop("power_one", "planted", lambda node: True)
+    return mock.patch.dict(clean.NOOPS, {aten.pow.Tensor_Scalar: always})
 
 
 def bfloat16_is_exact() -> AbstractContextManager[Any]:
@@ -67,7 +67,7 @@ FOUND_LATER: dict[str, Bug] = {
     "no updated value is handed out": answer("is_handed_out", False),
     "every arrangement turns back": condition("passes.updates._turns_back", True),
     "a declared variant may always be called": condition("passes.reinplace._why_not_dead", None),
-    "every layout is the same to a no-op": condition("passes.noop.same_layout", True),
+    "every layout is the same to a no-op": condition("passes.clean.same_layout", True),
     "every layout is the same to a reused buffer": condition("analysis.memory.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
     "every cat joins rows": condition("passes.cat._dim", 0),
