@@ -36,7 +36,7 @@ from graphex.analysis.inplace_variants import declarations as variant_declaratio
 from graphex.cache.graphs import graph_rows
 from graphex.cache.sources import NoFingerprintError, fingerprint
 from graphex.config import AnyRule, CompilerConfig
-from graphex.fusion.registry import users_rules
+from graphex.fusion.rules import users_rules
 from graphex.regions.compiler import has_cpp_compiler
 from graphex.torch_private.cuda import driver_version, states, switches_for
 from graphex.torch_private.inductor import inductor_settings

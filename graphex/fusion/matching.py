@@ -23,10 +23,8 @@ from graphex.analysis.effects import is_kernel
 from graphex.analysis.graphs import MERGED, text_of
 from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
-from graphex.fusion.mismatch import Mismatch
-from graphex.fusion.patterns import OpPattern, Pattern
-from graphex.fusion.rule import Rule, pattern_of
-from graphex.fusion.tracing import Replacement, fresh, key_of, without_guards
+from graphex.fusion.patterns import Mismatch, OpPattern, Pattern
+from graphex.fusion.rule import Replacement, Rule, fresh, key_of, pattern_of, without_guards
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.motion import used_by
 from graphex.torch_private.patterns import Match

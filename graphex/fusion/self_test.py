@@ -25,9 +25,8 @@ from graphex.analysis import Aliases, known_equal
 from graphex.errors import RuleError, warn_user
 from graphex.fusion.calls import value_of
 from graphex.fusion.matching import FusionPlan, Site, try_rule
-from graphex.fusion.mismatch import Mismatch
-from graphex.fusion.rule import Rule
-from graphex.fusion.tracing import results_of
+from graphex.fusion.patterns import Mismatch
+from graphex.fusion.rule import Rule, results_of
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, pytree, unset_fake_temporarily
 
 _SLACK = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -19,8 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.config import CompilerConfig
-from graphex.fusion.registry import users_rules
-from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of
+from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of, users_rules
 from graphex.ops import SPECS, has_kernel
 from graphex.records import NO_KERNELS, RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work

@@ -29,7 +29,7 @@ from graphex.analysis.effects import inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
-from graphex.fusion.registry import users_rules
+from graphex.fusion.rules import users_rules
 from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts

@@ -34,7 +34,7 @@ from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.analysis.effects import is_kernel, node_leaves
 from graphex.analysis.graphs import arguments
 from graphex.analysis.memory import bytes_of
-from graphex.fusion.tracing import fresh, key_of
+from graphex.fusion.rule import fresh, key_of
 from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
 from graphex.passes.projection_plans import (
     GATED,

@@ -1,13 +1,15 @@
-"""graphex's own rules, a family a module, and the ops that make it worth loading a family.
+"""The rules there are: graphex's own, a family a module, and those of users.
 
 A module begins with drawings of what its rules do, which are also their documentation, and ends with `RULES`. Read
-`common` first (how a rule is declared), then a short family (`silu_mul`), then one with variants (`rotary`).
+`common` first (how a rule is declared), then a short family (`silu_mul`), then one with variants (`rotary`). A family
+is loaded if a graph holds an op that it is about. Users' rules are those of the whole process
+(`register_replacement`) and those of one configuration.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Graph
 
+from graphex.config import AnyRule, CompilerConfig
 from graphex.fusion.calls import op_of
 
 if TYPE_CHECKING:
@@ -89,3 +92,68 @@ def ops_of(graph: Graph) -> frozenset[str]:
     """The ops a graph calls, as ``aten::add``, under the names it spells them by and under their one name."""
     targets = {target for node in graph.nodes if node.op == "call_function" for target in (node.target, op_of(node))}
     return frozenset(target._schema.name for target in targets if isinstance(target, torch._ops.OpOverload))
+
+
+# -- the rules of users ------------------------------------------------------------------------------------------------
+
+
+class Registry:
+    """Rules in the order they were registered."""
+
+    def __init__(self) -> None:
+        self._rules: list[AnyRule] = []
+
+    def add(self, rule: AnyRule) -> Handle:
+        self._rules.append(rule)
+        return Handle(self, rule)
+
+    def discard(self, rule: AnyRule) -> None:
+        self._rules = [other for other in self._rules if other is not rule]
+
+    def __iter__(self) -> Iterator[AnyRule]:
+        return iter(tuple(self._rules))
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+
+class Handle:
+    """A registration. `remove()` takes it back; as a context manager it does so at the end of the block.
+
+    A handle of a duplicate that was skipped is false, and removing it does nothing.
+    """
+
+    def __init__(self, registry: Registry, rule: AnyRule, *, skipped: bool = False) -> None:
+        self._registry = registry
+        self._skipped = skipped
+        self.rule = rule
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def remove(self) -> None:
+        """Take the registration back. Models that are compiled already keep what was done to them."""
+        if not self._skipped:
+            self._registry.discard(self.rule)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __bool__(self) -> bool:
+        return not self._skipped
+
+    def __repr__(self) -> str:
+        return f"Handle({self.name!r}{', skipped' if self._skipped else ''})"
+
+
+process_rules = Registry()
+"""The rules that `register_replacement` adds to."""
+
+
+def users_rules(config: CompilerConfig) -> list[AnyRule]:
+    """The rules of one configuration, then those of the process, each followed by itself for other ranks."""
+    return [each for rule in (*config.fusion_rules, *process_rules) for each in (rule, *rule.ranks)]

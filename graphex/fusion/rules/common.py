@@ -20,8 +20,7 @@ import graphex.ops  # noqa: F401  defines the ops that the rules name
 from graphex.analysis import known_true
 from graphex.analysis.graphs import dtype_text
 from graphex.fusion.calls import value_of
-from graphex.fusion.mismatch import CHANGES
-from graphex.fusion.patterns import Check
+from graphex.fusion.patterns import CHANGES, Check
 from graphex.fusion.rule import Rule
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, PatternExpr

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphex.fusion.calls import value_of
-from graphex.fusion.mismatch import ROUNDS
+from graphex.fusion.patterns import ROUNDS
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import calling, names_of, pick, rule, taking
 from graphex.rewrite.base import Refusal

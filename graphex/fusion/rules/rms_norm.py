@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from graphex.analysis.graphs import dtype_text
-from graphex.fusion.mismatch import CHANGES, ROUNDS
+from graphex.fusion.patterns import CHANGES, ROUNDS
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import example, floating, rule, tensor
 from graphex.ops.norms import wide_dtype
