@@ -27,7 +27,7 @@ from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.embedding import INDICES
+from graphex.ops.tokens import INDICES
 
 MOST_SPLITS = 64
 WIDE = 512  # columns of a key and a value, from which on four warps run out of registers

@@ -24,7 +24,7 @@ from graphex.kernels.arithmetic import PTX
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.embedding import COPIED, INDICES, MOST_INDICES
+from graphex.ops.tokens import COPIED, INDICES, MOST_INDICES
 
 _INSIDE = tl.constexpr("""
 {

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphex.ops.attention import rotate_half
 from graphex.ops.definition import Gradient, check_alike, op, part
 from graphex.ops.norms import add_norm_backward, add_norm_cast_backward, norm_backward, wide_dtype
 from graphex.ops.quant import ranged
-from graphex.ops.rotary import rotate_half
 from graphex.torch_private.graphs import require, require_implemented
 
 # Codes of torch.dtype as torch_npu's schemas carry them -> (the type of the result, its range).

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
+from graphex.ops.attention import rotate_half
 from graphex.ops.definition import op, with_kernel
-from graphex.ops.rotary import rotate_half
 from graphex.torch_private.graphs import require_implemented
 
 INPLACE = (

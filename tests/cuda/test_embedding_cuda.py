@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import graphex
 from graphex.kernels.embedding import MOST_INDICES
 from graphex.ops import declined
-from graphex.ops.embedding import COPIED, INDICES
+from graphex.ops.tokens import COPIED, INDICES
 from tests.harness.processes import run
 
 pytestmark = pytest.mark.cuda

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphex.analysis import known_equal, known_true
 from graphex.analysis.graphs import dtype_text
 from graphex.fusion.rules.common import Answer, all_of, calling, names_of, rule, taking, tensor
-from graphex.ops.embedding import COPIED, MOST_INDICES
+from graphex.ops.tokens import COPIED, MOST_INDICES
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import Match
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphex.kernels.embedding import MOST_INDICES
 from graphex.ops.definition import SPECS, Declined
-from graphex.ops.embedding import COPIED, INDICES
+from graphex.ops.tokens import COPIED, INDICES
 from tests.harness.kernels.compare import launcher
 from tests.harness.properties import effort
 
