@@ -1,9 +1,7 @@
 """The front end: from Dynamo's graph to compiled programs. How a graph moves through this room:
 
     Dynamo's graph
-      | streams       stream and event calls that Dynamo leaves as method calls become ops that survive tracing
-      | masks         masks of attention that are made of numbers alone are known before anything runs
-      | attention     calls of scaled_dot_product_attention stay one op where that is faster
+      | dynamo_graph  calls that tracing would lose become ops: methods of streams, attention and its known masks
       | aot           AOTAutograd: one ATen graph for inference, or a joint graph; input mutations stay in it
       | partition     a joint graph is cut into a forward and a backward
       v

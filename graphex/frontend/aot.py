@@ -20,11 +20,10 @@ from graphex.analysis.aliasing import REGENERATED
 from graphex.cache.calls import CallSearch, HandedOver, StoredStep
 from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
-from graphex.frontend.attention import attention_kept_whole
 from graphex.frontend.compiler import ACTIVATIONS, Executables, compile_graph, load_call, saved_memory
+from graphex.frontend.dynamo_graph import attention_kept_whole, keep_stream_calls
 from graphex.frontend.partition import partition
 from graphex.frontend.portable import Portable, called, given_by_autograd, handed_over, portable
-from graphex.frontend.streams import keep_stream_calls
 from graphex.ops.decompositions import decompositions
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import stages

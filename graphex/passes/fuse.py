@@ -5,7 +5,7 @@
     x1, x2 -> add -> npu_rms_norm -> y, s                   x1, x2 -> npu_add_rms_norm -> y, s          fuse
 
 The rules, the matcher and the reasons for what did not match live in `graphex.fusion`. Attention is lifted earlier:
-torch takes a call of it apart while it is traced, so `graphex.frontend.attention` replaces the call before, where no
+torch takes a call of it apart while it is traced, so `graphex.frontend.dynamo_graph` replaces the call before, where no
 graph has a name yet, and leaves a note on the nodes that come of it. `LiftAttention` takes the notes to the journal.
 """
 

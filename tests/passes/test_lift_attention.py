@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphex
-from graphex.frontend import attention as frontend
+from graphex.frontend import dynamo_graph as frontend
 from tests.harness.compiling import Lifted, rand
 
 ATTENTION = torch.ops.graphex.attention

@@ -13,7 +13,7 @@ from torch._inductor.fx_passes.control_dependencies import control_deps
 from torch.fx import GraphModule
 
 import graphex
-from graphex.frontend.streams import keep_stream_calls
+from graphex.frontend.dynamo_graph import keep_stream_calls
 from tests.harness.compiling import trace
 from tests.harness.paper import PaperDevice
 from tests.harness.processes import python

@@ -1,4 +1,23 @@
-"""Calls of `F.scaled_dot_product_attention` in Dynamo's graph, as one op that survives tracing where that is faster.
+"""Dynamo's graph, before it is traced: calls that tracing would lose become ops that survive it, in three parts.
+
+Stream methods. torch 2.12 and newer make these ops themselves. Before, such a call would run once, while the graph is
+being traced, and be gone. So would `set_stream`, in every version; what follows it is placed on that stream instead:
+
+    before:  s = get_external_object_by_index(0); t = get_external_object_by_index(1); s.wait_stream(t)
+    after:   streams.wait_stream(0, 1)
+
+    before:  set_stream(s); y = sin(x); set_stream(current)
+    after:   y = sin(x)                                              meta: stream 1
+
+Masks of attention that are made of numbers alone: their values are known before anything runs. Model libraries make
+such masks while they are traced, where eager has none. With a mask torch has fewer kernels to choose from, and with one
+whose rows are expanded none but plain matrix products.
+
+    positions = arange(128)[None, None, :, None]
+    mask = (positions >= 0).expand(8, 1, 128, 128)         all True: attention needs no mask
+    mask = arange(128)[None, :] <= arange(128)[:, None]    causal: attention has a flag for it
+
+Calls of `F.scaled_dot_product_attention`, as one op where that is faster:
 
     before:  scaled_dot_product_attention(q, k, v, attn_mask=mask)
     after:   attend(q, k, v, attn_mask=mask, call=...)              graphex.attention, once it is traced
@@ -18,25 +37,189 @@ given it. Dynamo's graph knows what torch would return:
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 from torch.fx.traceback import annotate
 from torch.nn.functional import scaled_dot_product_attention
 
 from graphex.analysis import known_equal
 from graphex.analysis.shapes import canonical_dim
 from graphex.config import CompilerConfig
-from graphex.frontend.masks import CAUSAL, known_masks
+from graphex.device import runtimes
+from graphex.errors import StreamError
 from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.fuse import Decided, LiftAttention
+from graphex.passes.place import label_of, stream_of
 from graphex.torch_private.dynamo import is_transformed
-from graphex.torch_private.symbolic import guard_or_false
+from graphex.torch_private.symbolic import guard_or_false, pytree
+
+# -- methods of streams ------------------------------------------------------------------------------------------------
+
+
+# A method -> the op, how many objects it takes with the one it is called on, and whether the event comes first.
+_METHODS = {
+    "wait_stream": ("streams.wait_stream", 2, False),
+    "wait_event": ("streams.wait_event", 2, True),
+    "record_event": ("streams.record_event", 2, True),
+    "synchronize": ("graphex.host_wait", 1, False),
+    "record_stream": ("graphex.record_tagged_stream", 2, False),
+}
+
+
+def keep_stream_calls(gm: GraphModule) -> None:
+    """Replace the calls in place."""
+    from graphex.torch_private.dynamo import is_object_lookup
+
+    changed = _place_by_set_stream(gm)
+    for node in list(gm.graph.nodes):
+        if node.op != "call_method" or node.target not in _METHODS or node.users:
+            continue
+        numbers = [_number(value, is_object_lookup) for value in node.args]
+        if node.target == "record_stream":
+            changed |= _keep_record_stream(gm, node, numbers)
+            continue
+        op, count, event_first = _METHODS[str(node.target)]
+        if None in numbers or len(numbers) != count:
+            continue
+        args = () if count == 1 else tuple(reversed(numbers) if event_first else numbers)
+        with gm.graph.inserting_before(node):
+            gm.graph.call_function(_op(op), args).meta.update(node.meta)
+        gm.graph.erase_node(node)
+        changed = True
+    if changed:
+        gm.recompile()
+
+
+def _place_by_set_stream(gm: GraphModule) -> bool:
+    from graphex.torch_private.dynamo import is_current_stream, is_object_lookup
+
+    setters = {module.set_stream for module in (*runtimes().values(), torch.accelerator)}
+    changed, entered = False, None
+    for node in list(gm.graph.nodes):
+        if node.target in setters and len(node.args) == 1:
+            number = _number(node.args[0], is_object_lookup)
+            if number is not None:
+                entered = None if is_current_stream(number) else number
+                gm.graph.erase_node(node)
+                changed = True
+        elif entered is not None and node.op.startswith("call"):
+            node.meta["custom"] = {"stream": entered, **(node.meta.get("custom") or {})}
+    if entered is not None:
+        raise StreamError(
+            "the compiled function calls set_stream() and does not set the stream it was called on back before it "
+            "ends, or before the graph breaks. Set it back, or use `with torch.cuda.stream(...)`."
+        )
+    return changed
+
+
+def _keep_record_stream(gm: GraphModule, node: Node, numbers: list[int | None]) -> bool:
+    """`tensor.record_stream(s)`"""
+    if len(numbers) != 2 or numbers[0] is not None or numbers[1] is None:
+        return False
+    label = label_of(stream_of(numbers[1]))
+    with gm.graph.inserting_before(node):
+        gm.graph.call_function(torch.ops.graphex.record_tagged_stream.default, (node.args[0], label))
+    gm.graph.erase_node(node)
+    return True
+
+
+def _op(name: str) -> torch._ops.OpOverload:
+    namespace, _, short = name.partition(".")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), short).default
+    return op
+
+
+def _number(value: object, is_lookup: object) -> int | None:
+    """The number behind a node that fetches a stream or an event."""
+    if isinstance(value, Node) and callable(is_lookup) and is_lookup(value.target) and isinstance(value.args[0], int):
+        return value.args[0]
+    return None
+
+
+# -- masks that are known ----------------------------------------------------------------------------------------------
+
+
+ALL, CAUSAL = "all", "causal"
+LARGEST = 2**24  # elements of a value that is computed
+_PURE: frozenset[Any] = frozenset(
+    {
+        *(torch.arange, torch.ones, torch.zeros, torch.full, torch.tril, torch.triu),
+        *(operator.add, operator.sub, operator.and_, operator.or_, operator.invert, operator.getitem),
+        *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.ne),
+        *("expand", "view", "reshape", "unsqueeze", "new_ones", "new_zeros", "bool", "tril", "triu"),
+    }
+)
+
+
+def known_masks(calls: list[Node]) -> dict[Node, str]:
+    """What the masks of these calls of attention are, where that is known: `ALL` or `CAUSAL`."""
+    masks = {call: call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None) for call in calls}
+    kinds = {mask: _kind(mask) for mask in masks.values() if isinstance(mask, Node)}
+    return {call: kinds[mask] for call, mask in masks.items() if isinstance(mask, Node) and kinds[mask]}
+
+
+def _kind(mask: Node) -> str:
+    made_of = _made_of(mask)
+    value = _value(mask, {}) if all(map(_is_known, made_of)) and not _is_seen_elsewhere(made_of) else None
+    if not isinstance(value, Tensor) or value.dtype != torch.bool or value.dim() < 2 or value.device.type != "cpu":
+        return ""
+    if bool(value.all()):
+        return ALL
+    causal = torch.ones(value.shape[-2:], dtype=torch.bool).tril()
+    return CAUSAL if torch.equal(value, causal.expand_as(value)) else ""
+
+
+def _made_of(node: Node) -> set[Node]:
+    """A node and everything that it is computed from."""
+    found, pending = {node}, [node]
+    while pending:
+        new = set(pending.pop().all_input_nodes) - found
+        found |= new
+        pending += new
+    return found
+
+
+def _is_known(node: Node) -> bool:
+    """Whether a node only computes, something of a fixed and moderate size."""
+    sizes = getattr(node.meta.get("example_value"), "shape", ())
+    is_small = all(isinstance(each, int) for each in sizes) and torch.Size(sizes).numel() <= LARGEST
+    return node.op in ("call_function", "call_method") and node.target in _PURE and is_small
+
+
+def _is_seen_elsewhere(nodes: set[Node]) -> bool:
+    """Whether anything but these functions and attention gets hold of the values, or of views: it may write to them."""
+    seen, pending = set(nodes), list(nodes)
+    while pending:
+        for user in pending.pop().users:
+            if user.target is scaled_dot_product_attention or user in seen:
+                continue
+            if user.target not in _PURE:
+                return True
+            seen.add(user)
+            pending.append(user)
+    return False
+
+
+def _value(node: Node, values: dict[Node, Any]) -> Any:
+    """The value of a node, on the host."""
+    if node not in values:
+        given = map_arg((node.args, node.kwargs), lambda each: _value(each, values))
+        args, kwargs = pytree.tree_map_only(torch.device, lambda device: torch.device("cpu"), given)
+        kwargs = {name: "cpu" if name == "device" else given for name, given in kwargs.items()}
+        method = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+        values[node] = method(*args, **kwargs)
+    return values[node]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
 
 ANY = "any"
 BY_POSITIONS = "by positions"  # [B, T, H, D]: as `graphex.attention` makes it
