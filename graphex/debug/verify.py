@@ -2,13 +2,14 @@
 
 Both are measured against a float64 run where the ops allow it. On a mismatch the passes are replayed one by one to
 find the first that broke the graph, and a script that shows the difference is written. The rules of that pass that are
-wrong, or else the pass, are left out (`blame`), and the version of the graph without them is verified and runs from
-then on. Where the graph cannot do without the pass, the graph before it runs.
+wrong, or else the pass, are left out, and the version of the graph without them is verified and runs from then on:
+for each try the passes run once more, on the graph as AOTAutograd gave it, without one rule or pass. Where the graph
+cannot do without the pass, the graph before it runs.
 
 A pass with `preserves_results = False` becomes part of the reference: the graphs before and after it are verified
 separately.
 
-In this order: verification, the float64 reference, the state of the random number generators.
+In this order: what to leave out, verification, the float64 reference, the state of the random number generators.
 """
 
 from __future__ import annotations
@@ -25,18 +26,95 @@ from torch.fx import Graph, GraphModule, Interpreter
 from graphex.analysis import Aliases, is_collective, is_random
 from graphex.analysis.aliasing import REGENERATED
 from graphex.analysis.effects import UNINITIALISED, operator_of
-from graphex.debug import blame
-from graphex.debug.scripts import write_repro
+from graphex.config import CompilerConfig
+from graphex.debug.files import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
 from graphex.device import runtimes_in_use
 from graphex.errors import one_line
-from graphex.records import RuleTried, Verified
+from graphex.passes.pipeline import optimise
+from graphex.records import Journal, Rewrote, RuleTried, Verified
 from graphex.rewrite.runner import Runner
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
 from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.torch_private.dynamo import is_transformed
+from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import pytree
+
+# -- what to leave out after a mismatch --------------------------------------------------------------------------------
+
+
+MOST_RULES = 16  # of one pass, that are tried one by one
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Rules or passes by their names."""
+
+    rules: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """``rule 'mine'``, ``pass 'add_streams'``"""
+        parts = []
+        for word, names in (("rule", self.rules), ("pass", self.passes)):
+            if names:
+                plural = word if len(names) == 1 else {"rule": "rules", "pass": "passes"}[word]
+                parts.append(f"{plural} {', '.join(map(repr, names))}")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A graph after its passes, without some of them; `functional` is how it stood before the memory stage."""
+
+    runner: Runner
+    functional: Graph
+    without: LeftOut
+
+
+def what_to_leave_out(
+    original: GraphModule, runner: Runner, pass_name: str, blamed: Callable[[Runner], str]
+) -> LeftOut | None:
+    """The rules of a pass that are wrong, or the pass; None where the graph cannot do without it.
+
+    `blamed` names the pass that breaks the graph of a runner, or is empty.
+    """
+    journal = runner.compilation.journal
+    made = [record.rule for record in journal.of_graph(runner.graph_name).of(Rewrote) if record.pass_name == pass_name]
+    rules = list(dict.fromkeys(made))
+    if rules and len(rules) <= MOST_RULES:
+        wrong = [rule for rule in rules if len(rules) == 1 or _is_wrong_alone(original, runner, rules, rule, blamed)]
+        found = LeftOut(tuple(wrong))
+        if wrong and blamed(run_without(original, runner, found, journal=Journal()).runner) != pass_name:
+            return found
+    step = next((step for step in runner.steps if step.graph_pass.name == pass_name), None)
+    return None if step is None or step.graph_pass.is_needed else LeftOut(passes=(pass_name,))
+
+
+def _is_wrong_alone(
+    original: GraphModule, runner: Runner, rules: list[str], rule: str, blamed: Callable[[Runner], str]
+) -> bool:
+    others = LeftOut(tuple(other for other in rules if other != rule))
+    return bool(blamed(run_without(original, runner, others, journal=Journal()).runner))
+
+
+def run_without(original: GraphModule, runner: Runner, out: LeftOut, journal: Journal | None = None) -> Version:
+    """Take the original graph through the passes again. Its records go to the journal of the graph, or to another."""
+    before = runner.compilation
+    config = CompilerConfig(**before.config.given())
+    config.disable_rules = (*before.config.disable_rules, *out.rules)
+    config.disable_passes = (*before.config.disable_passes, *out.passes)
+    journal = before.journal if journal is None else journal
+    compilation = replace(before, config=config.frozen(), journal=journal)
+    name = journal.name_version(runner.graph_name, f"without {out}")
+    again = Runner(compilation, name, copy_module(original), runner.example_inputs, runner.phase)
+    functional = optimise(again)
+    return Version(again, functional, out)
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
 
 CODE_GENERATION = "code generation"
 MOST_CULPRITS = 8  # that are left out of one graph
@@ -51,7 +129,7 @@ _BITS = frozenset({torch.ops.aten.view.dtype})  # the bytes of a float64 mean so
 
 
 @dataclass(frozen=True)
-class Version:
+class Snapshot:
     """The graph after one pass (or before all of them)."""
 
     gm: GraphModule
@@ -118,7 +196,7 @@ class Finding:
     """
 
     verdict: Verdict
-    segment: list[Version]
+    segment: list[Snapshot]
     place: int | None
 
     @property
@@ -133,14 +211,14 @@ class _Verification:
     def __init__(self, original: GraphModule, runner: Runner, args: list[Any]) -> None:
         self.runner = runner
         self.args = args
-        self.versions = _versions(original, runner)
+        self.snapshots = _snapshots(original, runner)
         self.state = RandomState(value for value in args if isinstance(value, torch.Generator))
         self.constants = written_constants(original)
         self.made_again = original.graph.output_node().meta.get(REGENERATED, {})  # outputs that no caller sees
 
     def settle(self, executable: Program, use: Use) -> Program:
         """The executable to use from now on. Random numbers go on from where they were before."""
-        if reason := why_not_verified(self.versions[0].gm):
+        if reason := why_not_verified(self.snapshots[0].gm):
             self._record("refused", reason)
             return executable
         try:
@@ -157,9 +235,9 @@ class _Verification:
     def examine(self) -> Finding:
         """Compare the ends of every segment; the first that differs is the finding."""
         worst, references, unknown = 0.0, set(), dict[str, None]()
-        segments = _segments(self.versions)
+        segments = _segments(self.snapshots)
         for segment in segments:
-            verdict, culprit = self._check(segment, compiled=segment[-1] is self.versions[-1])
+            verdict, culprit = self._check(segment, compiled=segment[-1] is self.snapshots[-1])
             references.add(verdict.reference)
             unknown.update(dict.fromkeys(verdict.not_compared))
             worst = max(worst, verdict.error)
@@ -167,7 +245,7 @@ class _Verification:
                 return Finding(verdict, segment, culprit)
         return Finding(Verdict("", worst, ", ".join(sorted(references)), tuple(unknown)), segments[-1], None)
 
-    def _check(self, segment: list[Version], *, compiled: bool) -> tuple[Verdict, int | None]:
+    def _check(self, segment: list[Snapshot], *, compiled: bool) -> tuple[Verdict, int | None]:
         """Compare the ends of a segment; on a mismatch find the first version that is wrong.
 
         The number returned is its place in the segment; one past the end blames the generated code.
@@ -215,7 +293,7 @@ class _Verification:
             version = verification._blame(found)
             if version is None:
                 break
-            verification = _Verification(self.versions[0].gm, version.runner, self.args)
+            verification = _Verification(self.snapshots[0].gm, version.runner, self.args)
             verification.state = self.state
             found = verification.examine()
             if found.place is None:
@@ -226,7 +304,7 @@ class _Verification:
         before = found.segment[found.place - 1].gm
         return Eager(interpreted(before)) if found.blamed == CODE_GENERATION else use(before, before.graph)
 
-    def _blame(self, found: Finding) -> blame.Version | None:
+    def _blame(self, found: Finding) -> Version | None:
         """Record the rule or pass to blame; the graph without it, None where it cannot be left out."""
         version = None
         if found.blamed != CODE_GENERATION:
@@ -237,18 +315,18 @@ class _Verification:
         self._report(found, version)
         return version
 
-    def _version_without(self, pass_name: str) -> blame.Version | None:
-        original = self.versions[0].gm
+    def _version_without(self, pass_name: str) -> Version | None:
+        original = self.snapshots[0].gm
 
         def blamed(runner: Runner) -> str:
             other = _Verification(original, runner, self.args)
             other.state = self.state
             return other.examine().blamed
 
-        out = blame.what_to_leave_out(original, self.runner, pass_name, blamed)
-        return None if out is None else blame.run_without(original, self.runner, out)
+        out = what_to_leave_out(original, self.runner, pass_name, blamed)
+        return None if out is None else run_without(original, self.runner, out)
 
-    def _report(self, found: Finding, version: blame.Version | None) -> None:
+    def _report(self, found: Finding, version: Version | None) -> None:
         """Write the script, the verdict, and what runs from now on."""
         verdict, place = found.verdict, found.place or 0
         rules, runs = (version.without.rules, version.runner.graph_name) if version is not None else ((), "")
@@ -311,22 +389,22 @@ def _why_not_comparable(gm: GraphModule) -> str:
     return ""
 
 
-def _versions(original: GraphModule, runner: Runner) -> list[Version]:
+def _snapshots(original: GraphModule, runner: Runner) -> list[Snapshot]:
     """The graph before the first pass that changed it, and after each of them."""
-    versions = [Version(original, "")]
+    snapshots = [Snapshot(original, "")]
     after = [step.before for step in runner.steps[1:]] + [runner.gm]
     for step, gm in zip(runner.steps, after, strict=False):
-        versions.append(Version(gm, step.graph_pass.name, step.graph_pass.preserves_results))
-    return versions
+        snapshots.append(Snapshot(gm, step.graph_pass.name, step.graph_pass.preserves_results))
+    return snapshots
 
 
-def _segments(versions: list[Version]) -> list[list[Version]]:
+def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
     """Cut where a pass changes results on purpose: each piece must compute the same from end to end."""
-    segments: list[list[Version]] = [[]]
-    for version in versions:
-        if not version.preserves_results:
+    segments: list[list[Snapshot]] = [[]]
+    for snapshot in snapshots:
+        if not snapshot.preserves_results:
             segments.append([])
-        segments[-1].append(version)
+        segments[-1].append(snapshot)
     return [segment for segment in segments if segment]
 
 

@@ -9,6 +9,5 @@ Every stage of a compilation adds records to the journal: rewrites made and refu
 The views compute nothing new; what they show is a record, a count or a snapshot.
 
 Read `explain` first. It calls a model as it is and compiled, from one state: `reach` walks over everything a call can
-reach and puts it back, `visible` observes it and compares. Then `tables` (and `training`, about a whole step), then
-`report`.
+reach and puts it back, `visible` observes it and compares. Then `tables`, then `report`.
 """

@@ -17,9 +17,8 @@ from graphex.cache.artefacts import Artefact, Made
 from graphex.cache.background import compiled_in_background
 from graphex.cache.calls import CallSearch, look_up_call
 from graphex.cache.warm import look_up
-from graphex.debug.dumps import dump_graph, dumping_executable
+from graphex.debug.files import dump_graph, dumping_executable, write_output_code
 from graphex.debug.orders import shuffled
-from graphex.debug.scripts import write_output_code
 from graphex.device import kernel_runtime
 from graphex.env import collector_paused
 from graphex.ops.definition import has_triton

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphex
-from graphex.debug import scripts
+from graphex.debug import files
 from tests.harness.processes import python
 
 NAMES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
@@ -55,10 +55,10 @@ def test_dumps_of_other_types_hold_their_values(tmp_path):
     assert all(array.tolist() in ([1, 2], [True, True]) for array in found)
 
 
-@pytest.mark.parametrize("largest", [scripts.LARGEST_INPUTS, 0], ids=["with the inputs", "with random inputs"])
+@pytest.mark.parametrize("largest", [files.LARGEST_INPUTS, 0], ids=["with the inputs", "with random inputs"])
 @torch.no_grad()
 def test_a_script_that_shows_a_difference_runs_with_small_floats(largest, monkeypatch):
-    monkeypatch.setattr(scripts, "LARGEST_INPUTS", largest)
+    monkeypatch.setattr(files, "LARGEST_INPUTS", largest)
 
     def forget(gm):
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bitwise_not.default):

@@ -8,24 +8,36 @@
 it (`before`, `picture`); a rewrite, a refusal and a near miss know their pass by its number. `because` says why the
 graph exists; `instead` names the version that runs in its place, if verification found one. `files` holds the user's
 source: whole where it is small, around the marked lines where not. `training` has the parts of each step.
+
+A sentence of the summary stays text. Its `links` say which characters of it lead to a rule, a pass, a node or a line:
+
+    {"text": "4 of 5 RMSNorm sites fused; the other not because ... (model.py:14).",
+     "links": [{"at": [7, 14], "rule": "lift_rms_norm", "graph": 0}, {"at": [52, 63], "file": 0, "line": 14}]}
+
+`made_with` and `compile_time` say how the report came about: versions, machine, and where the time of its compilations
+went. Dynamo and AOTAutograd are timed by torch. What AOTAutograd took includes the passes and everything after them, so
+these are subtracted; without torch's numbers (a report that is written while torch still compiles) only ours are shown.
 """
 
 from __future__ import annotations
 
 import linecache
+import os
+import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import Any
 
-from graphex.debug.history import GraphHistory, NodeFacts, Snapshots
-from graphex.evidence.report.links import with_links
-from graphex.evidence.report.made import CompileTime, all_options, made_with
+import torch
+
+from graphex.debug.history import GraphHistory, Made, NodeFacts, Snapshots
 from graphex.evidence.report.page import FORMAT
 from graphex.evidence.report.summary import rule_counts, summarise, title_of
-from graphex.evidence.training import has_training, step_parts
+from graphex.evidence.tables import has_training, step_parts
 from graphex.records import (
     GraphBroke,
     GraphCompiled,
@@ -38,6 +50,7 @@ from graphex.records import (
     RuleTried,
     Verified,
 )
+from graphex.torch_private.dynamo import FrameTimes, frame_times
 
 WHOLE = 4000  # lines of a file that is shown whole
 AROUND = 60  # lines shown before and after a mark in a larger one
@@ -312,3 +325,163 @@ def _blocks(path: str, marked: set[int]) -> list[dict[str, Any]]:
         else:
             blocks.append({"first": first, "last": last})
     return [{"first": block["first"], "lines": text[block["first"] - 1 : block["last"]]} for block in blocks]
+
+
+# -- links in the sentences of a summary -------------------------------------------------------------------------------
+
+
+# Words of the summary -> the page that has the details.
+_PAGES = {
+    "device ops": "graph",
+    "input updates": "memory",
+    "intermediate memory": "memory",
+    "device graphs": "captures",
+}
+# Words of the summary -> the pass that they are about.
+_PASS_SAID = {"compiled region": "compile_regions", "compiled regions": "compile_regions", "regions": "compile_regions"}
+_QUOTED = re.compile(r"'([\w.]+)'")
+_LINE = re.compile(r"([\w.-]+\.py):(\d+)")
+
+Link = dict[str, Any]
+
+
+def with_links(sentences: list[dict[str, Any]], data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sentences, each with its links in the order of the text; none overlap."""
+    known = _Known(data)
+    return [{**sentence, "links": _kept(known.links(sentence["text"]))} for sentence in sentences]
+
+
+def _kept(links: Iterator[Link]) -> list[Link]:
+    kept: list[Link] = []
+    for link in sorted(links, key=lambda each: (each["at"][0], -each["at"][1])):
+        if not kept or kept[-1]["at"][1] <= link["at"][0]:
+            kept.append(link)
+    return kept
+
+
+class _Known:
+    """What a sentence can name: rules by title or name, passes, nodes, graphs, ops outside of regions, files."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.rules: dict[str, Link] = {}
+        self.passes: dict[str, Link] = {}
+        self.nodes: dict[str, Link] = {}
+        self.graphs: dict[str, Link] = {}
+        self.borders: dict[str, Link] = {}  # ops that stay outside of compiled regions
+        self.files = {file["name"]: number for number, file in enumerate(data["files"])}
+        for number, graph in enumerate(data["graphs"]):
+            self.graphs.setdefault(graph["name"], {"tab": "graph", "graph": number})
+            for each in (*graph["rules"], *graph["rewrites"], *graph["refusals"], *graph["near_misses"]):
+                for name in (title_of(each["rule"]), each["rule"]):
+                    self.rules.setdefault(name, {"rule": each["rule"], "graph": number})
+            for place, ran in enumerate(graph["passes"]):
+                self.passes.setdefault(ran["name"], {"pass": place, "graph": number})
+            for each in graph["more"]:
+                if each["kind"] == "region border":
+                    self.borders.setdefault(each["op"], {"node": each["node"], "graph": number})
+            for node in graph["nodes"]:
+                self.nodes.setdefault(node["name"], {"node": node["name"], "graph": number})
+
+    def links(self, text: str) -> Iterator[Link]:
+        for words, page in _PAGES.items():
+            yield from _found(text, words, {"tab": page})
+        for name, link in (*self.rules.items(), *self.passes.items(), *self.borders.items()):
+            yield from _found(text, name, link)
+        for words, name in _PASS_SAID.items():
+            if name in self.passes:
+                yield from _found(text, words, self.passes[name])
+        for name, link in self.graphs.items():
+            if (start := text.find(f"'{name}'")) >= 0:
+                yield {"at": [start + 1, start + 1 + len(name)], **link}
+        for found in _QUOTED.finditer(text):
+            if known := self.nodes.get(found[1]) or self.passes.get(found[1]) or self.rules.get(found[1]):
+                yield {"at": list(found.span(1)), **known}
+        for found in _LINE.finditer(text):
+            if found[1] in self.files:
+                yield {"at": list(found.span()), "file": self.files[found[1]], "line": int(found[2])}
+
+
+def _found(text: str, words: str, link: Link) -> Iterator[Link]:
+    """The first place where the words stand by themselves."""
+    if words and (found := re.search(rf"(?<![\w'.]){re.escape(words)}(?![\w'])", text)):
+        yield {"at": list(found.span()), **link}
+
+
+# -- how a report came about -------------------------------------------------------------------------------------------
+
+
+STAGES = ("passes", "regions", "program", "kernels")
+VERSIONS = "other versions"  # of graphs: they go through the passes when the graph is called
+_REGIONS = "compile_regions"  # a pass whose time is Inductor's
+_PACKAGES = ("triton", "transformers")
+
+
+def made_with() -> dict[str, str]:
+    """The versions and the machine, as text."""
+    import graphex
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    found = {
+        "graphex": graphex.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": gpu or platform.machine(),
+        "cuda": torch.version.cuda or "",
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
+    }
+    return {name: text for name, text in (found | dict(map(_package, _PACKAGES))).items() if text}
+
+
+def _package(name: str) -> tuple[str, str]:
+    try:
+        return name, version(name)
+    except PackageNotFoundError:
+        return name, ""
+
+
+def all_options(graphs: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """The options of all graphs; of one that differs from graph to graph, all values."""
+    found: dict[str, dict[str, None]] = {}
+    for graph in graphs:
+        for name, text in graph["options"].items():
+            found.setdefault(name, {})[text] = None
+    return {name: " or ".join(texts) for name, texts in found.items()}
+
+
+@dataclass
+class CompileTime:
+    """The seconds of all graphs of a report, by stage."""
+
+    ours: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    frames: dict[FrameTimes, None] = field(default_factory=dict)
+
+    def add(self, graph: GraphCompiled, made: Made | None, journal: Journal) -> None:
+        self.ours["capture"] += sum(each.seconds for each in journal.captures if _is_of(each.graph, graph, journal))
+        if graph.graph in journal.versions:
+            self.ours[VERSIONS] += sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph)
+        if made is None:
+            return
+        for stage, seconds in made.seconds.items():
+            self.ours[stage] += seconds
+        regions = sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph and ran.name == _REGIONS)
+        if made.seconds:  # empty for a graph that was not compiled to the end
+            self.ours["passes"] -= regions
+            self.ours["regions"] += regions
+        for frame in frame_times():
+            if frame.compile_id == graph.compile_id and frame.started <= made.began <= frame.ended:
+                self.frames[frame] = None
+
+    def stages(self) -> list[dict[str, Any]]:
+        own = sum(self.ours[stage] for stage in STAGES)
+        traced = sum(frame.backend + frame.backward for frame in self.frames)
+        seconds = {
+            "Dynamo": sum(frame.frame - frame.backend for frame in self.frames),
+            "AOTAutograd": max(0.0, traced - own),
+            **{stage: self.ours[stage] for stage in (*STAGES, "capture", VERSIONS)},
+        }
+        return [{"stage": stage, "seconds": spent} for stage, spent in seconds.items() if spent]
+
+
+def _is_of(name: str, graph: GraphCompiled, journal: Journal) -> bool:
+    return journal.pieces.get(name, name) == graph.graph
