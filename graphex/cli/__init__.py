@@ -1,9 +1,9 @@
 """The command line `graphex`. `COMMANDS` names the module of each command, which is loaded when it is asked for.
 
-`scripts` runs and explains a user's script; `report` opens and compares the pages it wrote; `catalogue` lists ops,
-rules, passes and options; `cache` is about stored graphs; `doctor` checks the machine; `bench` runs the benchmarks of
-the source tree. `output` holds
-how they print. `docs` is no command: `make docs` runs it to write tables of the documentation from declarations.
+`scripts` runs and explains a user's script, and opens and compares the reports it wrote; `catalogue` lists ops, rules,
+passes and options; `cache` is about stored graphs; `machine` checks the machine and runs the benchmarks of the source
+tree. `output` holds how they print. `docs` is no command: `make docs` runs it to write tables of the documentation
+from declarations.
 
 Importing a command's module imports neither torch nor rich, so that `--help` answers at once; a command imports them
 when it runs.
@@ -25,16 +25,16 @@ from graphex.errors import GraphexError
 
 # Command -> the module that defines it under its own name.
 COMMANDS = {
-    "doctor": "graphex.cli.doctor",
+    "doctor": "graphex.cli.machine",
     "run": "graphex.cli.scripts",
     "explain": "graphex.cli.scripts",
-    "report": "graphex.cli.report",
+    "report": "graphex.cli.scripts",
     "cache": "graphex.cli.cache",
     "ops": "graphex.cli.catalogue",
     "rules": "graphex.cli.catalogue",
     "passes": "graphex.cli.catalogue",
     "options": "graphex.cli.catalogue",
-    "bench": "graphex.cli.bench",
+    "bench": "graphex.cli.machine",
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.compile_time import STAGES, table
-from graphex.cli.bench import FOLDER
+from graphex.cli.machine import FOLDER
 from tests.harness.processes import python
 
 OURS = ("graphex_passes", "graphex_program", "graphex_kernels")

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import graphex
-from graphex.cli import COMMANDS, doctor, main
+from graphex.cli import COMMANDS, machine, main
 from graphex.cli.catalogue import NAMES, names_text
 from graphex.evidence.report.page import read_data
 from graphex.runtime import native
@@ -337,7 +337,7 @@ def test_doctor_compiles_something_and_says_how_it_went() -> None:
 @pytest.mark.parametrize("version", ["2.16.0", "2.16.0.dev20261101+cu132", "3.0.0"])
 def test_doctor_says_that_torch_is_newer_than_what_was_tried(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:2])
+    monkeypatch.setattr(machine, "CHECKS", machine.CHECKS[:2])
     (found,) = (finding for finding in read("doctor") if finding["name"] == "torch")
     assert found["status"] == "untried"
     newest = TRIED[-1].version
@@ -347,14 +347,14 @@ def test_doctor_says_that_torch_is_newer_than_what_was_tried(monkeypatch: pytest
 @pytest.mark.parametrize("version", [*(each.version for each in TRIED), "2.15.1+cpu"])
 def test_doctor_knows_the_versions_that_were_tried(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:2])
+    monkeypatch.setattr(machine, "CHECKS", machine.CHECKS[:2])
     (found,) = (finding for finding in read("doctor") if finding["name"] == "torch")
     assert (found["status"], found["found"]) == ("ok", version)
 
 
 def test_doctor_says_which_private_names_of_torch_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "losses", {("torch._gone", "results are not shown"): None})
-    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:3])
+    monkeypatch.setattr(machine, "CHECKS", machine.CHECKS[:3])
     (found,) = (finding for finding in read("doctor") if finding["name"] == "torch's inside")
     assert found["status"] == "missing"
     assert found["found"] == f"torch {torch.__version__} has no torch._gone: results are not shown"
