@@ -5,9 +5,8 @@ Where the real packages are installed nothing is replaced. The environment varia
 for a script that does not call `serve`.
 
 Read `catalogue` first: the table of all names, with the place each is served from. `install` makes modules of it;
-`api` and `config` hold what torchair and npugraph_ex offer, `npu_module` holds `torch.npu`. The device itself is
-`simulated`, or `mapped` to one that exists; `collectives` are its process groups. `cached` and `extras` hold the names
-that scripts use now and then.
+`api` and `config` hold what torchair and npugraph_ex offer, `cached` their `cache_compile`, `npu_module` holds
+`torch.npu`. The device itself is `simulated`, with its process groups, or `mapped` to one that exists.
 """
 
 from __future__ import annotations

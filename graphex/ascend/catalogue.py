@@ -109,11 +109,11 @@ NAMES: tuple[Name, ...] = (
     *not_offered(
         "torch.npu", "super_kernel_scope_begin super_kernel_scope_end", "super kernels are binaries for the NPU"
     ),
-    *served("torch_npu", ".extras", "__version__", "that of torch"),
+    *served("torch_npu", ".api", "__version__", "that of torch"),
     Name("torch_npu.npu", "torch:npu", "torch.npu"),
     *served(
         "torch_npu.contrib",
-        ".extras",
+        ".api",
         "transfer_to_npu",
         "`cuda` is `npu` in scripts from its import on, unless the npu is the GPU",
     ),
@@ -201,23 +201,23 @@ NAMES: tuple[Name, ...] = (
     *served("torchair", ".api", "use_internal_format_weight", "private formats are the NPU's", does_nothing=True),
     *served(
         "torchair.scope",
-        ".extras",
+        ".api",
         "super_kernel op_never_timeout data_dump",
         "about binaries and tasks of the NPU; the journal says so",
         does_nothing=True,
     ),
     *served(
         "torchair.ops",
-        ".extras",
+        ".api",
         "npu_create_tagged_event npu_tagged_event_record npu_tagged_event_wait npu_record_tagged_stream",
         "graphex.scope",
     ),
-    *served("torchair.ops", ".extras", "npu_print", "the graph is cut there"),
+    *served("torchair.ops", ".api", "npu_print", "the graph is cut there"),
     *served("torchair.inference", ".cached", "cache_compile readable_cache", _CACHE),
-    *served("torchair.inference", ".extras", "set_dim_gears", f"the dimensions are dynamic; {_GEARS}"),
+    *served("torchair.inference", ".api", "set_dim_gears", f"the dimensions are dynamic; {_GEARS}"),
     *not_offered("torchair", "dynamo_export", _AIR),
     *not_offered("torchair", "register_fx_node_ge_converter", _GE),
-    *served("torchair", ".extras", "patch_for_hcom", "torch traces collectives by itself", does_nothing=True),
+    *served("torchair", ".api", "patch_for_hcom", "torch traces collectives by itself", does_nothing=True),
     # -- npugraph_ex ----------------------------------------------------------------------------------------------
     *served("npugraph_ex", ".config", "CompilerConfig=FlatConfig", "the options below"),
     *served("npugraph_ex", ".api", "get_npu_backend=get_npugraph_ex_backend get_compiler compile_fx"),
@@ -248,7 +248,7 @@ SWITCHES: tuple[tuple[str, str, str], ...] = (
     ('torch.compile(backend="npu")', "graphex.ascend.api.npu_backend", "works (TorchAir's defaults)"),
     (
         'torch.distributed.init_process_group("hccl")',
-        "graphex.ascend.collectives",
+        "graphex.ascend.simulated",
         "works (gloo on host memory under the simulated npu, nccl on a GPU); also as `npu`",
     ),
     ("an op that you define in the namespace `npu`", "torch.ops.npu", "works (found in `torch_npu` too)"),

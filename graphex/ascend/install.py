@@ -68,7 +68,7 @@ def _checked(target: str) -> str:
 
 
 def _install_device(target: str) -> ServedModule:
-    from graphex.ascend import collectives, mapped, simulated
+    from graphex.ascend import mapped, simulated
     from graphex.torch_private.npu import claim, claimed_by, why_not
 
     if reason := why_not():
@@ -86,7 +86,7 @@ def _install_device(target: str) -> ServedModule:
         setattr(module, each.rpartition(".")[2], part)
     there = None if is_simulated else torch.device(target)
     mapped.install_autocast(there)
-    collectives.install(there)
+    simulated.install_process_groups(there)
     if is_simulated:
         simulated.install_kernels()
         simulated.install_storages()
@@ -197,7 +197,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Fill a module, submodules included: `torchair.scope` needs no import of its own."""
         assert isinstance(module, ServedModule)
         if module.__name__ == TRANSFER:
-            resolved(".extras:transfer_to_npu")()
+            resolved(".api:transfer_to_npu")()
             return
         names = [name for name in self._modules[module.__name__] if name.name != TRANSFER]
         module.serve(names, lambda name: resolved(name.home))

@@ -210,8 +210,8 @@ class Kind:
 
 # A type that is not here, or that has no class, runs graphs as a host does.
 KINDS = {
-    "cuda": Kind("graphex.device.cuda", "CudaDevice", has_kernels=True),
-    "npu": Kind("graphex.device.npu", "NpuDevice"),
+    "cuda": Kind("graphex.device.gpu", "CudaDevice", has_kernels=True),
+    "npu": Kind("graphex.device.gpu", "NpuDevice"),
     "xpu": Kind(),
 }
 

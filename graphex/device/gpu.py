@@ -1,11 +1,12 @@
-"""Devices that work like a GPU: streams, events, and graphs that are captured and replayed.
+"""Devices that work like a GPU: streams, events, and graphs that are captured and replayed; CUDA's own, and Ascend's.
 
 `torch.cuda` and `torch.npu` have the same names for all of it; `runtime` is the one of a device. A capture:
 
     capture -> lock, synchronize -> _record: begin, run, end, on the device's capture stream -> GpuReplay
                                     _end_after_failure, _recover where it went wrong
 
-`GpuStreams` are the streams and events of one compiled graph.
+`GpuStreams` are the streams and events of one compiled graph. `CudaDevice` captures CUDA graphs, `NpuDevice` ACL
+graphs, through torch_npu's public API; it has been run on the simulated device (`graphex.ascend`), not on NPU hardware.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from typing import Any
 
 import torch
 
-from graphex.device.base import Boxed, Device, Replay, StreamPlan, StreamSet
+from graphex.device.base import Boxed, Cores, Device, Replay, StreamPlan, StreamSet
 from graphex.env import collector_paused
 from graphex.errors import CaptureError
-from graphex.torch_private.cuda import part_of_device
+from graphex.torch_private.cuda import (
+    can_be_divided,
+    clear_cublas_workspaces,
+    is_capturing,
+    keep_busy,
+    part_of_device,
+    stop_allocating_to,
+    stream_getter,
+)
 
 _one_at_a_time = threading.RLock()  # allocators and random generators know one capture at a time
 _capture_streams: dict[torch.device, Any] = {}  # one for each device: memory is reused within a stream only
@@ -247,3 +256,126 @@ class GpuStreams(StreamSet):
         self._end_limit()
         for stream in self._streams.values():
             current.wait_stream(stream)
+
+
+# -- NVIDIA GPUs: CUDA graphs ------------------------------------------------------------------------------------------
+
+
+_HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
+_DEFAULT_STREAM = 0  # CUDA refuses to capture on it
+_CORES_AT_A_TIME = 8  # what every GPU that can be divided can be divided by
+
+
+class CudaDevice(GpuDevice):
+    def __init__(self, index: int) -> None:
+        super().__init__(torch.device("cuda", index), torch.cuda, torch.cuda.CUDAGraph)
+        # Every call asks these two: without Python in between.
+        self.stream = stream_getter(index)  # type: ignore[method-assign]
+        self.is_capturing = is_capturing  # type: ignore[method-assign]
+
+    def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
+        """Workspaces of cuBLAS are dropped before and after, so that the graph's own is in the graph's pool."""
+        clear_cublas_workspaces()
+        try:
+            return super()._record(graph, run, pool, error_mode)
+        finally:
+            clear_cublas_workspaces()
+
+    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        try:
+            graph.capture_end()
+        except BaseException:
+            stop_allocating_to(pool, self._index, release=False)
+            raise
+
+    def _end_after_failure(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """A capture has to be ended, and one that went wrong cannot be ended well."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the error that made it fail is the one to report
+            stop_allocating_to(pool, self._index, release=True)
+
+    def _recover(self, failed: torch.cuda.CUDAGraph) -> None:
+        """After a failed capture the random generator still believes that it is being captured.
+
+        Ending any other capture puts it right.
+        """
+        try:
+            failed.reset()
+        except RuntimeError:
+            pass  # there was nothing to reset
+        try:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(self._capture_stream()):
+                again = torch.cuda.CUDAGraph()
+                again.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device=self._device)
+                again.capture_end()
+        except RuntimeError:
+            pass  # what is reported is why the capture failed
+
+    def cores(self) -> Cores:
+        count = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return Cores(count, count)
+
+    def part(self, wanted: Cores) -> int | None:
+        most = min(number for number in (*wanted, self.cores().aicore) if number)
+        if most == self.cores().aicore:
+            return most
+        part = most // _CORES_AT_A_TIME * _CORES_AT_A_TIME
+        return part if part and can_be_divided() else None
+
+    def stream_lasts(self) -> bool:
+        """torch numbers the streams it has made itself; an `ExternalStream` has its handle."""
+        handle = self.stream()
+        return not handle or handle != self.current_stream().stream_id
+
+    def can_capture_on(self, stream: Any) -> bool:
+        return bool(stream != _DEFAULT_STREAM)
+
+    def follow(self, stream: Any) -> None:
+        before = torch.cuda.ExternalStream(stream, self._device) if stream else torch.cuda.default_stream(self._device)
+        self.current_stream().wait_stream(before)
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The device has something to do until everything has been given to it: it never waits for the host."""
+        keep_busy(_HEAD_START)
+        return super().seconds(run)
+
+
+# -- Ascend NPUs: ACL graphs -------------------------------------------------------------------------------------------
+
+
+class NpuDevice(GpuDevice):
+    def __init__(self, index: int) -> None:
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        super().__init__(torch.device("npu", index), npu, npu.NPUGraph)
+
+    def cores(self) -> Cores:
+        return Cores(*self.settings())
+
+    def settings(self) -> tuple[int, int]:
+        """The cores that the current stream may use: a captured graph keeps to them."""
+        limits = self.runtime.get_stream_limit(self.stream())
+        return limits["cube_core_num"], limits["vector_core_num"]
+
+    def _record(self, graph: Any, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
+        """The capturing stream has the core limits of the caller's, which the graph keeps."""
+        self.runtime.set_stream_limit(self._capture_stream(), *self.settings())
+        return super()._record(graph, run, pool, error_mode)
+
+    def _end_after_failure(self, graph: Any, pool: Any) -> None:
+        try:
+            graph.capture_end()
+            graph.reset()
+        except RuntimeError:
+            pass  # the error that made it fail is the one to report
+
+    def stream(self) -> Any:
+        return self.current_stream()
+
+    def follow(self, stream: Any) -> None:
+        self.stream().wait_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return bool(self.runtime.is_current_stream_capturing())

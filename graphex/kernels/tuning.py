@@ -28,7 +28,7 @@ from graphex.kernels.tuned import shipped
 from graphex.kernels.tuning_store import Choices, Store, conditions
 
 if TYPE_CHECKING:
-    from graphex.device.cuda import CudaDevice
+    from graphex.device.gpu import CudaDevice
 
 LAUNCHES = 24  # in a graph that is timed, and the most sets of tensors that they go round
 ROUNDS = 5  # every candidate is timed once in each
@@ -244,8 +244,7 @@ def seconds_on_device(candidates: Sequence[Candidate]) -> dict[str, float]:
 
     The caller may hold locks, of a graph with several streams for one, that a thread needs to end its capture.
     """
-    from graphex.device.cuda import CudaDevice
-    from graphex.device.gpu import no_other_capture
+    from graphex.device.gpu import CudaDevice, no_other_capture
 
     compile_all(candidates)
     with no_other_capture(PATIENCE) as is_free:

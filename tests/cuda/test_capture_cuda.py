@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
-from graphex.device.cuda import CudaDevice
+from graphex.device.gpu import CudaDevice
 from tests.harness.capture import agree, compile_it, count, in_threads, reasons, replays, statuses
 from tests.harness.processes import python
 

@@ -18,7 +18,7 @@ def tape() -> Given:
 
 
 def cuda() -> Given:
-    from graphex.device.cuda import CudaDevice
+    from graphex.device.gpu import CudaDevice
 
     return Given(CudaDevice(0), "cuda")
 

@@ -283,7 +283,7 @@ def failing(error: Exception) -> Callable[[], None]:
 
 
 def test_seconds_are_those_of_one_launch_of_what_can_run(monkeypatch):
-    monkeypatch.setattr("graphex.device.cuda.CudaDevice", RecordingDevice)
+    monkeypatch.setattr("graphex.device.gpu.CudaDevice", RecordingDevice)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     FREED.clear()
     candidates = [
