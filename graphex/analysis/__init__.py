@@ -10,9 +10,8 @@ a rewrite. In the order to read:
     asynchronous      ops that work on after they have returned, ops that may keep their arguments, memory so in use
     aliasing          which values share memory, which nodes write to it, and when
     happens_before    the order of nodes on several streams, and the races that its events leave
-    memory            sizes, last uses, whether memory may be written over, and the contract of a graph
+    memory            sizes, last uses, whether memory may be written over; the contract of a graph, and its tail
     dependencies      what has to run before what: nodes that can raise, writes of the program, stream epochs
-    tails             a large product at the end of a graph, and the graph without it
     row_independence  whether a graph treats the rows of its inputs separately
 """
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from graphex.analysis import node_line
 from graphex.analysis.effects import declare_region, is_kernel, moves_between_devices, operator_of, synchronisation
 from graphex.analysis.graphs import attribute_of, placement
-from graphex.analysis.tails import tail_of
+from graphex.analysis.memory import tail_of
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line

@@ -41,7 +41,7 @@ class PieceInputs:
 
 @dataclass(frozen=True)
 class Tail:
-    """The product that makes result `place` after each replay (see `graphex.analysis.tails`).
+    """The product that makes result `place` after each replay (see `graphex.analysis.memory`).
 
     `captured` is captured instead of the whole graph, and returns as many values more as `run` takes: `reads`.
     """

@@ -21,9 +21,8 @@ from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.effects import inlined, is_kernel
 from graphex.analysis.graphs import attribute_of
-from graphex.analysis.memory import bytes_of
+from graphex.analysis.memory import bytes_of, cut_tail
 from graphex.analysis.row_independence import MixedRowsError
-from graphex.analysis.tails import cut_tail
 from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
