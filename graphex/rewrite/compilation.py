@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -212,7 +213,7 @@ class Compilation:
 
 
 def _fused(journal: Journal) -> str:
-    """The rules that fused, those that did as a preview, and the ops in compiled regions, in one line."""
+    """The rules that fused, those that did as a preview, other rewrites, and the ops in regions, in one line."""
     previews = {each.rule for each in journal.rewrites if each.preview}
     counted = [
         (each.rule, f"{each.rule} {each.matches} of {each.candidates}") for each in journal.rules if each.matches
@@ -222,6 +223,9 @@ def _fused(journal: Journal) -> str:
     regions = [each for each in journal.regions if each.region]
     parts = [f"fused {', '.join(fused) or 'nothing'}"] if fused or not regions else []
     parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
+    told = {"region", *(rule for rule, _ in counted)}
+    other = Counter(each.rule for each in journal.rewrites if each.rule not in told)
+    parts += [f"other rewrites: {', '.join(f'{rule} {times}' for rule, times in other.items())}"] if other else []
     count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
     parts += [f"compiled {sum(each.calls for each in regions)} ops in {count}"] if regions else []
     if slower := sum(each.status == "slower" for each in journal.regions):

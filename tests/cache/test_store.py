@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import resource
@@ -22,6 +21,7 @@ from graphex.cache.store import Store
 from graphex.env import sealed
 from graphex.errors import GraphexWarning
 from tests.harness.cached import asked, missed
+from tests.harness.processes import clean, with_environment
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -144,8 +144,6 @@ def test_hits_are_counted(run, folder):
 
 def compile_once(go: Barrier, found: SimpleQueue[list[str]]) -> None:
     """What a process finds in the cache that compiles when all do."""
-    torch.set_num_threads(1)  # threads do not survive a fork
-    torch._dynamo.reset()
     compiled = torch.compile(function, backend="graphex")
     go.wait()
     result = compiled(torch.arange(-2.0, 2.0))
@@ -154,16 +152,15 @@ def compile_once(go: Barrier, found: SimpleQueue[list[str]]) -> None:
 
 
 def test_ten_processes_at_once_do_not_disturb_each_other(folder):
-    fork = multiprocessing.get_context("fork")
-    go, found = fork.Barrier(10), fork.SimpleQueue()
-    processes = [fork.Process(target=compile_once, args=(go, found)) for _ in range(10)]
+    context = clean()
+    given = dict(os.environ), compile_once, context.Barrier(10, timeout=300), (found := context.SimpleQueue())
+    processes = [context.Process(target=with_environment, args=given) for _ in range(10)]
     for process in processes:
         process.start()
-    statuses = [found.get() for _ in processes]
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 10
-    assert all(each in (["miss"], ["hit"]) for each in statuses)
+    assert all(found.get() in (["miss"], ["hit"]) for _ in processes)
     assert not any(Store().problem(entry.id) for entry in Store().entries())
     assert not list(folder.glob("*.new"))
 
@@ -179,21 +176,18 @@ def compile_and_die(writes: int) -> None:
         replace(*args, **kwargs)
 
     os.replace = killed  # type: ignore[assignment]
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
     torch.compile(function, backend="graphex")(torch.ones(2))
 
 
 @pytest.mark.parametrize(("writes", "status"), [(0, "miss"), (1, "miss"), (2, "hit")])  # the key, the graph, the call
 def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_loaded(run, folder, writes, status):
     """Until a file is complete it has another name; after an hour it is removed."""
-    process = multiprocessing.get_context("fork").Process(target=compile_and_die, args=(writes,))
+    process = clean().Process(target=with_environment, args=(dict(os.environ), compile_and_die, writes))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     (left,) = (path for path in folder.iterdir() if path.name.endswith(".new"))
     os.utime(left, (0, 0))
-    torch.set_num_threads(1)
     assert asked(run(function, torch.ones(2))) == [status]
     assert asked(run(function, torch.ones(2))) == ["hit"]
     assert asked(run(torch.sin, torch.ones(2))) == ["miss"]

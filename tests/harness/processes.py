@@ -6,13 +6,19 @@ assert piped("doctor", cwd=tmp_path).code == 0
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -64,17 +70,36 @@ def in_terminal(*arguments: str, cwd: Path, **variables: str) -> Ended:
     environment = {**os.environ, "PYTHONPATH": PATH, **(TERMINAL | variables)}
     process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
+    out = b"".join(_written(ours, process)).decode()
     os.close(ours)
-    return Ended(process.wait(), b"".join(chunks).decode())
+    return Ended(process.wait(), out)
+
+
+def _written(terminal: int, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """What a process writes until it ends: a worker that it leaves behind may hold the terminal open for longer."""
+    while True:
+        running = process.poll() is None
+        if select.select([terminal], [], [], 0.1 if running else 0)[0]:
+            try:
+                yield os.read(terminal, 65536)
+            except OSError:  # how Linux says that the other end is closed
+                return
+        elif not running:
+            return
+
+
+def clean() -> ForkServerContext:
+    """Processes that are forked from one that has imported graphex and no more: without threads, without CUDA."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "graphex.backend"])
+    return context
+
+
+def with_environment(variables: dict[str, str], function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a process whose environment is older than these variables."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    function(*arguments)
 
 
 def plain(text: str) -> str:
