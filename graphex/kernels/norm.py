@@ -39,6 +39,7 @@ from graphex.kernels.layout import (
     allocate_ones,
     blocks_of,
     inputs_of,
+    memory_order,
     remember,
     row_tile,
     rows_of_ones,
@@ -335,6 +336,8 @@ def rms_norm(call: Arguments) -> Any:
 def rms_norm_add(call: Arguments) -> Any:
     if norm_dtype(call.x, call.weight, call.cast_before_weight) != call.x.dtype:
         return Declined("the norm has another type than x and the residual")
+    if memory_order(call.x) != memory_order(call.residual):
+        return Declined("the rows of x and of the residual are in another order in memory")
     done = run(norm_of(call)._replace(x2=call.residual, after=True), "y")
     return done if isinstance(done, Declined) else done[0]
 

@@ -18,7 +18,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from graphex.analysis import known_equal
+from graphex.analysis import same_layout
 from graphex.fusion.calls import value_of
 from graphex.fusion.mismatch import ROUNDS
 from graphex.fusion.rule import Rule
@@ -70,14 +70,9 @@ def _before_add(residual_first: bool) -> Rule:
 
 
 def _like_x(match: Match) -> bool | Refusal:
-    x, residual = (value_of(match.kwargs[name]) for name in ("x", "residual"))
-    total = match.output_node()
-    if not isinstance(residual, Tensor) or not isinstance(x, Tensor) or x.dtype != residual.dtype:
-        return Refusal("the norm and what it is added to are not tensors of one type", total)
-    shapes = zip(x.shape, residual.shape, strict=True) if x.dim() == residual.dim() else None
-    if shapes is None or not all(known_equal(mine, its) for mine, its in shapes):
-        return Refusal("the norm and what it is added to do not have one shape", total)
-    return True
+    if same_layout(*(value_of(match.kwargs[name]) for name in ("x", "residual"))):
+        return True
+    return Refusal("the norm and what it is added to are not tensors of one type, shape and layout", match.nodes[-1])
 
 
 def _with_quantisation(producer: str, quantisation: str) -> Rule:
