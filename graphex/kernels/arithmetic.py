@@ -288,31 +288,3 @@ def pdl_launch(PDL: tl.constexpr):
     """The next kernel may start once all programs are here; it waits for the rest of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-_PREFETCH = tl.constexpr(
-    """{
-    .reg .pred first;
-    .reg .b32 thread;
-    .reg .b64 start;
-    mov.u32 thread, %tid.x;
-    or.b32 thread, thread, $3;
-    setp.eq.u32 first, thread, 0;
-    and.b64 start, $1, -16;
-    @first cp.async.bulk.prefetch.L2.global [start], $2;
-    mov.u32 $0, 0;
-    }"""
-)
-
-
-@triton.jit
-def prefetch(pointer, count, unless, PDL: tl.constexpr):
-    """Let the device's cache read `count` elements while this program waits, if `unless` is 0.
-
-    Everything is read and written through this cache: what the kernels before write there is right, too. There is no
-    branch, around which a program could pass by the waiting.
-    """
-    if PDL:
-        size = (count * (pointer.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16).to(tl.int32)
-        arguments = [pointer.to(tl.int64), size, unless]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
