@@ -7,6 +7,10 @@ The last two functions are programmatic dependent launch (PDL, from Hopper on): 
 
 `pdl_wait` waits for everything that the kernels before have done, however far back, because each of them has waited
 itself. So a kernel with PDL calls it before it reads anything that a kernel may have written, and before it writes.
+
+PDL is 0 (none), 1, or 2 for a launch that leaves multiprocessors idle: the next kernel may start with it then, and is
+spread over the device before it has something to do. Behind a launch that fills the device it would be put where there
+is room first, on few multiprocessors.
 """
 
 from __future__ import annotations
@@ -279,6 +283,8 @@ def ordered(value, place, LAST: tl.constexpr):
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done and their results are there to be read."""
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -286,33 +292,5 @@ def pdl_wait(PDL: tl.constexpr):
 @triton.jit
 def pdl_launch(PDL: tl.constexpr):
     """The next kernel may start once all programs are here; it waits for the rest of this one."""
-    if PDL:
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-_PREFETCH = tl.constexpr(
-    """{
-    .reg .pred first;
-    .reg .b32 thread;
-    .reg .b64 start;
-    mov.u32 thread, %tid.x;
-    or.b32 thread, thread, $3;
-    setp.eq.u32 first, thread, 0;
-    and.b64 start, $1, -16;
-    @first cp.async.bulk.prefetch.L2.global [start], $2;
-    mov.u32 $0, 0;
-    }"""
-)
-
-
-@triton.jit
-def prefetch(pointer, count, unless, PDL: tl.constexpr):
-    """Let the device's cache read `count` elements while this program waits, if `unless` is 0.
-
-    Everything is read and written through this cache: what the kernels before write there is right, too. There is no
-    branch, around which a program could pass by the waiting.
-    """
-    if PDL:
-        size = (count * (pointer.dtype.element_ty.primitive_bitwidth // 8) // 16 * 16).to(tl.int32)
-        arguments = [pointer.to(tl.int64), size, unless]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)

@@ -25,7 +25,6 @@ from graphex.ops.definition import Arguments, Declined
 
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
-PREFETCHED = 1024  # programs of one row: about as many as are on the device at a time
 ROWS_ADDED = 8  # by one program, where partial sums are added
 
 
@@ -128,18 +127,16 @@ def _parts(job: Job, bn: int) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """One row: tiles of `bn` rows of a weight and `bk` columns; `prefetch`: asked for while the kernel before runs."""
+    """One row: tiles of `bn` rows of a weight and `bk` columns."""
 
     bn: int
     bk: int
     warps: int
     stages: int = 1
-    prefetch: bool = False
 
     @property
     def name(self) -> str:
-        more = (f" {self.stages}s" if self.stages > 1 else "") + (" prefetch" if self.prefetch else "")
-        return f"gemv {self.bn}x{self.bk} {self.warps}w{more}"
+        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
 
     def prepare(self, job: Job) -> Prepared:
         columns = job.x.shape[-1]
@@ -151,7 +148,6 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
-            "PREFETCHED": PREFETCHED if self.prefetch else 0,
             "num_warps": self.warps,
         }
         parts = _parts(job, self.bn)
@@ -253,8 +249,6 @@ GEMVS = (
     Gemv(4, 2048, 8),
     Gemv(2, 2048, 4),
     Gemv(4, 1024, 8),
-    Gemv(4, 1024, 4, prefetch=True),
-    Gemv(2, 2048, 4, prefetch=True),
     # Weights of few rows: more programs than with the last tile, so that multiprocessors have equally many.
     Gemv(4, 512, 4, 4),
     Gemv(4, 1024, 4, 3),
@@ -297,7 +291,6 @@ SKINNIES = {
 GATED_GEMVS = (
     Gemv(2, 1024, 4),
     Gemv(2, 2048, 8),
-    Gemv(2, 1024, 4, prefetch=True),
     Gemv(2, 512, 4, 4),
     Gemv(4, 512, 4, 3),
     Gemv(4, 512, 4, 4),
@@ -317,7 +310,7 @@ def configs(job: Job) -> list[Config]:
 def likely(job: Job) -> Config:
     """The configuration to take where nothing can be measured and nothing is known."""
     if job.rows == 1:
-        return GATED_GEMVS[-1] if job.gated else Gemv(8, 512, 4, 4)
+        return GATED_GEMVS[-1] if job.gated else Gemv(2, 2048, 4) if is_small(job) else Gemv(8, 512, 4, 4)
     rows = padded_rows(job.rows)
     if job.gated:
         return GATED_SKINNIES[rows][0]
@@ -330,6 +323,10 @@ KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
 OLDEST = (8, 0)
 _PREPARED: dict[Any, Prepared | Declined] = {}
+
+
+def is_small(job: Job) -> bool:
+    return sum(w.numel() for w in job.weights) < FEW_ELEMENTS
 
 
 def _refusal(job: Job) -> str | None:
@@ -361,7 +358,7 @@ def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
         return Library().prepare(job), True
     if refusal := _refusal(job):
         return Declined(refusal), True
-    if sum(w.numel() for w in job.weights) < FEW_ELEMENTS:
+    if is_small(job):
         return likely(job).prepare(job), True
     text = description(job)
     found = candidates(job)

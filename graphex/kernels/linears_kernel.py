@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import pdl_launch, pdl_wait, prefetch, row_start, silu
+from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu
 
 
 @triton.jit
@@ -56,19 +56,6 @@ def read_weight(pointers, ok, EVEN_K: tl.constexpr):
         return tl.load(pointers, eviction_policy="evict_first")
     else:
         return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def prefetch_rows(block, weight, size, stride, other, other_stride, K, BN: tl.constexpr, GATED: tl.constexpr,
-                  PREFETCHED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The rows of a block are on their way while its program waits. Later programs have nothing to wait for."""
-    if PDL and PREFETCHED:
-        late = tl.maximum(tl.program_id(0) - (PREFETCHED - 1), 0)
-        for i in tl.static_range(BN):
-            row = tl.minimum(block * BN + i, size - 1).to(tl.int64)
-            prefetch(weight + row * stride, K, late, PDL)
-            if GATED != "":
-                prefetch(other + row * other_stride, K, late, PDL)
 
 
 @triton.jit
@@ -130,11 +117,9 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
-    prefetch_rows(block, weight, size, stride, weights[-1], strides[-1], K, BN, GATED, PREFETCHED, PDL)
     pdl_wait(PDL)
     n = block * BN + tl.arange(0, BN)
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.

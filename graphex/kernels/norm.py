@@ -1,8 +1,8 @@
 """The RMSNorm kernel and its launches: norms alone, then norms that end in a quantisation.
 
-The kernel normalises with and without the residual add before it, with a cast or a quantisation after it. One program
-normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in each pass
-over it. All ops of the family are this kernel with some of its inputs and outputs absent.
+The kernel normalises with and without the residual add before or after it, with a cast or a quantisation after it. One
+program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in
+each pass over it. All ops of the family are this kernel with some of its inputs and outputs absent.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from graphex.kernels.layout import (
     allocate_ones,
     blocks_of,
     inputs_of,
+    memory_order,
     remember,
     row_tile,
     rows_of_ones,
@@ -75,7 +76,7 @@ def _summed(x1, x2, total, at1, at2, at, ok, X: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "inner1", "inner2", "one_inner"])
 def norm_kernel(
     x1,
-    x2,
+    x2,  # added to x1, or, if AFTER, to the norm
     weight,
     beta,
     total,
@@ -118,6 +119,7 @@ def norm_kernel(
     ZERO_IS_ZERO: tl.constexpr,
     FULL_RANGE: tl.constexpr,
     EARLY_SCALE: tl.constexpr,
+    AFTER: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,6 +139,9 @@ def norm_kernel(
     column0_ok = column0 < columns
     ok0 = row_ok & column0_ok
 
+    residual = None
+    if AFTER:
+        residual, x2 = x2, None
     value0 = _summed(x1, x2, total, start1 + column0, start2 + column0, start + column0, ok0, X)
     # The parameters of the first tile are read before the reduction, which their latency would follow. Not a known
     # scale where there are many rows: its registers are better spent on rows in flight.
@@ -191,6 +196,8 @@ def norm_kernel(
             more = of_columns(extra, column, column_ok, ONE_ZERO_POINT, 0)
         if QUANT == "static" and (TILES > 1 or not EARLY_SCALE):
             known = of_columns(q_scale, column, column_ok, ONE_SCALE, 1.0)
+        if residual is not None:
+            y = rounded(y, Y) + tl.load(residual + start2 + column, mask=ok, other=0.0).to(tl.float32)
         if y_out is not None:
             tl.store(y_out + at, y.to(Y), mask=ok)
         if y32_out is not None:
@@ -219,6 +226,7 @@ class Norm(NamedTuple):
     offset: float = 0.0
     cast_first: bool = False
     beta: Tensor | None = None
+    after: bool = False  # x2 is added to the norm, which has its type
 
 
 class Quantise(NamedTuple):
@@ -279,6 +287,7 @@ def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Declined:
         "HAS_OFFSET": norm.offset != 0,
         "QUANT": "dynamic" if quantise.dynamic else "static" if quantise.static else "",
         "EARLY_SCALE": quantise.static is not None and count <= FEW_ROWS,
+        "AFTER": norm.after,
         "TILES": blocks_of(columns, tile.columns),
         "ROWS": tile.rows,
         "BLOCK": tile.columns,
@@ -293,16 +302,16 @@ def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
     """The results of these names, as a tuple, or why there are none."""
     if isinstance(norm, Declined):
         return norm
-    x1, x2, weight, eps, offset, cast_first, beta = norm
+    x1, x2, weight, eps, offset, cast_first, beta, after = norm
     dynamic, static, smooth, scale, zero_point = quantise
     tensors = signature(x1, x2, weight, beta, smooth, scale, zero_point)
-    key = tensors, offset != 0, cast_first, dynamic, static
+    key = tensors, offset != 0, cast_first, after, dynamic, static
     plan = _PLANS.get(key) or remember(_PLANS, key, _plan(norm, quantise))
     if isinstance(plan, Declined):
         return plan
     order, quantised_to = plan.order, dynamic or static
     made = {  # in the order of the kernel's arguments
-        "total": None if x2 is None else allocate(x1, order, x1.dtype),
+        "total": None if x2 is None or after else allocate(x1, order, x1.dtype),
         "y": allocate(x1, order, plan.y_dtype) if "y" in names else None,
         "y32": allocate(x1, order, torch.float32) if "y32" in names else None,
         "rstd": allocate_ones(x1, torch.float32) if "rstd" in names else None,
@@ -322,6 +331,15 @@ def norm_of(call: Arguments) -> Norm:
 
 def rms_norm(call: Arguments) -> Any:
     return run(norm_of(call), "y", "rstd")
+
+
+def rms_norm_add(call: Arguments) -> Any:
+    if norm_dtype(call.x, call.weight, call.cast_before_weight) != call.x.dtype:
+        return Declined("the norm has another type than x and the residual")
+    if memory_order(call.x) != memory_order(call.residual):
+        return Declined("the rows of x and of the residual are in another order in memory")
+    done = run(norm_of(call)._replace(x2=call.residual, after=True), "y")
+    return done if isinstance(done, Declined) else done[0]
 
 
 def add_rms_norm(call: Arguments) -> Any:

@@ -66,7 +66,7 @@ class Sessions:
         """A session that fits. After an error or an interruption it is not used again."""
         model = self._model()
         assert model is not None  # the caller holds it
-        types = tuple(each.dtype for each in model.parameters())
+        types = tuple(each.dtype for each in tensors_of(model))
         key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
         with self._lock:
             found = self._idle.pop(key, [])
@@ -104,6 +104,21 @@ class Sessions:
     def compiled(self) -> list[Journal]:
         """What the sessions compiled that are still there."""
         return [session.journal for session in self._made]
+
+
+def tensors_of(model: Any) -> list[Tensor]:
+    """The parameters and buffers of a model, before every generation: torch's own iterators also make their names."""
+    found: list[Tensor] = []
+    modules, seen = [model], {id(model)}
+    while modules:
+        module = modules.pop()
+        for held in (module._parameters, module._buffers):
+            found += [each for each in held.values() if each is not None]
+        for part in module._modules.values():
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                modules.append(part)
+    return found
 
 
 def sessions_of(model: Any) -> Sessions:
@@ -342,8 +357,7 @@ class Session:
 
     def _addresses(self) -> tuple[int, ...]:
         """Where the weights are: a capture is right for these."""
-        model = self._model
-        return tuple(each.data_ptr() for each in (*model.parameters(), *model.buffers()))
+        return tuple([each.data_ptr() for each in tensors_of(self._model)])
 
     def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
         """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""

@@ -1,4 +1,4 @@
-"""RMSNorm as models write it, with and without the residual add before it.
+"""RMSNorm as models write it, with and without the residual add before or after it.
 
 The cast order and the weight's offset are parameters, because models round differently:
 
@@ -140,6 +140,33 @@ def weighted(
         return (weight + weight_offset if weight_offset else weight) * n.to(dtype)
     weight = weight.to(n.dtype)
     return (n * (weight + weight_offset if weight_offset else weight)).to(dtype)
+
+
+@op(
+    f"graphex::rms_norm_add(Tensor x, Tensor residual, Tensor? weight, {NORM}) -> Tensor",
+    title="RMSNorm + residual add",
+    kernel="norm.rms_norm_add",
+    rows=RowRule("last_dim", ("x", "residual")),
+    inlines=True,
+)
+def rms_norm_add(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> Tensor:
+    """The residual, and the RMSNorm of what a layer made of it: x and residual of one shape and type.
+
+        y, _ = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
+        sum  = residual + y
+
+    For inference: it has no derivative.
+    """
+    check_alike("x and residual", x, residual)
+    y, _ = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
+    return residual + y
 
 
 @op(

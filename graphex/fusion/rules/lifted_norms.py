@@ -2,6 +2,8 @@
 
     x1, x2 -> add -> s -> graphex.rms_norm -> y, rstd                               add_rms_norm -> y, rstd, s
 
+    x -> graphex.rms_norm -> y; residual, y -> add -> s                             rms_norm_add -> s
+
     x1, x2 -> graphex.add_rms_norm -> y -> graphex.dynamic_quant -> q, scale        add_rms_norm_dynamic_quant
                                    -> s                                             -> q, scale, s
 
@@ -16,6 +18,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from graphex.analysis import same_layout
 from graphex.fusion.calls import value_of
 from graphex.fusion.patterns import ROUNDS
 from graphex.fusion.rule import Rule
@@ -54,6 +57,24 @@ def _same_kind(match: Match) -> bool | Refusal:
     return Refusal("the addends are not tensors of one type", match.nodes[-1], f"give both addends one type{ROUNDS}")
 
 
+def _before_add(residual_first: bool) -> Rule:
+    """A norm whose only use is to be added to a residual (Gemma, OLMo 2). Its rstd is used for nothing."""
+    joined, residual = ops.rms_norm_add.default, KeywordArg("residual")
+    y = pick(calling(ops.rms_norm.default), 0)
+    addends = (residual, y) if residual_first else (y, residual)
+    pattern = CallFunction(torch.ops.aten.add.Tensor, *addends, alpha=1)
+    call = taking(names_of(joined), joined)
+    return rule(
+        "rms_norm_add", call, call, dict, _like_x, requires=("graphex::rms_norm",), given=pattern, origin="default"
+    )
+
+
+def _like_x(match: Match) -> bool | Refusal:
+    if same_layout(*(value_of(match.kwargs[name]) for name in ("x", "residual"))):
+        return True
+    return Refusal("the norm and what it is added to are not tensors of one type, shape and layout", match.nodes[-1])
+
+
 def _with_quantisation(producer: str, quantisation: str) -> Rule:
     first, second = (getattr(ops, name).default for name in (producer, quantisation))
     fused = getattr(ops, f"{producer}_{quantisation}").default
@@ -68,5 +89,6 @@ def _with_quantisation(producer: str, quantisation: str) -> Rule:
 
 RULES = (
     *(_with_add(norm, results) for norm, results in NORMS.items()),
+    *(_before_add(residual_first) for residual_first in (True, False)),
     *(_with_quantisation(producer, quantisation) for producer, quantisation in product(PRODUCERS, QUANTISATIONS)),
 )

@@ -183,6 +183,46 @@ def test_a_residual_add_joins_the_norm_and_its_sum_stays(dtype: torch.dtype, dyn
     assert torch.ops.aten.add.Tensor not in lifted.seen.targets
 
 
+@ways
+@pytest.mark.parametrize("first", ["residual", "norm"])
+def test_a_norm_that_is_only_added_to_a_residual_is_one_op_with_the_sum(
+    first: str, dtype: torch.dtype, dynamic: bool
+) -> None:
+    def block(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        normed = llama(y, weight)
+        return x + normed if first == "residual" else normed + x
+
+    x, y = rand(3, 5, 16, dtype=dtype), rand(3, 5, 16, dtype=dtype)
+    lifted = Lifted(block, x, y, rand(16, dtype=dtype), dynamic=dynamic)
+    assert lifted.fused == {"lift_rms_norm": 1, "rms_norm_add": 1}
+    assert torch.ops.aten.add.Tensor not in lifted.seen.targets
+
+
+def test_a_sum_that_is_normalised_again_belongs_to_the_norm_behind_it() -> None:
+    def block(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + llama(y, weight)
+        return llama(total, weight), total
+
+    lifted = Lifted(block, rand(3, 16), rand(3, 16), rand(16))
+    assert lifted.fused == {"lift_rms_norm": 2, "add_rms_norm": 1}
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda normed, x: (x + normed, normed),
+        lambda normed, x: torch.add(x, normed, alpha=2),
+        lambda normed, x: x[:1] + normed,
+        lambda normed, x: x.double() + normed,
+        lambda normed, x: normed + 1.0,
+    ],
+    ids=["used twice", "twice", "broadcast", "mixed types", "a number"],
+)
+def test_other_sums_of_a_norm_stay_apart(add: Callable[..., object]) -> None:
+    lifted = Lifted(lambda x, y, weight: add(llama(y, weight), x), rand(3, 16), rand(3, 16), rand(16))
+    assert lifted.fused == {"lift_rms_norm": 1}
+
+
 @pytest.mark.parametrize(
     "add",
     [

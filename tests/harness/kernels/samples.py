@@ -557,6 +557,7 @@ def dropout_seeds(make: Maker) -> Iterator[Sample]:
 
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rms_norm": rms_norm,
+    "graphex::rms_norm_add": add_rms_norm,
     "graphex::add_rms_norm": add_rms_norm,
     "graphex::add_rms_norm_cast": add_rms_norm,
     "graphex::dynamic_quant": dynamic_quant,

@@ -20,6 +20,10 @@ DECLINED = {
     "graphex::silu_mul_linears": {ONLY_16_BIT},
     "graphex::gated_linears": {ONLY_16_BIT},
     "graphex::rms_norm_gated_linears": {ONLY_16_BIT},
+    "graphex::rms_norm_add": {
+        "the norm has another type than x and the residual",
+        "the rows of x and of the residual are in another order in memory",
+    },
     "graphex::rotary_attention_": {"there is more than one token"},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
     "npu::npu_grouped_matmul": {
