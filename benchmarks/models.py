@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measure import machine, versions
 from benchmarks.models_rows import PACKAGES, Job, Row, Rows, inductor_beside
 from benchmarks.models_targets import means, missed
+from benchmarks.subjects import Setting
 from benchmarks.variants import (
     AUTOTUNE,
     DEFAULT,
@@ -47,7 +48,7 @@ from benchmarks.variants import (
     Variant,
 )
 from benchmarks.workers import Plan, measure
-from benchmarks.zoo import MODELS, Setting
+from benchmarks.zoo import MODELS, USUAL
 
 COLUMNS = ("ms", "x Inductor", "cold s", "warm s", "peak MiB", "error", "graphs")
 CPU_ONLY = ("resnet",)  # where torchvision is there, resnet50 has its shape
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = versions("transformers", "torchvision")
     print(f"inference of models on {device}. {machine()}", end=", ")
     print(", ".join(f"{name} {about[name]}" for name in PACKAGES), flush=True)
-    names, remarks = available(options.models or [name for name in MODELS if device == "cpu" or name not in CPU_ONLY])
+    names, remarks = available(options.models or [name for name in USUAL if device == "cpu" or name not in CPU_ONLY])
     settings = [setting for name in names for setting in settings_of(name, device, options)]
     return told(measured(jobs(settings, variants(device, options)), options), remarks)
 

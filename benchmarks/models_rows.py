@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import machine, versions
+from benchmarks.subjects import Setting
 from benchmarks.variants import AUTOTUNE, DEFAULT, EAGER, MODEL_VARIANTS, REDUCE, Variant
 from benchmarks.workers import VariantOf, write_rows
-from benchmarks.zoo import MODELS, Setting
+from benchmarks.zoo import MODELS
 
 PACKAGES = ("triton", "transformers", "torchvision")
 

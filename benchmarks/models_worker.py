@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode_worker import FIRST, imported
 from benchmarks.measure import peak_bytes, peak_device_bytes, per_call, synchronize
+from benchmarks.subjects import Setting, error, first_floating
 from benchmarks.variants import MODEL_VARIANTS, Variant
-from benchmarks.zoo import MODELS, Setting, build, error, first_floating, in_float64
+from benchmarks.zoo import MODELS, build, in_float64
 
 
 def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict[str, Any]]:

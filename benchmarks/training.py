@@ -28,10 +28,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import machine
+from benchmarks.subjects import Setting
 from benchmarks.training_models import MODELS
 from benchmarks.variants import REDUCE, TRAIN_STEP, TRAINING_VARIANTS, Variant
 from benchmarks.workers import Plan, measure
-from benchmarks.zoo import Setting
 
 BATCHES = ("small", "middle", "large")
 TIME, MEMORY, WHOLE_STEP = 1.02, 1.05, 1 / 1.25  # of reduce-overhead's, at most; the last for small batches

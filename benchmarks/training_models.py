@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import networks
-from benchmarks.zoo import HF, Setting, transformer
+from benchmarks.subjects import HF, Setting, transformer
 
 
 class WithLoss(nn.Module):

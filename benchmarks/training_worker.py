@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode_worker import imported
 from benchmarks.measure import peak_bytes, peak_device_bytes, per_call, synchronize
+from benchmarks.subjects import Setting
 from benchmarks.training_models import MODELS, Batch, build
 from benchmarks.variants import TRAIN_STEP, TRAINING_VARIANTS, Variant
-from benchmarks.zoo import Setting
 
 FIRST = 6  # steps until everything is captured
 

@@ -127,7 +127,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops of a graph that Inductor is given others for, because it would take the sign of a zero for another."""
+    """Ops of a graph that Inductor is given others for, because it would compute them otherwise near zero."""
     return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
 
 
@@ -149,9 +149,32 @@ def _clamped(x: Tensor, least: Any = None, most: Any = None) -> Any:
     return x if most is None else torch.where(x > most, most, x)
 
 
+def _less_one(x: Tensor) -> Any:
+    """exp(x) - 1, which C++ code computes as it is written here: near zero nothing would be left of x."""
+    if x.device.type != "cpu" or not x.dtype.is_floating_point:
+        return NotImplemented
+    wide = x.float() if x.dtype.itemsize == 2 else x
+    near = 2 * torch.exp(wide * 0.5) * torch.sinh(wide * 0.5)
+    return torch.where(wide.abs() > 1, torch.exp(wide) - 1, near).to(x.dtype)
+
+
+def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
+    if x.device.type != "cpu" or not x.dtype.is_floating_point:
+        return NotImplemented
+    wide = x.float() if x.dtype.itemsize == 2 else x
+    return torch.where(wide >= 0, wide * scale, _less_one(wide * input_scale) * (alpha * scale)).to(x.dtype)
+
+
+def _celu(x: Tensor, alpha: float = 1.0) -> Any:
+    return _elu(x, alpha, 1.0, 1.0 / alpha)
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.celu.default: _celu,
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_min.default: _clamped,
+    torch.ops.aten.elu.default: _elu,
+    torch.ops.aten.expm1.default: _less_one,
     torch.ops.aten.hardtanh.default: _clamped,
     torch.ops.aten.neg.default: _negated,
     torch.ops.aten.pow.Tensor_Scalar: _power,

@@ -17,6 +17,7 @@ is what is computed again, such as the activations of all layers, and casts of g
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
@@ -52,25 +53,35 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
 def sunk(segments: list[list[Node]]) -> list[list[Node]]:
     """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
 
-    A node moves if it reads nothing that stays behind, or makes more bytes than it reads.
+    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. The parts of a tuple stay
+    with it: what a region takes are tensors.
     """
-    place = {node: number for number, nodes in enumerate(segments) for node in nodes}
+    place: dict[Node, int] = {}
+    for number, nodes in enumerate(segments):
+        place |= {node: place[owner] if (owner := _tuple_of(node)) in place else number for node in nodes}
     bound = {node for node in place if not _may_move(node, place)}
     for _ in range(ROUNDS):
         home: dict[Node, int] = {}
         for node in reversed(place):
             first = place[node] if node in bound else min(home[user] for user in node.users)
             home[node] = max(first, place[node])
+        home |= {node: home[owner] for node in place if (owner := _tuple_of(node)) in home}
         tied = {node for node in place if home[node] > place[node] and _reads_what_stays(node, place, home)}
         if not tied:
             break
         bound |= tied
     else:
-        return segments
+        home = place
     moved: list[list[Node]] = [[] for _ in segments]
     for node in place:
         moved[home[node]].append(node)
     return [nodes for nodes in moved if nodes]
+
+
+def _tuple_of(node: Node) -> Node | None:
+    """The node that a node is a part of."""
+    owner = node.args[0] if node.target is operator.getitem else None
+    return owner if isinstance(owner, Node) else None
 
 
 def _may_move(node: Node, place: dict[Node, int]) -> bool:

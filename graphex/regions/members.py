@@ -56,8 +56,7 @@ _DTYPES = frozenset(
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {
-        *(aten.acosh, aten.asinh, aten.atanh, aten.celu, aten.elu, aten.erf, aten.erfinv, aten.expm1),
-        aten.special_ndtr,
+        *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv, aten.special_ndtr),
     }
 )
 # Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.

@@ -13,6 +13,7 @@ import torch
 from benchmarks import models
 from benchmarks.models_rows import Row, Rows, inductor_beside
 from benchmarks.models_targets import means, missed
+from benchmarks.subjects import Setting, error, first_floating
 from benchmarks.variants import (
     AUTOTUNE,
     DEFAULT,
@@ -24,7 +25,7 @@ from benchmarks.variants import (
     REDUCE,
     Variant,
 )
-from benchmarks.zoo import MODELS, Setting, build, error, first_floating, in_float64
+from benchmarks.zoo import MODELS, build, in_float64
 
 TINY = Setting("mlp", "tiny", 2, "float32", "cpu", 1)
 BERT = Setting("bert")

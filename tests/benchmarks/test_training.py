@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.subjects import Setting
 from benchmarks.training import Row, Rows, missed, settings_of, table
 from benchmarks.training import parser as command
 from benchmarks.training_models import MODELS
 from benchmarks.training_worker import stages
 from benchmarks.variants import GRAPHEX, REDUCE, TRAIN_STEP
-from benchmarks.zoo import Setting
 
 TINY = Setting("unet", "tiny", 2, "float32", "cpu", 1)
 

@@ -21,9 +21,13 @@ INSIDE = (
     {name: getattr(torch, name) for name in UNARY}
     | {name: getattr(nn.functional, name) for name in ACTIVATIONS}
     | {
+        "celu": nn.functional.celu,
         "divide": lambda x: x / 0.7,
+        "elu": nn.functional.elu,
+        "expm1": torch.expm1,
         "fmod": lambda x: torch.fmod(x, 1.7),
         "power": lambda x: x.abs() ** 0.3,
+        "selu": nn.functional.selu,
         "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
     }
 )
@@ -31,13 +35,9 @@ INSIDE_ON_GPU = {
     "acosh": torch.acosh,
     "asinh": torch.asinh,
     "atanh": torch.atanh,
-    "celu": nn.functional.celu,
-    "elu": nn.functional.elu,
     "erf": torch.erf,
     "erfinv": lambda x: torch.erfinv(1 - x.double().exp2() * 2**-53),
-    "expm1": torch.expm1,
     "ndtr": torch.special.ndtr,
-    "selu": nn.functional.selu,
 }
 OUTSIDE_ON_GPU = {
     "i0": torch.i0,

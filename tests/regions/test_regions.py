@@ -82,6 +82,29 @@ def test_equal_layers_are_compiled_once():
     assert statuses.count("compiled") <= 3
 
 
+def test_layers_may_share_the_parts_of_a_tuple(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")  # a trial makes up what a region takes
+
+    class Modulated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.told = nn.ModuleList(nn.Linear(8, 48) for _ in range(8))
+            self.blocks = nn.ModuleList(nn.ModuleList((nn.Linear(16, 32), nn.Linear(32, 16))) for _ in range(8))
+
+        def forward(self, x, c):
+            for told, (up, down) in zip([layer(c) for layer in self.told], self.blocks, strict=True):
+                scale, shift, gate = told.chunk(3, -1)
+                x = x + gate * down(nn.functional.gelu(up(x * scale + shift)))
+            return x
+
+    model, x, c = Modulated(), torch.randn(3, 16), torch.randn(1, 8)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x, c), model(x, c))
+    assert len(regions(run)) >= 8
+    assert not graphex.journal(run).fallbacks
+
+
 def test_views_of_results_share_memory_as_in_eager():
     def views(x):
         y = torch.relu(x * 2 + 1)
