@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from importlib import import_module
@@ -37,7 +37,7 @@ from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
 from graphex.loops.warm_up import undone
 from graphex.records import FellBack, Journal
-from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, value_in_scope
+from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
 
 _MARK = b"graphex saved function 1\n"
 _MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
@@ -84,6 +84,7 @@ def save(
     _choose_kernels(partial(ahead.function, *given, **(kwargs or {})), backend.journal)
     about = {"machine": machine_of(()), "is_module": is_module, "takes_self": takes_self}
     about |= {"module": ahead.module, "sources": ahead.sources}
+    about["device"] = _device_of(backend.journal)
     about["guards"] = _named_guards(ahead, model, declared)
     with written_whole(Path(path)) as file:
         file.write(_MARK + sealed(json.dumps(about).encode() + b"\n" + ahead.data))
@@ -128,8 +129,17 @@ class Loaded:
         return self
 
 
-def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: bool = False) -> Loaded:
+def load(
+    path: str | Path,
+    model: torch.nn.Module | None = None,
+    *,
+    device: str | torch.device | None = None,
+    trusted: bool = False,
+) -> Loaded:
     """What `save` wrote, to be called. `model` is the module whose weights it uses; its class must be importable.
+
+    It runs on the `device` of this name, such as "cuda:1": by default on that of the model's weights, if they are on
+    one of the same kind, or else on the one it was saved on.
 
     A saved file holds code, which loading runs. So it is loaded only if you or root own it and its folder, and nobody
     else can write to them; `trusted=True` loads it from anywhere.
@@ -146,10 +156,31 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
         )
         raise InputError(f"'{path}' {wanted}.")
     _check_sources(path, head["sources"])
-    with collector_paused():
+    with collector_paused(), _on_device(path, head["device"], device, model):
         function = aot_loaded(data, _globals(head["module"], model), model)
     _check_guards(path, head["guards"], function, model)
     return Loaded(function, model if head["takes_self"] else None)
+
+
+def _device_of(journal: Journal) -> str:
+    """The accelerator that a graph is for; without one, or with several, a graph cannot be moved."""
+    found = {device for graph in journal.graphs for device in graph.devices if device != "cpu"}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _on_device(
+    path: str | Path, saved: str, wanted: str | torch.device | None, model: torch.nn.Module | None
+) -> AbstractContextManager[None]:
+    """What is loaded inside is for the device that is wanted, or that the model is on. Raises InputError."""
+    before = torch.device(saved or "cpu")
+    if wanted is not None and torch.device(wanted).type != before.type:
+        raise InputError(
+            f"'{path}' was saved for '{before.type}', not for '{torch.device(wanted).type}'. Save it again."
+        )
+    weights = () if model is None else (*model.parameters(), *model.buffers())
+    places = [torch.device(wanted)] if wanted is not None else [each.device for each in weights]
+    now = next((each for each in places if each.type == before.type and each.index is not None), before)
+    return nullcontext() if now == before else moved(before, now)
 
 
 # -- what torch's guards do not say of a process -----------------------------------------------------------------------

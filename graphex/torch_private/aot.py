@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import io
 import pickle
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
@@ -25,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.lookup import find, later, present, private
+from graphex.torch_private.lookup import find, later, present, private, replaced_in_this_thread
 
 _CACHES = ("force_autograd_cache", "bundled_autograd_cache")
 
@@ -143,6 +145,9 @@ def _aot_compile(
     function: Callable[..., Any], args: Any, kwargs: Any, backend: Any, guards: _Guards, **settings: bool
 ) -> Any:
     config = find("torch._dynamo.config")
+    settings["automatic_dynamic_shapes"] = (
+        False  # sizes that another model was compiled for in this process do not count
+    )
     settings |= {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
     options = {"guard_filter_fn": guards.are_saved}
     with config.patch(settings), _builtins_are_no_references():
@@ -153,7 +158,52 @@ def _aot_compile(
 def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | None) -> Any:
     """The function that `aot_compiled` has made, to be called; `names` are the globals of the function."""
     load = find("torch._dynamo.aot_compile.AOTCompiledFunction").deserialize
-    return load(data, names, *_held(load, 2, module))
+    package = find("torch._dynamo.package")
+    with replaced_in_this_thread(package, "load_guards_state", _guards_state):
+        return load(data, names, *_held(load, 2, module))
+
+
+_moved: ContextVar[tuple[torch.device, torch.device] | None] = ContextVar("moved", default=None)
+
+
+@contextmanager
+def moved(before: torch.device, now: torch.device) -> Iterator[None]:
+    """What is unpickled by `unpickled`, or loaded by `aot_loaded`, is for the device `now` where it was for another."""
+    token = _moved.set((before, now))
+    try:
+        yield
+    finally:
+        _moved.reset(token)
+
+
+def moved_device(device: torch.device) -> torch.device:
+    """The device that stands for one that was saved."""
+    found = _moved.get()
+    return found[1] if found is not None and found[0] == device else device
+
+
+def unpickled(data: bytes) -> Any:
+    """What was pickled, on the device that `moved` asks for: its devices, fake tensors and real ones."""
+    return pickle.loads(data) if _moved.get() is None else _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "device"):
+            return lambda *args: moved_device(torch.device(*args))
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), map_location=_location, weights_only=False)
+        return super().find_class(module, name)
+
+
+def _location(storage: Any, location: str) -> Any:
+    """Where torch is to put a storage: as it puts those that are not moved, or on the other device."""
+    device = moved_device(torch.device(location))
+    return None if device == torch.device(location) else storage.to(device=device)
+
+
+def _guards_state(original: Callable[[bytes], Any], data: bytes) -> Any:
+    return original(data) if _moved.get() is None else unpickled(data)
 
 
 def is_in_scope(expression: str, function: Any) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 import graphex
+from graphex.cache.graphs import packed_graph, unpacked_graph
+from graphex.torch_private.aot import moved, unpickled
+from graphex.torch_private.symbolic import FakeTensorMode
 from tests.harness.processes import in_folder, python
 
 
@@ -103,6 +108,15 @@ def test_the_next_process_needs_no_dynamo_tracing(tmp_path):
     assert python("-c", program, "load", tmp_path / "file", cwd=tmp_path, **switches).stdout == "['loaded'] Counter()\n"
 
 
+@torch.no_grad()
+def test_each_size_is_saved_as_it_is_whatever_was_saved_before(tmp_path):
+    model = Step()
+    for rows in (2, 3, 4):
+        given = torch.randn(rows, 8), torch.zeros(rows, 8)
+        graphex.save(model, given, tmp_path / "file")
+        assert graphex.load(tmp_path / "file", model)(*given).shape == (rows, 8)
+
+
 # -- what torch's guards do not say ------------------------------------------------------------------------------------
 
 
@@ -177,6 +191,35 @@ def test_a_function_that_was_changed_since_is_refused_and_named(tmp_path):
     (tmp_path / "net.py").write_text(model.format(2))
     caught = f"try:\n    {load}\nexcept graphex.InputError as error:\n    print(error)"
     assert "was saved before `def forward(self, x):` in" in in_folder(program.format(caught), tmp_path)
+
+
+# -- another device index ----------------------------------------------------------------------------------------------
+
+
+def test_everything_in_a_saved_graph_is_for_the_device_it_is_loaded_for():
+    """Values, arguments of nodes, constants. No device is needed: the values are fake."""
+    with FakeTensorMode() as mode:
+        x, host = torch.empty(4, device="cuda:0"), torch.empty(2)
+    graph = Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.zeros.default, ([4],), {"device": torch.device("cuda", 0)})
+    kept = graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": torch.device("cpu")})
+    graph.output((given, made, kept))
+    given.meta["val"], made.meta["val"], kept.meta["val"] = x, x, host
+    data = pickle.dumps((packed_graph(graph), torch.ones(3)))
+    with moved(torch.device("cuda", 0), torch.device("cuda", 1)):
+        stored, constant = unpickled(data)
+    there = unpacked_graph(stored, mode)
+    devices = [str(node.meta["val"].device) for node in there.nodes if node.op != "output"]
+    assert devices == ["cuda:1", "cuda:1", "cpu"]
+    assert [str(node.kwargs["device"]) for node in there.nodes if node.kwargs] == ["cuda:1", "cpu"]
+    assert constant.tolist() == [1.0, 1.0, 1.0]
+    assert str(unpickled(data)[0].nodes[0].meta["val"].device) == "cuda:0"
+
+
+def test_another_kind_of_device_is_refused(saved):
+    with pytest.raises(graphex.InputError, match="was saved for 'cpu', not for 'cuda'"):
+        graphex.load(saved, Step(), device="cuda:1")
 
 
 # -- what cannot be saved or loaded ------------------------------------------------------------------------------------
