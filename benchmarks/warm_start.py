@@ -1,6 +1,6 @@
 """Times the first call of a model in a process that starts, with empty caches and with those of the process before.
 
-    PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--rounds 3] [--limit 100]
+    PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--row "graphex load"] [--rounds 3] [--limit 100]
 
 A round has two parts. First the cold processes of all models run beside each other, in empty cache folders: graphex,
 graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They hold each other up, alike; their
@@ -20,7 +20,8 @@ a limit, the cold processes of a round have COLD_SHARE of it; what has not ended
 
 A measured process is forked from one that has made these imports and not touched the GPU. The models: decode steps of 8
 and 32 layers, BERT, and a training step of ResNet-50, smaller on a CPU. What the cache costs a cold start is also told
-by the seconds spent on it, which other processes do not disturb.
+by the seconds spent on it, which other processes do not disturb. `bare Dynamo` is torch.compile(backend="eager"): what
+no backend can be faster than. A row is measured for every model, or, as "decode-32: graphex load", for one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ from benchmarks.measure import machine, synchronize
 
 MODELS = ("decode-8", "decode-32", "bert", "resnet-training")
 STAGES = ("imports", "Dynamo", "passes", "kernels", "cache", "rest", "capture", "first call", "total")
-ROWS = ("graphex cold", "graphex warm", "graphex load", "graphex without cache", "inductor cold", "inductor warm")
+ROWS = (
+    *("graphex cold", "graphex warm", "graphex load", "graphex without cache"),
+    *("inductor cold", "inductor warm", "bare Dynamo"),
+)
 COLD = {  # row: backend, folder, environment
     "graphex cold": ("graphex", "graphex", {}),
     "graphex without cache": ("graphex", "without", {"GRAPHEX_CACHE": "off"}),
@@ -63,6 +67,7 @@ WARM = {
     "graphex load": ("load", "saved", {}),
     "graphex warm": ("graphex", "graphex", {}),
     "inductor warm": ("inductor", "inductor", {}),
+    "bare Dynamo": ("eager", "dynamo", {}),
 }
 SAVED = ("save", "graphex load")  # not for training
 ROWS_OF_FILES = (*COLD, *WARM)
@@ -72,10 +77,10 @@ TARGETS = (
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
 )
 
-COLD_SHARE = 0.6
-ROWS_TOGETHER = 2  # of each model: 32 layers take 32 GiB while they are made, and more rows do not fit into a GPU
+COLD_SHARE = 0.62
+ROWS_TOGETHER = {"decode-32": 2}  # 32 layers take 32 GiB while they are made, and more do not fit into a GPU
 FORK = get_context("fork")
-_IMPORTS = {"inductor": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
+_IMPORTS = {"eager": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
 
 Stages = dict[str, float]
 Run = Callable[[Callable[..., Any]], object]
@@ -113,7 +118,7 @@ def stages(model: str, backend: str) -> Stages:
         run(compiled)
     synchronize()
     seconds = time.perf_counter() - started
-    return split(seconds, None if backend == "inductor" else graphex.journal(compiled))
+    return split(seconds, graphex.journal(compiled) if backend == "graphex" else None)
 
 
 @torch.no_grad()
@@ -185,9 +190,9 @@ def imports(until: float) -> dict[str, float]:
         text = subprocess.run([sys.executable, "-c", code], timeout=left, **options).stdout
     except subprocess.TimeoutExpired:
         print("imports: there was no time left", flush=True)
-        return dict.fromkeys((*_IMPORTS, "save"), 0.0)
+        return dict.fromkeys((*_IMPORTS, "save", "inductor"), 0.0)
     found = dict(zip(_IMPORTS, map(float, text.split()), strict=True))
-    return {**found, "save": found["load"]}
+    return {**found, "save": found["load"], "inductor": found["eager"]}
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -255,10 +260,30 @@ def in_a_process(function: Callable[[], Any]) -> Any:
     return found
 
 
+def pairs_of(models: list[str], rows: list[str]) -> list[tuple[str, str]]:
+    """Models and rows in the order in which they are measured, with the rows that others need."""
+    asked = [(model, row.rpartition(": ")) for model in models for row in rows]
+    wanted = {(model, row) for model, (only, _, row) in asked if only in ("", model)}
+    wanted |= {(model, NEEDED[row]) for model, row in wanted if row in NEEDED}
+    pairs = [(model, row) for row in ROWS_OF_FILES for model in models if (model, row) in wanted]
+    return [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
+
+
+def groups(jobs: list[Job]) -> Iterator[list[Job]]:
+    """Cold processes that run beside each other: of each model as many as fit into a GPU."""
+    waiting = list(jobs)
+    while waiting:
+        group: list[Job] = []
+        for job in list(waiting):
+            if sum(other.model == job.model for other in group) < ROWS_TOGETHER.get(job.model, len(COLD)):
+                group.append(job)
+                waiting.remove(job)
+        yield group
+
+
 def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dict[str, Stages]]:
     """Every row of each model; a row that fails is left out, and says why."""
     found: dict[str, dict[str, Stages]] = {model: {} for model in models}
-    wanted = {*rows, *(NEEDED[row] for row in rows if row in NEEDED)}
 
     def add(job: Job, made: Stages | str) -> None:
         if isinstance(made, str):
@@ -268,17 +293,14 @@ def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dic
             print(line(f"{job.model}, {job.row}", made), flush=True)
 
     with tempfile.TemporaryDirectory() as root:
-        pairs = [(model, row) for row in ROWS_OF_FILES for model in models if row in wanted]
-        pairs = [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
-        now = time.perf_counter()
-        cold = [Job.of(*pair, root) for pair in pairs if pair[1] in COLD]
-        together = ROWS_TOGETHER * len(models)
-        for first in range(0, len(cold), together):
-            for job, made in side_by_side(cold[first : first + together], now + COLD_SHARE * (until - now)):
+        pairs, now = pairs_of(models, rows), time.perf_counter()
+        for group in groups([Job.of(*pair, root) for pair in pairs if pair[1] in COLD]):
+            for job, made in side_by_side(group, now + COLD_SHARE * (until - now)):
                 add(job, made)
-        for pair in (pair for pair in pairs if pair[1] in WARM and NEEDED[pair[1]] in found[pair[0]]):
-            for job, made in side_by_side([Job.of(*pair, root)], until):
-                add(job, made)
+        for model, row in pairs:
+            if row in WARM and (row not in NEEDED or NEEDED[row] in found[model]):
+                for job, made in side_by_side([Job.of(model, row, root)], until):
+                    add(job, made)
     return found
 
 
@@ -318,7 +340,8 @@ def table(rounds: list[dict[str, Stages]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--row", choices=ROWS, action="append")
+    of_one_model = tuple(f"{model}: {row}" for model in MODELS for row in ROWS)
+    parser.add_argument("--row", choices=(*ROWS, *of_one_model), action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which nothing is begun or awaited")
     chosen = parser.parse_args()

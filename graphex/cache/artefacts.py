@@ -34,7 +34,7 @@ from graphex.records import (
     Rewrote,
     RuleTried,
 )
-from graphex.regions.compiler import RegionCode
+from graphex.regions.compiler import RegionCode, compile_region
 from graphex.regions.members import inlined_ops
 from graphex.regions.region import Region
 from graphex.regions.stage import NOTHING
@@ -196,8 +196,13 @@ def made_from(
     mode: FakeTensorMode,
     patches: dict[str, Any],
     fall_back: Callable[[str, str, str], None],
+    *,
+    compile_again: bool = False,
 ) -> Made:
-    """The graph of an artefact, with fake tensors of this mode and the constants of the graph as it is given here."""
+    """The graph of an artefact, with fake tensors of this mode and the constants of the graph as it is given here.
+
+    `compile_again`: what Inductor made of its regions is for another device.
+    """
     graph = unpacked_graph(artefact.graph, mode, given.traces)
     root = torch.nn.Module()
     for name, value in {**given.constants, **artefact.constants}.items():
@@ -207,7 +212,10 @@ def made_from(
     for name, data in artefact.regions.items():
         body = graph_module(torch.nn.Module(), unpacked_graph(data.body, mode, given.traces))
         if data.code not in codes:
-            codes[data.code] = _region_code(artefact.codes[data.code], body, mode, patches)
+            code = artefact.codes[data.code]
+            codes[data.code] = (
+                compile_region(body, patches) if compile_again else _region_code(code, body, mode, patches)
+            )
         root.add_module(name, Region(name, body, codes[data.code], lines.get(data.line, data.line), fall_back))
     functional = unpacked_graph(artefact.functional, mode)
     return Made(graph_module(root, graph), functional, [_with_lines(record, lines) for record in artefact.records])

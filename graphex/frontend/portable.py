@@ -37,8 +37,10 @@ from graphex.torch_private.aot import (
     counted_inputs,
     dynamic_results,
     mark_dynamic,
+    moved_device,
     only_hands_over,
     static_input_indices,
+    unpickled,
 )
 from graphex.torch_private.symbolic import FakeTensorMode, ShapeEnv, is_traceable_wrapper_subclass, pytree
 
@@ -60,21 +62,14 @@ class Portable:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Portable:
-        found = pickle.loads(data)
+        found = unpickled(data)
         if not isinstance(found, cls):
             raise InputError("this was not saved by graphex.")
         return found
 
     def callable(self, journal: Journal) -> Compiled:
         """The callable for Dynamo. Raises InputError, saying what differs, where it was saved for another machine."""
-        devices = tuple(self.machine["devices"])
-        here = machine_of(devices)
-        for part in here:
-            if here[part] != self.machine.get(part):
-                raise InputError(
-                    f"this was saved where {part} was {self.machine.get(part)}; here it is {here[part]}. Save it again "
-                    "from the model."
-                )
+        self._check_machine()
         config = CompilerConfig(**self.options).frozen()
         compilation = Compilation(config, journal, "-", origin=self.origin)
         name = compilation.name_graph("inference")
@@ -86,12 +81,34 @@ class Portable:
 
         mode = FakeTensorMode(shape_env=ShapeEnv())
         patches = settings(config) if self.artefact.regions else {}
-        made = made_from(self.artefact, Given(self.handed.constants, [], []), mode, patches, report)
+        given, again = Given(self.handed.constants, [], []), self._why_again()
+        made = made_from(self.artefact, given, mode, patches, report, compile_again=bool(again))
+        if again:
+            report("regions are compiled again", again, "")
         for record in made.records:
             journal.add(record)
         journal.add(CacheAsked(name, "hit", "", "it was saved"))
         program = executable(compilation, name, made, "inference", self.handed.static_inputs)
         return called(program, self.handed)
+
+    def _check_machine(self) -> None:
+        """Raise InputError, saying what differs, where a graph was saved for another machine or kind of device."""
+        kinds = self.machine["devices"]
+        here = machine_of([str(moved_device(torch.device(name))) for name in kinds])
+        before = {**self.machine, "devices": dict(zip(here["devices"], kinds.values(), strict=True))}
+        for part, found in here.items():
+            if found != before.get(part):
+                raise InputError(
+                    f"this was saved where {part} was {before.get(part)}; here it is {found}. Save it again from the "
+                    "model."
+                )
+
+    def _why_again(self) -> str:
+        """Why Inductor's code for the regions cannot be used; empty if it can."""
+        moves = [name for name in self.machine["devices"] if str(moved_device(torch.device(name))) != name]
+        if not moves or not self.artefact.regions:
+            return ""
+        return f"they were saved for {moves[0]}, and the code that Inductor writes names its device"
 
 
 def called(program: Program, handed: HandedOver) -> Compiled:

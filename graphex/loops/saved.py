@@ -11,11 +11,19 @@ The weights are the model's: the file holds none. Guards are checked in every ca
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum
 from functools import partial
+from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -25,11 +33,11 @@ from graphex.backend import get_backend
 from graphex.cache.keys import machine_of
 from graphex.device import kernel_runtime
 from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
-from graphex.errors import GraphexError, InputError, one_line
+from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
 from graphex.loops.warm_up import undone
 from graphex.records import FellBack, Journal
-from graphex.torch_private.aot import aot_compiled, aot_loaded
+from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
 
 _MARK = b"graphex saved function 1\n"
 _MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
@@ -47,12 +55,15 @@ def save(
     *,
     kwargs: Mapping[str, Any] | None = None,
     options: Any = None,
+    declared: Sequence[str] = (),
 ) -> Journal:
     """Compile a model or a function for the arguments of a call, and write it to a file; the journal of compiling it.
 
     Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. On a GPU one
-    call is made, to measure which kernels are fastest; what it writes to its inputs is undone. Raises GraphexError,
-    saying why, where the compiled graph cannot be saved.
+    call is made, to measure which kernels are fastest; what it writes to its inputs is undone. `declared` are objects,
+    such as "self.scorer", of which you say that they do the same where the file is loaded; only objects that another
+    process cannot tell from others need that. Raises GraphexError, saying why, where the compiled graph cannot be
+    saved.
     """
     if not isinstance(args, (list, tuple)):
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
@@ -60,7 +71,7 @@ def save(
         raise InputError(f"nothing can be saved: {reason}.")
     backend = get_backend(options)
     try:
-        data, made, takes_self = aot_compiled(model, tuple(args), dict(kwargs or {}), backend)
+        ahead = aot_compiled(model, tuple(args), dict(kwargs or {}), backend, partial(_check_named, declared))
     except GraphexError:
         raise
     except Exception as error:
@@ -68,11 +79,15 @@ def save(
             raise error.__cause__ from error
         raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
     is_module = isinstance(model, torch.nn.Module)
-    given = (model, *args) if is_module and takes_self else tuple(args)
-    _choose_kernels(partial(made, *given, **(kwargs or {})), backend.journal)
-    head = json.dumps({"machine": machine_of(()), "is_module": is_module, "takes_self": is_module and takes_self})
+    takes_self = is_module and ahead.takes_self
+    given = (model, *args) if takes_self else tuple(args)
+    _choose_kernels(partial(ahead.function, *given, **(kwargs or {})), backend.journal)
+    about = {"machine": machine_of(()), "is_module": is_module, "takes_self": takes_self}
+    about |= {"module": ahead.module, "sources": ahead.sources}
+    about["device"] = _device_of(backend.journal)
+    about["guards"] = _named_guards(ahead, model, declared)
     with written_whole(Path(path)) as file:
-        file.write(_MARK + sealed(head.encode() + b"\n" + data))
+        file.write(_MARK + sealed(json.dumps(about).encode() + b"\n" + ahead.data))
     return backend.journal
 
 
@@ -114,8 +129,17 @@ class Loaded:
         return self
 
 
-def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: bool = False) -> Loaded:
+def load(
+    path: str | Path,
+    model: torch.nn.Module | None = None,
+    *,
+    device: str | torch.device | None = None,
+    trusted: bool = False,
+) -> Loaded:
     """What `save` wrote, to be called. `model` is the module whose weights it uses; its class must be importable.
+
+    It runs on the `device` of this name, such as "cuda:1": by default on that of the model's weights, if they are on
+    one of the same kind, or else on the one it was saved on.
 
     A saved file holds code, which loading runs. So it is loaded only if you or root own it and its folder, and nobody
     else can write to them; `trusted=True` loads it from anywhere.
@@ -131,9 +155,114 @@ def load(path: str | Path, model: torch.nn.Module | None = None, *, trusted: boo
             "is a module's: pass the module that has the weights" if model is None else "is a function's: pass none"
         )
         raise InputError(f"'{path}' {wanted}.")
-    names = {} if model is None else getattr(type(model).forward, "__globals__", {})
-    with collector_paused():
-        return Loaded(aot_loaded(data, names, model), model if head["takes_self"] else None)
+    _check_sources(path, head["sources"])
+    with collector_paused(), _on_device(path, head["device"], device, model):
+        function = aot_loaded(data, _globals(head["module"], model), model)
+    _check_guards(path, head["guards"], function, model)
+    return Loaded(function, model if head["takes_self"] else None)
+
+
+def _device_of(journal: Journal) -> str:
+    """The accelerator that a graph is for; without one, or with several, a graph cannot be moved."""
+    found = {device for graph in journal.graphs for device in graph.devices if device != "cpu"}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _on_device(
+    path: str | Path, saved: str, wanted: str | torch.device | None, model: torch.nn.Module | None
+) -> AbstractContextManager[None]:
+    """What is loaded inside is for the device that is wanted, or that the model is on. Raises InputError."""
+    before = torch.device(saved or "cpu")
+    if wanted is not None and torch.device(wanted).type != before.type:
+        raise InputError(
+            f"'{path}' was saved for '{before.type}', not for '{torch.device(wanted).type}'. Save it again."
+        )
+    weights = () if model is None else (*model.parameters(), *model.buffers())
+    places = [torch.device(wanted)] if wanted is not None else [each.device for each in weights]
+    now = next((each for each in places if each.type == before.type and each.index is not None), before)
+    return nullcontext() if now == before else moved(before, now)
+
+
+# -- what torch's guards do not say of a process -----------------------------------------------------------------------
+
+
+def _name_of(value: object) -> str:
+    """What tells a value from others in another process too: a constant, or where a function, class or module is.
+
+    Empty for other objects. A function that its name does not lead to, such as a lambda, is known by its code too.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, CodeType):
+        return f"the code {value.co_name} {_digest(value)}"
+    if isinstance(value, ModuleType):
+        return f"the module {value.__name__}"
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        name = f"{value.__module__}.{value.__qualname__}"
+        return f"{name} {_digest(value.__code__)}" if isinstance(value, FunctionType) else name
+    return f"{_name_of(type(value))}.{value.name}" if isinstance(value, Enum) else ""
+
+
+def _digest(code: CodeType) -> str:
+    """A hash of what a function does, but for the values of its globals and closure."""
+    constants = [_digest(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return hashlib.sha256(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode()).hexdigest()[:12]
+
+
+def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
+    if guard.insists and not _name_of(guard.value) and guard.name not in declared:
+        raise NotOfferedError(
+            f"this cannot be saved: `{guard.name}` is of type {type(guard.value).__name__}, and torch compiles for "
+            "this very object. If the one that is there after loading does the same, say so: "
+            f"save(..., declared=[{guard.name!r}])."
+        )
+
+
+def _named_guards(ahead: Ahead, model: object, declared: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The guards that are not saved, as far as a process that loads can ask them: name, expression, value's name."""
+    found = []
+    for guard in ahead.unsaved:
+        name = _name_of(guard.value)
+        with suppress(Exception):  # it is about arguments, or about what only Dynamo knows
+            if name and guard.name not in declared and _value_here(guard.expression, ahead.function, model) == name:
+                found.append((guard.name, guard.expression, name))
+    return found
+
+
+def _value_here(expression: str, function: Any, model: object) -> str:
+    return _name_of(value_in_scope(expression, function, model))
+
+
+def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
+    """Ask once, when a file is loaded, what guards would ask in every call. Raises InputError."""
+    for name, expression, wanted in guards:
+        if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
+            continue
+        try:
+            here = _value_here(expression, function, model)
+        except Exception as error:  # an attribute that is not there, or a property that raises
+            here = one_line(error)
+        if here != wanted:
+            raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here or 'another object'}.")
+
+
+def _globals(module: str, model: torch.nn.Module | None) -> dict[str, Any]:
+    """The globals of a function in a module. A script is another one here: the model's class is in the right one."""
+    if module != "__main__":
+        with suppress(ImportError):
+            return vars(import_module(module))
+    return {} if model is None else getattr(type(model).forward, "__globals__", {})
+
+
+def _check_sources(path: str | Path, sources: list[list[str]]) -> None:
+    """Compare the functions that were traced with what their files hold now. Raises InputError for one that changed."""
+    for module, functions in groupby(sources, key=itemgetter(0)):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        text = Path(file).read_text(errors="replace") if file and file.endswith(".py") else None
+        for _, function in functions:
+            if text is not None and function not in text:
+                first = function.strip().splitlines()[0]
+                raise InputError(f"'{path}' was saved before `{first}` in {file} was changed. Save it again.")
 
 
 def _why_not(error: RuntimeError) -> str:

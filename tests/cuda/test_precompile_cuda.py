@@ -69,6 +69,26 @@ def test_a_saved_step_is_loaded_without_measuring_and_saving_leaves_its_caches(m
     assert tuning.measured() == 0
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("regions", [False, True])
+def test_a_saved_step_is_loaded_for_the_gpu_that_the_model_is_on(regions, tmp_path):
+    def made(index: int) -> tuple[torch.nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64))
+        return model.to(f"cuda:{index}"), torch.randn(8, 64).to(f"cuda:{index}")
+
+    with torch.no_grad():
+        model, x = made(0)
+        graphex.save(model, (x,), tmp_path / "file", options={"regions": regions})
+        model, x = made(1)
+        loaded = graphex.load(tmp_path / "file", model)
+        for _ in range(3):
+            found = loaded(x)
+            assert found.device == x.device
+            torch.testing.assert_close(found, model(x), rtol=1e-3, atol=1e-3)
+    assert loaded.journal.captures
+
+
 def test_explain_says_which_kernel_runs_for_every_op(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_TUNING", "again")
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import textwrap
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 import graphex
-from tests.harness.processes import python
+from graphex.cache.graphs import packed_graph, unpacked_graph
+from graphex.torch_private.aot import moved, unpickled
+from graphex.torch_private.symbolic import FakeTensorMode
+from tests.harness.processes import in_folder, python
 
 
 class Step(nn.Module):
@@ -101,6 +106,120 @@ def test_the_next_process_needs_no_dynamo_tracing(tmp_path):
     switches = {"GRAPHEX_REGIONS": "on", "OMP_NUM_THREADS": "1"}
     python("-c", program, "save", tmp_path / "file", **switches)
     assert python("-c", program, "load", tmp_path / "file", cwd=tmp_path, **switches).stdout == "['loaded'] Counter()\n"
+
+
+@torch.no_grad()
+def test_each_size_is_saved_as_it_is_whatever_was_saved_before(tmp_path):
+    model = Step()
+    for rows in (2, 3, 4):
+        given = torch.randn(rows, 8), torch.zeros(rows, 8)
+        graphex.save(model, given, tmp_path / "file")
+        assert graphex.load(tmp_path / "file", model)(*given).shape == (rows, 8)
+
+
+# -- what torch's guards do not say ------------------------------------------------------------------------------------
+
+
+class Activated(nn.Module):
+    """A model with a function, and one that scores: torch guards both by their identity."""
+
+    def __init__(self, act: object = torch.relu, scorer: object = None) -> None:
+        super().__init__()
+        self.act, self.scorer = act, scorer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@pytest.mark.parametrize(
+    "act", [torch.relu, torch._C._nn.gelu, nn.functional.silu, doubled, lambda x: x + 1, nn.ReLU()]
+)
+@torch.no_grad()
+def test_a_function_of_the_model_is_known_again(act, tmp_path):
+    x = torch.randn(4)
+    graphex.save(Activated(act), (x,), tmp_path / "file")
+    torch.testing.assert_close(graphex.load(tmp_path / "file", Activated(act))(x), act(x))
+
+
+@pytest.mark.parametrize(
+    ("act", "other"),
+    [(torch._C._nn.gelu, torch.relu), (doubled, halved), (lambda x: x + 1, lambda x: x + 2)],
+    ids=["of torch", "of the user", "without a name"],
+)
+@torch.no_grad()
+def test_another_function_in_its_place_is_refused_and_named(act, other, tmp_path):
+    graphex.save(Activated(act), (torch.randn(4),), tmp_path / "file")
+    with pytest.raises(graphex.InputError, match=r"was saved where `self\.act.*` was .*; here it is"):
+        graphex.load(tmp_path / "file", Activated(other))
+
+
+FACTOR = 2.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+def test_another_value_of_a_global_is_refused_and_named(tmp_path, monkeypatch):
+    graphex.save(scaled, (torch.ones(2),), tmp_path / "file")
+    assert graphex.load(tmp_path / "file")(torch.ones(2)).tolist() == [2.0, 2.0]
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    with pytest.raises(graphex.InputError, match=r"FACTOR.* was 2\.0; here it is 3\.0"):
+        graphex.load(tmp_path / "file")
+
+
+def test_a_function_that_was_changed_since_is_refused_and_named(tmp_path):
+    """In the file of a model. Lines around its functions may change."""
+    model = "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x + {}\n"
+    program = "import sys, torch, graphex, net\n{}"
+    save, load = (
+        "graphex.save(net.Net(), (torch.ones(2),), 'file')",
+        "print(graphex.load('file', net.Net())(torch.ones(2)))",
+    )
+    (tmp_path / "net.py").write_text(model.format(1))
+    in_folder(program.format(save), tmp_path)
+    (tmp_path / "net.py").write_text("# a remark\n\n" + model.format(1))
+    assert in_folder(program.format(load), tmp_path) == "tensor([2., 2.])"
+    (tmp_path / "net.py").write_text(model.format(2))
+    caught = f"try:\n    {load}\nexcept graphex.InputError as error:\n    print(error)"
+    assert "was saved before `def forward(self, x):` in" in in_folder(program.format(caught), tmp_path)
+
+
+# -- another device index ----------------------------------------------------------------------------------------------
+
+
+def test_everything_in_a_saved_graph_is_for_the_device_it_is_loaded_for():
+    """Values, arguments of nodes, constants. No device is needed: the values are fake."""
+    with FakeTensorMode() as mode:
+        x, host = torch.empty(4, device="cuda:0"), torch.empty(2)
+    graph = Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.zeros.default, ([4],), {"device": torch.device("cuda", 0)})
+    kept = graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": torch.device("cpu")})
+    graph.output((given, made, kept))
+    given.meta["val"], made.meta["val"], kept.meta["val"] = x, x, host
+    data = pickle.dumps((packed_graph(graph), torch.ones(3)))
+    with moved(torch.device("cuda", 0), torch.device("cuda", 1)):
+        stored, constant = unpickled(data)
+    there = unpacked_graph(stored, mode)
+    devices = [str(node.meta["val"].device) for node in there.nodes if node.op != "output"]
+    assert devices == ["cuda:1", "cuda:1", "cpu"]
+    assert [str(node.kwargs["device"]) for node in there.nodes if node.kwargs] == ["cuda:1", "cpu"]
+    assert constant.tolist() == [1.0, 1.0, 1.0]
+    assert str(unpickled(data)[0].nodes[0].meta["val"].device) == "cuda:0"
+
+
+def test_another_kind_of_device_is_refused(saved):
+    with pytest.raises(graphex.InputError, match="was saved for 'cpu', not for 'cuda'"):
+        graphex.load(saved, Step(), device="cuda:1")
 
 
 # -- what cannot be saved or loaded ------------------------------------------------------------------------------------
