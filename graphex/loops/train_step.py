@@ -30,6 +30,7 @@ from graphex.loops.recipe import Parts, Recipe
 from graphex.loops.step_graph import CompiledModule
 from graphex.loops.step_program import TrainStep
 from graphex.loops.step_state import Found, found_in
+from graphex.torch_private.dynamo import hooks_are_guarded
 
 
 def train_step(
@@ -78,7 +79,13 @@ def train_step(
 
 
 def _compiled(function: Callable[..., Any], *, backend: Backend, dynamic: bool | None) -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, dynamic=dynamic)
+    compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with hooks_are_guarded():
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

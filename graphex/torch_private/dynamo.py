@@ -259,6 +259,12 @@ def room_to_recompile() -> AbstractContextManager[Any]:
     return limits
 
 
+def hooks_are_guarded() -> AbstractContextManager[Any]:
+    """While it is entered, compiled code sees hooks of modules that come after its first call."""
+    guards: AbstractContextManager[Any] = _patch_config(skip_nnmodule_hook_guards=False)
+    return guards
+
+
 def surfaced(error: GraphexError) -> GraphexError:
     """The same error in a form that Dynamo hands to the user as it is.
 

@@ -781,11 +781,10 @@ def test_a_hook_on_an_accumulator_is_called_in_every_step(kind, where):
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
-def test_a_hook_that_comes_after_the_capture_is_called(where):
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_hook_that_comes_after_the_capture_is_called(compile, where):
     model, called = model_on(where, mlp), []
-    step = graphex.train_step(
-        model, functional.cross_entropy, adam(model), compile=False
-    )  # Dynamo looks for hooks once
+    step = graphex.train_step(model, functional.cross_entropy, adam(model), compile=compile)
     batches = points(where)
     for number, batch in enumerate(batches):
         if number == 6:
