@@ -227,7 +227,7 @@ def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
 
 
 def saved_and_seen(gm: GraphModule) -> tuple[int, list[int]]:
-    """How many results a forward has, and those that it saves in memory that the user has too: an input's, a result's."""
+    """How many results a forward has, and the saved ones in memory that the user has too: an input's, a result's."""
     leaves = output_leaves(gm)
     returned = gm.graph.output_node().meta.get(RETURNED, len(leaves))
     given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
