@@ -166,7 +166,7 @@ class CapturedProgram(program.GraphProgram):
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or not fast.fits(args):
                     return self._replayed_after_a_search(args, seen)
-                if _keeper_in_the_way(graph) is not None:
+                if graph.pool.keepers and _keeper_in_the_way(graph) is not None:
                     return None
                 results = fast.run(args)
                 self._moves = 0
