@@ -406,7 +406,7 @@ class OutputPlan:
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
         self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
         self.kept_places = places[: sum(is_kept)]
-        self.keeps_unseen = self.keeps_saved and not self._in_place("shown")
+        self.keeps_unseen = self.keeps_saved and not self._in_place("shown") and type(self) is OutputPlan
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _note_kept(self, known: Owners | None = None) -> None:

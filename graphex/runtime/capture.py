@@ -164,7 +164,7 @@ class CapturedProgram(program.GraphProgram):
             pool.is_running = True
             try:
                 graph = self._store.newest
-                if graph is None or (fast := graph.fast) is None or not fast.fits(args):
+                if graph is None or (fast := graph.fast) is None or fast.seen != seen or not fast.fits(args):
                     return self._replayed_after_a_search(args, seen)
                 if graph.pool.keepers and _keeper_in_the_way(graph) is not None:
                     return None
@@ -183,20 +183,20 @@ class CapturedProgram(program.GraphProgram):
         if graph is None or moved or graph.storage_replaced() or _keeper_in_the_way(graph) is not None:
             return None
         self._moves = 0
-        keep = seen is not None and graph.outputs.keeps_unseen and seen.isdisjoint(graph.outputs.kept_places)
-        graph.fast = self._fast(graph, key, keep=keep)
+        graph.fast = self._fast(graph, key, seen)
         results = _without_modes(graph.fast.run, args)
         self._counter["straight"] += 1
         return results
 
-    def _fast(self, graph: CapturedGraph, key: Key, *, keep: bool) -> FastReplay:
+    def _fast(self, graph: CapturedGraph, key: Key, seen: frozenset[int] | None) -> FastReplay:
         """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
         fits = make_guard(self._guards, key, stream, graph.checked, values)
         guard = (lambda args: fits(args) and not graph.storage_replaced()) if graph.lends else fits
+        keeps = seen is not None and graph.outputs.keeps_unseen and seen.isdisjoint(graph.outputs.kept_places)
         about = graph, self._pool, stream, self._count_alone, self._finish
-        return FastReplay(guard, make_replay(*about, boxed=False, keeps=keep))
+        return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
     def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
         """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
@@ -213,7 +213,7 @@ class CapturedProgram(program.GraphProgram):
                     return None
                 if graph.fast is None or graph.fast.reads is not kept.outputs:
                     graph.fast = self._fast_from(graph, kept, args)
-                if graph.fast is None or not graph.fast.fits(args) or _keeper_in_the_way(graph) is not None:
+                if not graph.fast.fits(args) or _keeper_in_the_way(graph) is not None:
                     return None
                 self._moves = 0
                 self._counter["straight"] += 1
@@ -221,20 +221,25 @@ class CapturedProgram(program.GraphProgram):
             finally:
                 pool.is_running = False
 
-    def _fast_from(self, graph: CapturedGraph, kept: Kept, args: list[Any]) -> FastReplay | None:
-        """The replay of backwards that read what this forward's graph keeps; None if this graph reads anything else."""
+    def _fast_from(self, graph: CapturedGraph, kept: Kept, args: list[Any]) -> FastReplay:
+        """The replay of backwards that read what a forward's graph keeps; no call fits if this one reads anything else."""
         missing = [index for index, value in enumerate(args) if value is None]
         known = dict(zip(graph.checked.indices, graph.checked.known, strict=True))
         used = {*graph.copied, *graph.outputs.parts, *self._plan.written, *self._plan.hosts, *self._plan.unchecked}
         is_other = graph.last_read is not None and graph.last_read.keeper.outputs is not kept.outputs
-        if is_other or self._key.varies or self._finish.numbers is not None or not used.isdisjoint(missing):
-            return None
-        key, stream = self._key(args), self._device.stream()
-        if self._store.latest(key) is not graph or [known.get(i) for i in missing] != kept.outputs.kept_addresses:
-            return None
+        key, stream = self._key(args) if not self._key.varies else None, self._device.stream()
+        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
+        if (
+            key is None
+            or is_other
+            or self._finish.numbers is not None
+            or not used.isdisjoint(missing)
+            or self._store.latest(key) is not graph
+            or [known.get(index) for index in missing] != kept.outputs.kept_addresses
+        ):
+            return FastReplay(lambda args: False, run, reads=kept.outputs)
         places = Addresses([index for index in graph.checked.indices if args[index] is not None], args)
         fits = make_guard(self._guards, key, stream, places)
-        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
         return FastReplay(lambda args: fits(args) and not graph.storage_replaced(), run, reads=kept.outputs)
 
     def rehearse(self, args: list[Any]) -> None:

@@ -192,13 +192,13 @@ def _fits_in_python(
 class FastReplay:
     """`fits` says whether a call is like the one before; then `run` is all of it.
 
-    `keeps`: its results are those of `OutputPlan.take_unseen`. `reads` are the outputs of the forward that a backward
-    reads where they are, without tensors for them.
+    `seen` are the results that are tensors even if others are `Kept`; None if all are. `reads` are the outputs of a
+    forward that a backward reads where they are, without tensors for them.
     """
 
     fits: Guard
     run: ReplayBody
-    keeps: bool = False
+    seen: frozenset[int] | None = None
     reads: OutputPlan | None = None
 
 
