@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from torch.fx import GraphModule
 
 from graphex.errors import one_line
+from graphex.torch_private.dynamo import profiler_enabled
 from graphex.torch_private.lean_imports import import_code
 from graphex.torch_private.lookup import find
 from graphex.torch_private.symbolic import FakeTensorMode
@@ -221,15 +222,22 @@ def unpacked_code(
 
 
 def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:
-    """The call of code that was unpacked. Inductor's own notes it in a module that imports all code generators: not
-    before something else has imported that.
+    """The call of compiled code. Inductor's own call is made the first time, when it ends its notes on the compilation,
+    and for a profiler, where it names itself. It costs the host 3 us: the others go to what it would call.
+
+    It needs a module that imports all code generators. Code that was unpacked does without until something else has
+    imported that.
     """
-    inductor = find("torch._inductor")
+    inductor, is_first = find("torch._inductor"), True
 
     def call(args: list[Any]) -> Any:
-        return code(args) if hasattr(inductor, "debug") else code.current_callable(args)
+        nonlocal is_first
+        if (is_first or profiler_enabled()) and hasattr(inductor, "debug"):
+            is_first = False
+            return code(args)
+        return code.current_callable(args)
 
-    return call
+    return call if hasattr(code, "current_callable") else code
 
 
 @contextmanager

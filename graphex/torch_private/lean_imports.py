@@ -105,8 +105,9 @@ class _Later:
 class _Kernels(_Later):
     """Inductor's namespace of libraries' kernels. It is imported for those that are not torch's."""
 
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(torch, attribute) if attribute in KERNELS else super().__getattr__(attribute)
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(module, name)
+        vars(self).update({kernel: getattr(torch, kernel) for kernel in KERNELS})
 
 
 class _Lowering(_Later):
