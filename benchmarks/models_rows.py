@@ -20,8 +20,8 @@ PACKAGES = ("triton", "transformers", "torchvision")
 @dataclass(frozen=True)
 class Row:
     """Seconds and bytes. `best` is the shortest sample of `pipelined`, `host` the time until a call returns (0 on the
-    CPU). `compile` and `warm` exclude `imports`; `warm` is 0 if it was not measured. `compiled` says what ran beside the
-    compilation. With `failed` there are no figures.
+    CPU). `compile` and `warm` exclude `imports`; `warm` is 0 if it was not measured. `compiled` says what ran beside
+    the compilation. With `failed` there are no figures.
     """
 
     setting: Setting
