@@ -27,14 +27,22 @@ class Times:
     in_a_row: float
 
 
-def interleaved(variants: Mapping[str, Call], *, rounds: int, calls: int, warm_up: int = 5) -> dict[str, float]:
-    """Median seconds of one call of each variant. A round makes `calls` calls of every variant."""
+def interleaved(
+    variants: Mapping[str, Call], *, rounds: int, calls: int, warm_up: int = 5, settle: int = 0
+) -> dict[str, float]:
+    """Median seconds of one call of each variant. A round makes `calls` calls of every variant.
+
+    `settle` calls before these are not timed: after another variant the processor's caches hold what that one used, and
+    the first calls pay for it.
+    """
     for call in variants.values():
         for _ in range(warm_up):
             call()
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in variants.items():
+            for _ in range(settle):
+                call()
             started = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -84,6 +92,13 @@ def per_call(call: Call, *, seconds: float, rounds: int = 5, warm_up: float = 0.
     calls = max(1, min(500, int(seconds / rounds / once)))
     in_a_row = _by_events if torch.cuda.is_available() else _seconds
     return [in_a_row(call, calls) for _ in range(rounds)]
+
+
+def on_host(call: Call, *, rounds: int = 9) -> float:
+    """Median seconds until a call returns, of some calls in a row whose results are not kept."""
+    samples = [_seconds(call, ROW) for _ in range(rounds)]
+    synchronize()
+    return statistics.median(samples)
 
 
 def _by_events(call: Call, calls: int) -> float:

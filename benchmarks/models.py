@@ -12,7 +12,8 @@ becomes slower does so for all of them. graphex measures choices while it compil
 compile times and choices matter: one row at a time.
 
 `ms` is the median time of a call in a row of calls whose results are dropped; `x Inductor` is that time divided by the
-best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `cold s` is the time of
+best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `host ms` is the median
+time until a call returns, of calls in a row on a GPU; `cold s` is the time of
 the first three calls without imports; `warm s` the same in a second process with the caches of the first (--warm);
 `peak MiB` is the peak device memory while calling, with weights and the pools of captured graphs (on the CPU: above
 the memory allocated before the call); `error` is the norm of the difference from eager in float64, divided by that
@@ -22,6 +23,7 @@ result's norm; `graphs` is the number of graphs that Dynamo has made.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -50,7 +52,7 @@ from benchmarks.variants import (
 from benchmarks.workers import Plan, measure
 from benchmarks.zoo import MODELS, USUAL
 
-COLUMNS = ("ms", "x Inductor", "cold s", "warm s", "peak MiB", "error", "graphs")
+COLUMNS = ("ms", "x Inductor", "host ms", "cold s", "warm s", "peak MiB", "error", "graphs")
 CPU_ONLY = ("resnet",)  # where torchvision is there, resnet50 has its shape
 
 
@@ -97,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=int, default=0, help="8 on CUDA, 1 on the CPU; prompts are always one")
     made.add_argument("--seconds", type=float, default=480, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
+    made.add_argument("--patience", type=float, default=math.inf, help="seconds; rows that compile longer are left out")
     made.add_argument("--turns", type=int, default=3, help="times that each row of a group is measured")
     made.add_argument("--warm", action="store_true", help="compile again in a second process, with the same caches")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
@@ -139,7 +142,15 @@ def measured(every: list[Job], options: argparse.Namespace) -> Rows:
     rows = Rows(options.json)
     end = time.perf_counter() + options.seconds
     together = options.together or whole_models(len({job.variant for job in every if not job.variant.autotunes}))
-    plan = Plan(end, together, say=_to_stderr, warm=options.warm, turns=options.turns, timing=1.0 + options.turns)
+    timing, patience = 1.0 + options.turns, options.patience
+    plan = Plan(
+        *(end, together),
+        say=_to_stderr,
+        warm=options.warm,
+        turns=options.turns,
+        timing=timing,
+        patience=patience,
+    )
     for job in measure(every, rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
     return rows
@@ -170,6 +181,7 @@ def figures(row: Row, rows: list[Row]) -> tuple[str, ...]:
     return (
         f"{row.pipelined * 1e3:.3f}",
         f"{row.pipelined / inductor.pipelined:.3f}" if inductor is not None else "-",
+        f"{row.host * 1e3:.3f}" if row.host else "-",
         f"{row.compile:.1f}{star}" if compiles else "-",
         f"{row.warm:.1f}{star}" if row.warm else "-",
         f"{row.peak / 2**20:.1f}",

@@ -20,13 +20,16 @@ PACKAGES = ("triton", "transformers", "torchvision")
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds and bytes. `compile` and `warm` exclude `imports`; `warm` is 0 if it was not measured. `compiled` says
-    what ran beside the compilation. With `failed` there are no figures.
+    """Seconds and bytes. `best` is the shortest sample of `pipelined`, `host` the time until a call returns (0 on the
+    CPU). `compile` and `warm` exclude `imports`; `warm` is 0 if it was not measured. `compiled` says what ran beside
+    the compilation. With `failed` there are no figures.
     """
 
     setting: Setting
     variant: str
     pipelined: float = 0.0
+    best: float = 0.0
+    host: float = 0.0
     compile: float = 0.0
     warm: float = 0.0
     imports: float = 0.0

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode_worker import FIRST, imported
-from benchmarks.measure import peak_bytes, peak_device_bytes, per_call, synchronize
+from benchmarks.measure import on_host, peak_bytes, peak_device_bytes, per_call, synchronize
 from benchmarks.subjects import Setting, error, first_floating
 from benchmarks.variants import MODEL_VARIANTS, Variant
 from benchmarks.zoo import MODELS, build, in_float64
@@ -59,9 +59,12 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
     peak = (peak_device_bytes if setting.device == "cuda" else peak_bytes)(lambda: subject.call(run))
     facts = {"error": off, "peak": peak, **compiled_facts(run, variant, setting)}
     samples: list[float] = []
+    hosts: list[float] = []
     while True:
         samples += per_call(lambda: subject.call(run), seconds=0.02 if setting.size == "tiny" else 0.4)
-        yield {"pipelined": statistics.median(samples), **facts}
+        hosts += [on_host(lambda: subject.call(run))] if setting.device == "cuda" else []
+        times = {"pipelined": statistics.median(samples), "best": min(samples)}
+        yield {**times, "host": statistics.median(hosts or [0.0]), **facts}
 
 
 def compiled_facts(run: Callable[..., Any], variant: Variant, setting: Setting) -> dict[str, Any]:

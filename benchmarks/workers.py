@@ -8,6 +8,7 @@ except others of its group, and nothing runs beside a measurement.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from benchmarks.variants import Variant
 
 ROOM = 100 * 2**30  # bytes of the device that a group may fill
 GRACE = 30.0  # seconds after the end until a process is ended
+READ = 0.5  # seconds to read what a process has answered already
 
 
 class Measured(Protocol):
@@ -140,7 +142,7 @@ class Worker(Generic[R]):
         """Waits for the result of the stage. Past `end` the process is ended, and the row is left for another run."""
         if self.failed:
             return
-        timer = threading.Timer(max(0.0, end - time.perf_counter()), self._end)
+        timer = threading.Timer(max(READ, end - time.perf_counter()), self._end)
         timer.start()
         try:
             assert self._process.stdout is not None
@@ -199,7 +201,8 @@ class Plan:
     records either. With `warm`, a second process compiles each row again with the caches of the first, and the row
     gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so that a machine that
     becomes slower does so for all of them: the worker answers each with its figures so far. No group is started that
-    would not end by `end`; `timing` estimates the seconds for which a row is measured alone.
+    would not end by `end`; `timing` estimates the seconds for which a row is measured alone. A row that compiles for
+    more than `patience` seconds is ended, so that the others of its group are measured.
     """
 
     end: float
@@ -210,6 +213,7 @@ class Plan:
     warm: bool = False
     turns: int = 1
     timing: float = 8.0
+    patience: float = math.inf
 
 
 def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
@@ -256,7 +260,7 @@ def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: 
     _build(workers, end)
     for worker in following:
         worker.started(end)
-    _side_by_side(workers, end)  # compile
+    _side_by_side(workers, min(end, time.perf_counter() + plan.patience))  # compile
     for _ in range(plan.turns):
         for worker in workers:
             worker.ask()

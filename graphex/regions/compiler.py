@@ -27,7 +27,7 @@ from graphex.analysis.effects import is_kernel
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
 from graphex.regions.members import inlined_ops, is_generated
-from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, without_inductor
+from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, runner_of, without_inductor
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
 MM = torch.ops.aten.mm.default
@@ -119,7 +119,8 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     run: Boxed = lambda args: whole(*args)  # noqa: E731
     stored = None
     if len(made) == 1 and _takes_and_returns(made[0][0], len(inputs), len(returned)):
-        run = stored = made[0][1]  # AOTAutograd's wrappers have nothing to do for a functional graph
+        stored = made[0][1]
+        run = runner_of(stored)  # AOTAutograd's wrappers have nothing to do for a functional graph
     sources = [str(getattr(code, "source_code", "") or "") for _, code in made]
     source = "\n\n".join(sources)
     about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": len(odd)}
