@@ -4,8 +4,7 @@
     sources     a user's functions (passes, rules, decompositions) as text that changes when they do
     graphs      FX graphs as plain data, with the fake tensors, sizes and notes on their nodes
     artefacts   a compiled graph as plain data: the graph after all passes, its regions' code, its records, its guards
-    store       files: written as a whole, owned by this user, the least recently used removed first
-    archive     stored graphs in one file, for another machine
+    store       files: written as a whole, owned by this user, the least recently used removed first; archives
     warm        one graph of a compilation: look it up, or keep what was made of it
     calls       a graph of Dynamo's that leads to one of these, without AOTAutograd
     background  regions that another process compiles while this one runs without them

@@ -104,7 +104,7 @@ def verify(as_json: bool) -> None:
 @click.argument("wanted", metavar="[MODEL|ID]", required=False)
 def export(path: Path, wanted: str | None) -> None:
     """Write the stored graphs, or some of them, to one archive for another machine of the same kind."""
-    from graphex.cache.archive import write_archive
+    from graphex.cache.store import write_archive
 
     store = _store()
     ids = [entry.id for entry in store.entries()] if wanted is None else _ids(store, wanted)
@@ -120,7 +120,7 @@ def export(path: Path, wanted: str | None) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def import_archive(path: Path, yes: bool) -> None:
     """Say what an archive holds, and store it. Loading a stored graph runs code from it: import what you trust."""
-    from graphex.cache.archive import keys_of, read_archive, store_archive
+    from graphex.cache.store import keys_of, read_archive, store_archive
 
     files = read_archive(path)
     for id, key in keys_of(files).items():

@@ -9,8 +9,8 @@
 
 `warm_up` and `replayer` run calls while their thread warms up (`runtime.program.warming_up`). `generate` is made of
 `wanted` (what a call asks for), `session` (memory, compiled step, captures), `loop_cache`, `processors` with
-`torch_code` (those of users), `generation` (one run) and `report` (what the runs took). `train_step` captures what is
-around compiled graphs, which are not captured themselves (`captures_held_back`). `recipe` makes a step of its parts;
-`step_program` watches one (`observation`), prepares its state (`step_state`, `step_optimizers`), captures it
-(`step_graph`) and looks in every call whether what the code reaches is the same (`reached`): read that first.
+`torch_code` (those of users) and `report` (what the runs took). `train_step` captures what is around compiled graphs,
+which are not captured themselves (`captures_held_back`). `step_program` watches a step (`observation`), prepares its
+state (`step_state`), captures it and looks in every call whether what the code reaches is the same (`reached`): read
+that first.
 """

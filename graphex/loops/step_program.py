@@ -8,6 +8,8 @@ Calls of one kind (sizes of the batch, plain arguments, hyperparameters, which m
     5 ...       replay
 
 A kind that differs from a checked one in sizes alone is captured in its second call. Every call is one real step.
+`CapturedStep` is one captured graph of it, with the memory of its arguments; `CompiledModule` is a module that is
+compiled inside of a step.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import gc
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, NamedTuple
@@ -30,21 +32,89 @@ from torch.profiler import record_function
 
 from graphex.backend import Backend
 from graphex.config import CompilerConfig
-from graphex.device import Device, device_of, several_accelerators
+from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, may_see_compiled_code
 from graphex.loops.reached import comparable, holds_tensors
-from graphex.loops.step_graph import CapturedStep, CompiledModule, buffer_for, detached
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
+from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.pools import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
+
+# -- one captured graph ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CapturedStep:
+    """One device graph of a step. `gradients` are what it leaves on the parameters, `deferred` the host's part."""
+
+    replay: Replay
+    pool: Pool
+    buffers: list[tuple[int, InputBuffer | Tensor]]
+    results: list[Any]
+    spec: Any
+    gradients: list[Tensor | None]
+    deferred: list[Callable[[], Any]]
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        for place, buffer in self.buffers:
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaves[place])
+            else:
+                buffer.target.copy_(buffer.source(leaves[place]))
+
+    def free(self) -> None:
+        self.pool.graphs -= 1
+        self.replay.free([self.buffers, self.results, self.gradients])
+        self.buffers, self.results = [], []
+
+
+def buffer_for(leaf: Tensor, where: torch.device) -> InputBuffer | Tensor:
+    """Memory of the graph's own for an argument, on the device."""
+    if leaf.device.type == where.type:
+        return Arena().buffers([leaf], shared=False)[0]
+    return torch.empty_like(leaf, device=where)
+
+
+def detached(results: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, results)
+
+
+class CompiledModule:
+    """A module of the user's that is compiled while a step runs, and as it was outside."""
+
+    def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
+        self._module, self._compiled = module, compile_it(_call_of(module))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        before, self._module._compiled_call_impl = self._module._compiled_call_impl, self._compiled
+        try:
+            yield
+        finally:
+            self._module._compiled_call_impl = before
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module in a form that Dynamo compiles: it leaves torch's own (`nn.Sequential`) as they are."""
+    if not type(module).forward.__module__.startswith("torch."):
+        return module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return call
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
 
 RESTLESS = 16  # calls in a row of kinds that were not there before, after which a record says so ...
 CHANGING = 6  # ... and where a plain value is other than in the call before, which no later call will mend

@@ -6,10 +6,19 @@
 Regions are grown around writes in place, so this pass runs after these are restored. A region that does not compile
 stays as it is, with the reason on record. With `regions="background"` the regions are put in place at once, run their
 nodes, and get their code later (`graphex.cache.background`).
+
+The random numbers of dropout in a training forward come from seeds, which one op draws for all of them:
+
+    before:  h = native_dropout(x, 0.1, True)             a kernel of its own, between two regions
+    after:   s = dropout_seeds(1); h = dropout(x, s[0], 0.1)      h is a part of the region around it
+
+Masks are as random as eager's, differ from step to step and follow the seed of the generator, but are others. The
+backward reads the mask, which is saved: nothing is drawn twice.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -17,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from graphex.analysis import node_line
+from graphex.analysis import node_line, placement
 from graphex.analysis.effects import declare_region, is_kernel, moves_between_devices, operator_of, synchronisation
-from graphex.analysis.graphs import attribute_of, placement
+from graphex.analysis.graphs import attribute_of
 from graphex.analysis.memory import tail_of
+from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line
@@ -36,13 +46,12 @@ from graphex.regions.compiler import (
     why_no_compiler,
     why_no_kernels,
 )
-from graphex.regions.dropout import RULE as SEEDED
-from graphex.regions.dropout import seed_dropouts
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
 from graphex.regions.trial import Outcome, tried
 from graphex.rewrite.base import GraphPass, Work, inherit
+from graphex.rewrite.metadata import evaluate, fake_mode_of
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
@@ -304,3 +313,62 @@ def _note_borders(work: Work, growth: Growth) -> None:
         node = refusal.node
         assert node is not None
         work.refuse(node, refusal, rule=CompileRegions.rule)
+
+
+# -- dropout by seeds --------------------------------------------------------------------------------------------------
+
+
+SEEDED = "seeded_dropout"
+ON = ("cuda",)  # devices where it is worth having masks that are not eager's
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+native_dropout = torch.ops.aten.native_dropout.default
+
+
+def seed_dropouts(work: Work, device: torch.device) -> None:
+    """Let every dropout on the device that a region can hold take its random numbers from a seed."""
+    if work.phase != "forward" or not work.allows(SEEDED) or not _is_wanted(work.config, device):
+        return
+    nodes: list[Node] = []
+    for node in work.graph.find_nodes(op="call_function", target=native_dropout):
+        if reason := _why_not(node, device):
+            work.refuse(node, reason, rule=SEEDED)
+        else:
+            nodes.append(node)
+    if not nodes:
+        return
+    for node, seed in zip(nodes, _seeds(work, nodes, device), strict=True):
+        node.target, node.args = torch.ops.graphex.dropout.default, (node.args[0], seed, node.args[1])
+        work.rewired(node, rule=SEEDED, because="a region computes the mask from a seed")
+
+
+def _is_wanted(config: CompilerConfig, device: torch.device) -> bool:
+    if config.verify:  # what is drawn is compared with what the graph drew before
+        return False
+    is_gain = device.type in ON and config.region_numerics == "fast"
+    return config.region_dropout == "seeded" or (config.region_dropout == "auto" and is_gain)
+
+
+def _why_not(node: Node, device: torch.device) -> str:
+    """Why a dropout stays as it is; empty if it need not."""
+    x, p, trains = (*node.args, *[None] * 3)[:3]
+    value = x.meta.get("val") if isinstance(x, Node) else None
+    if not isinstance(value, Tensor) or value.device != device or value.dtype not in TYPES:
+        return "its argument is on another device, or of an unusual type"
+    if trains is not True or not isinstance(p, float) or not 0 < p < 1:
+        return "it drops everything, nothing, or nothing that is known"
+    if placement(node) is not None:
+        return "it is placed on a stream"
+    return "" if known_contiguous(value) else "its argument does not lie in memory row by row"
+
+
+def _seeds(work: Work, nodes: list[Node], device: torch.device) -> list[Node]:
+    """A seed for each of these dropouts, drawn by one node before the first."""
+    with work.graph.inserting_before(nodes[0]):
+        drawn = work.graph.call_function(torch.ops.graphex.dropout_seeds.default, (len(nodes), device))
+        seeds = [work.graph.call_function(operator.getitem, (drawn, place)) for place in range(len(nodes))]
+    mode = fake_mode_of(work.gm)
+    assert mode is not None
+    for node in (drawn, *seeds):
+        node.meta["val"] = evaluate(work.gm, node, mode)
+        inherit(node, *nodes)
+    return seeds

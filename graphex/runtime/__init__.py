@@ -10,7 +10,7 @@ How a graph moves through this room:
     Program                    one protocol: call, written inputs, replayed, free                       program
         Eager                  nothing to capture: the generated code
         CapturedProgram        the whole graph, or one piece, as device graphs                          capture
-        Piecewise              captured pieces and eager ones, in turn                                  piecewise
+        Piecewise              captured pieces and eager ones, in turn                                  pieces
         Padding                a CapturedProgram for a few sizes, calls padded to the next one          padding
       | LAYERS                 external streams, trial of a second stream, verification    streams, stream_trial
       v

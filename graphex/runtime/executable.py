@@ -33,8 +33,7 @@ from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import PieceInputs, Tail, output_leaves
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
-from graphex.runtime.pieces import Division, Piece, divide
-from graphex.runtime.piecewise import Piecewise
+from graphex.runtime.pieces import Division, Piece, Piecewise, divide
 from graphex.runtime.pools import pool_for, pool_of_steps
 from graphex.runtime.program import Eager, ExecutableGraph, Program
 from graphex.runtime.stream_trial import Trial, second_version

@@ -3,7 +3,7 @@
     ExecutableGraph   the graph after all passes, and everything that decides how it runs
     Program           call, written inputs, replay, free: all that the front end, `verify` and the loops know of a graph
       Eager           generated code, called as it is
-      GraphProgram    captured graphs, which a thread can warm up: `capture`, `piecewise`, `padding`
+      GraphProgram    captured graphs, which a thread can warm up: `capture`, `pieces`, `padding`
 
 A loop that captures its calls as a whole holds back the captures inside (`captures_held_back`).
 
