@@ -139,7 +139,7 @@ class Fusion:
                 if self._is_made_by(rule, root):
                     continue
                 end = self._end_at(rule, root)
-                if not _is_worth_telling(rule, end):
+                if end is None or not _is_worth_telling(rule, end):
                     continue
                 nothing_lost = isinstance(end, Refusal) and end.nothing_lost
                 (as_good if nothing_lost else missed)[rule.name].add(root)
@@ -157,12 +157,17 @@ class Fusion:
             if name in spoken_of or any(self.outcomes[rule].matches for rule in variants[name]):
                 self._count(name, variants[name], len(roots - as_good[name]))
 
-    def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal:
-        """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
+    def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal | None:
+        """How the rule ended at a candidate: the try that came furthest, of those that could reach it.
+
+        None where nothing follows that a rule of ours would join: it is about pairs, and this is no half of one.
+        """
         ends = self.outcomes[rule].ends
         near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
         if not near and (absent := self._absent(rule)):
             return Mismatch(1, root, f"the graph holds no {', '.join(sorted(map(op_title, absent)))}")
+        if not near and rule.origin == "default":
+            return None
         if not near:
             return Mismatch(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
         return max(near, key=lambda end: _closeness(rule, end))
