@@ -205,7 +205,8 @@ def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | 
     if op is None or is_effectful(node) or can_raise(node) or not read or not all(each in known for each in read):
         return None
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: known[each])
-    return op(*args, **kwargs)
+    made: Tensor = op(*args, **kwargs)
+    return made
 
 
 def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) -> None:
