@@ -61,9 +61,8 @@ def save(
 
     Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. On a GPU one
     call is made, to measure which kernels are fastest; what it writes to its inputs is undone. `declared` are objects,
-    such as "self.scorer", of which you say that they do the same where the file is loaded; only objects that another
-    process cannot tell from others need that. Raises GraphexError, saying why, where the compiled graph cannot be
-    saved.
+    such as "self.scorer", of which you say that they do the same where the file is loaded: `load` does not look at
+    them. Raises GraphexError, saying why, where the compiled graph cannot be saved.
     """
     if not isinstance(args, (list, tuple)):
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
@@ -223,8 +222,12 @@ def _digest(code: CodeType) -> str:
     return hashlib.sha256(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode()).hexdigest()[:12]
 
 
+def _is_declared(guard: Unsaved, declared: Sequence[str]) -> bool:
+    return any(guard.name == name or guard.name.startswith((f"{name}.", f"{name}[")) for name in declared)
+
+
 def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
-    if guard.insists and not _name_of(guard.value) and guard.name not in declared:
+    if guard.insists and not _name_of(guard.value) and not _is_declared(guard, declared):
         raise NotOfferedError(
             f"this cannot be saved: `{guard.name}` is of type {type(guard.value).__name__}, and torch compiles for "
             "this very object. If the one that is there after loading does the same, say so: "
@@ -239,7 +242,7 @@ def _named_guards(ahead: Ahead, model: object, declared: Sequence[str]) -> list[
         value = _described(guard.value)
         with suppress(Exception):  # it is about arguments, or about what only Dynamo knows
             here = value_in_scope(guard.expression, ahead.function, model)
-            if guard.name not in declared and _described(here) == value:
+            if not _is_declared(guard, declared) and _described(here) == value:
                 found.append((guard.name, guard.expression, value))
     return found
 

@@ -176,6 +176,12 @@ def test_another_function_in_its_place_is_refused_and_named(act, other, tmp_path
         graphex.load(tmp_path / "file", Activated(other))
 
 
+@torch.no_grad()
+def test_a_function_that_is_declared_to_do_the_same_may_be_another_one(tmp_path):
+    graphex.save(Activated(doubled), (torch.ones(2),), tmp_path / "file", declared=["self.act"])
+    assert graphex.load(tmp_path / "file", Activated(lambda x: x + x))(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 class Watched(Activated):
     def forward(self, x: Tensor) -> Tensor:
         return x if self.scorer is None else x + 1
