@@ -109,13 +109,15 @@ class Ahead:
     """A function or the `forward` of a module as `aot_compile` has compiled it: to be called, and as bytes.
 
     A module of torch's own, such as `nn.Sequential`, is held by the function instead of being its `self`: the bytes
-    refer to it. `module` has its globals. `sources` are the functions that were traced: module and text of each.
+    refer to it. `module` has its globals; Dynamo adds names of its own to these, so `globals` are those that are used.
+    `sources` are the functions that were traced: module and text of each.
     """
 
     function: Callable[..., Any]
     data: bytes
     takes_self: bool
     module: str
+    globals: dict[str, Any]
     unsaved: tuple[Unsaved, ...]
     sources: tuple[tuple[str, str], ...]
 
@@ -138,7 +140,8 @@ def aot_compiled(
     made._artifacts.source_info = type(made._artifacts.source_info)(inlined_sources=set())  # holds whole files
     data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
     module = str((made._extra_globals or {}).get("__name__", ""))
-    return Ahead(made, data, takes_self, module, tuple(guards.unsaved.values()), sources)
+    names = {name: made.fn.__globals__[name] for name in made._artifacts.runtime_env.external_refs}
+    return Ahead(made, data, takes_self, module, names, tuple(guards.unsaved.values()), sources)
 
 
 def _aot_compile(
@@ -149,7 +152,7 @@ def _aot_compile(
         False  # sizes that another model was compiled for in this process do not count
     )
     settings |= {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
-    options = {"guard_filter_fn": guards.are_saved}
+    options: dict[str, Any] = {"guard_filter_fn": guards.are_saved}
     with config.patch(settings), _builtins_are_no_references():
         compiled: Any = torch.compile(function, fullgraph=True, backend=backend, options=options)
         return (compiled.forward if isinstance(function, torch.nn.Module) else compiled).aot_compile((args, kwargs))
@@ -253,7 +256,7 @@ class _Guards:
             if guard.name.startswith("L['self']."):
                 guard.stack = guard.user_stack = None
             return True
-        insists = insists and not entry.is_global and entry.guard_type not in self._by_identity
+        insists = insists and "L['" in guard.name and entry.guard_type not in self._by_identity  # not of torch itself
         if entry.has_value:
             self.unsaved[guard.name] = Unsaved(entry.name, guard.name, entry.value, insists)
             self._check(self.unsaved[guard.name])
