@@ -170,54 +170,15 @@ def _celu(x: Tensor, alpha: float = 1.0) -> Any:
     return _elu(x, alpha, 1.0, 1.0 / alpha)
 
 
-def _of_one_type(x: Any, y: Any) -> tuple[Tensor, Tensor] | None:
-    """Both operands as tensors of the type of the result; None if that is no floating type of 4 bytes or more."""
-    dtype = torch.result_type(x, y)
-    if not dtype.is_floating_point or dtype.itemsize < 4:
-        return None
-    device = x.device if isinstance(x, Tensor) else y.device
-    pair = [each if isinstance(each, Tensor) else torch.full((), each, device=device) for each in (x, y)]
-    return pair[0].to(dtype), pair[1].to(dtype)
-
-
-def _remainder(x: Any, y: Any) -> Any:
-    """What eager computes, of numbers of any size; Inductor takes the difference to a rounded quotient."""
-    if (pair := _of_one_type(x, y)) is None:
-        return NotImplemented
-    rest = torch.fmod(*pair)
-    return torch.where((rest != 0) & ((pair[1] < 0) != (rest < 0)), rest + pair[1], rest)
-
-
-def _floored(x: Any, y: Any, rounding_mode: str | None = "floor") -> Any:
-    """The quotient of what is left without the remainder, as eager computes it: rounding cannot make it one less."""
-    if rounding_mode != "floor" or (pair := _of_one_type(x, y)) is None:
-        return NotImplemented
-    x, y = pair
-    rest = torch.fmod(x, y)
-    quotient = (x - rest) / y
-    quotient = torch.where((rest != 0) & ((y < 0) != (rest < 0)), quotient - 1, quotient)
-    floor = torch.floor(quotient)
-    floor = torch.where(quotient - floor > 0.5, floor + 1, floor)
-    whole = x / y
-    floor = torch.where(quotient != 0, floor, torch.copysign(torch.zeros_like(floor), whole))
-    return torch.where((y == 0) | (whole.isinf() & x.isfinite()), whole, floor)  # of a large one there is no remainder
-
-
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.celu.default: _celu,
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_min.default: _clamped,
-    torch.ops.aten.div.Scalar_mode: _floored,
-    torch.ops.aten.div.Tensor_mode: _floored,
     torch.ops.aten.elu.default: _elu,
     torch.ops.aten.expm1.default: _less_one,
-    torch.ops.aten.floor_divide.default: _floored,
     torch.ops.aten.hardtanh.default: _clamped,
     torch.ops.aten.neg.default: _negated,
     torch.ops.aten.pow.Tensor_Scalar: _power,
-    torch.ops.aten.remainder.Scalar: _remainder,
-    torch.ops.aten.remainder.Scalar_Tensor: _remainder,
-    torch.ops.aten.remainder.Tensor: _remainder,
 }
 
 

@@ -53,7 +53,7 @@ _DTYPES = frozenset(
     }
 )
 # Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
-_INEXACT_IN_16_BITS = frozenset({aten.floor_divide, aten.remainder})  # `compiler.SPELLINGS` has others for the rest
+_INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {
         *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv, aten.special_ndtr),
@@ -146,9 +146,10 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     mode = node.kwargs.get("rounding_mode") if op.overloadpacket is aten.div else None
     if mode == "trunc" and value.dtype.itemsize == 2:
         return "Inductor does not round the quotient before it is cut off"
-    is_rounded_down = mode == "floor" or op.overloadpacket in _INEXACT_IN_16_BITS
-    if (is_rounded_down and value.dtype.itemsize == 2) or (
-        device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU
+    if (
+        mode == "floor"
+        or op.overloadpacket in _INEXACT
+        or (device.type == "cpu" and op.overloadpacket in _INEXACT_ON_CPU)
     ):
         return "Inductor's code for it is wrong near zero, or for large numbers"
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:

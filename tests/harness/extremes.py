@@ -25,13 +25,8 @@ INSIDE = (
         "divide": lambda x: x / 0.7,
         "elu": nn.functional.elu,
         "expm1": torch.expm1,
-        "floored": lambda x: torch.div(x, 0.7, rounding_mode="floor"),
-        "floor divide": lambda x: x // -3.0,
-        "floored by numbers": lambda x: torch.div(2.5, x, rounding_mode="floor"),
         "fmod": lambda x: torch.fmod(x, 1.7),
         "power": lambda x: x.abs() ** 0.3,
-        "remainder": lambda x: x % 1.7,
-        "remainder by numbers": lambda x: -2.5 % x,
         "selu": nn.functional.selu,
         "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
     }
@@ -57,8 +52,9 @@ OUTSIDE_ON_GPU = {
     "signs of doubles": lambda x: torch.signbit(x.double()).float(),
 }
 OUTSIDE = {
-    "floored in 16 bits": lambda x: torch.div(x.bfloat16(), 0.7, rounding_mode="floor"),
-    "remainder in 16 bits": lambda x: x.bfloat16() % 1.7,
+    "floored": lambda x: torch.div(x, 0.7, rounding_mode="floor"),
+    "floor divide": lambda x: x // 3.0,
+    "remainder": lambda x: x % 1.7,
     "softshrink": nn.functional.softshrink,
     "zero": lambda x: x * 0 + 1,
 }
