@@ -22,12 +22,12 @@ INSIDE = (
     | {name: getattr(nn.functional, name) for name in ACTIVATIONS}
     | {
         "divide": lambda x: x / 0.7,
-        "fmod": lambda x: torch.fmod(x, 1.7),
         "power": lambda x: x.abs() ** 0.3,
         "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
     }
 )
 INSIDE_ON_GPU = {
+    "fmod": lambda x: torch.fmod(x, 1.7),
     "acosh": torch.acosh,
     "asinh": torch.asinh,
     "atanh": torch.atanh,
