@@ -136,7 +136,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops of a graph that Inductor is given others for: it would be wrong near zero, in its sign, or for large numbers."""
+    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, or for large numbers."""
     return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
 
 

@@ -172,7 +172,7 @@ def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script:
         (("explain", "-o", "nowhere/r.html", "SCRIPT"), "no directory"),
         (("report", "open", "SCRIPT"), "not a report of graphex"),
         (("rules", "lift_rms_nrm"), "did you mean 'lift_rms_norm'?"),
-        (("rules", "rmsnorm"), "did you mean 'add_rms_norm' or 'lift_rms_norm'"),
+        (("rules", "rmsnorm"), "did you mean 'rms_norm_add' or 'add_rms_norm' or 'lift_rms_norm'"),
         (("ops", "rms_nrm"), "did you mean 'graphex::rms_norm' or"),
         (("bench", "speed"), "no benchmark 'speed'"),
         (("bench", "linear"), "did you mean 'linears'?"),
