@@ -146,7 +146,7 @@ class Fusion:
                 if self._is_made_by(rule, root):
                     continue
                 end = self._end_at(rule, root)
-                if not _is_worth_telling(rule, end):
+                if end is None or not _is_worth_telling(rule, end):
                     continue
                 nothing_lost = isinstance(end, Refusal) and end.nothing_lost
                 (as_good if nothing_lost else missed)[rule.name].add(root)
@@ -164,10 +164,16 @@ class Fusion:
             if name in spoken_of or any(self.outcomes[rule].matches for rule in variants[name]):
                 self._count(name, variants[name], len(roots - as_good[name]))
 
-    def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal:
-        """How the rule ended at a candidate: the try that came furthest, of those that could reach it."""
+    def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal | None:
+        """How the rule ended at a candidate: the try that came furthest, of those that could reach it.
+
+        None for an op that graphex lifted, if nothing follows that its own rule joins it with: most norms are added to
+        nothing, and miss nothing.
+        """
         ends = self.outcomes[rule].ends
         near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
+        if not near and rule.origin == "default" and getattr(root.target, "namespace", "") == "graphex":
+            return None
         if not near and (absent := self._absent(rule)):
             return Mismatch(1, root, f"the graph holds no {', '.join(sorted(map(op_title, absent)))}")
         if not near:

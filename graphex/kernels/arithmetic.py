@@ -7,10 +7,6 @@ The last two functions are programmatic dependent launch (PDL, from Hopper on): 
 
 `pdl_wait` waits for everything that the kernels before have done, however far back, because each of them has waited
 itself. So a kernel with PDL calls it before it reads anything that a kernel may have written, and before it writes.
-
-PDL is 0 (none), 1, or 2 for a launch that leaves multiprocessors idle: the next kernel may start with it then, and is
-spread over the device before it has something to do. Behind a launch that fills the device it would be put where there
-is room first, on few multiprocessors.
 """
 
 from __future__ import annotations
@@ -283,8 +279,6 @@ def ordered(value, place, LAST: tl.constexpr):
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Wait until the kernels before this one are done and their results are there to be read."""
-    if PDL == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -292,5 +286,5 @@ def pdl_wait(PDL: tl.constexpr):
 @triton.jit
 def pdl_launch(PDL: tl.constexpr):
     """The next kernel may start once all programs are here; it waits for the rest of this one."""
-    if PDL == 1:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()

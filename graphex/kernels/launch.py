@@ -11,7 +11,6 @@ kernel is compiled, or found, is in `compiled.py`.
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -36,7 +35,8 @@ from graphex.torch_private.symbolic import FakeTensor
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
 OLDEST_WITH_PDL = (9, 0)
-FEW_PROGRAMS = 100  # fewer than a device with PDL has multiprocessors
+_WITH_PDL = {"PDL": True, "launch_pdl": True}
+_WITHOUT_PDL = {"PDL": False}
 
 
 @dataclass
@@ -57,7 +57,7 @@ _thread = _Thread()
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     if _thread.seen is None:
         keep_hashes(kernel)
-        kernel[grid](*arguments, **_options(kernel, grid, constants))
+        kernel[grid](*arguments, **_options(kernel, constants))
     else:
         _thread.seen.kernels.append(kernel.__name__)
         compile_only(kernel, grid, arguments, constants)
@@ -78,23 +78,17 @@ class LaunchPlan:
 
 
 def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    compile_ahead(kernel, grid, tuple(map(_typed, arguments)), _options(kernel, grid, constants))
+    compile_ahead(kernel, grid, tuple(map(_typed, arguments)), _options(kernel, constants))
 
 
-def _options(kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> dict[str, Any]:
+def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """What a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
     contracted with sums unless the constants say otherwise.
     """
     if "PDL" not in kernel.arg_names:
         return CONTRACTED | constants
-    if not _has_pdl(torch.cuda.current_device() if torch.cuda.is_available() else -1):
-        return CONTRACTED | constants | {"PDL": 0}
-    return CONTRACTED | constants | {"PDL": pdl_of(grid), "launch_pdl": True}
-
-
-def pdl_of(grid: tuple[int, ...]) -> int:
-    """When the next kernel may start, on a device that lets it (`arithmetic.py`)."""
-    return 2 if math.prod(grid) <= FEW_PROGRAMS else 1
+    chains = _has_pdl(torch.cuda.current_device() if torch.cuda.is_available() else -1)
+    return CONTRACTED | constants | (_WITH_PDL if chains else _WITHOUT_PDL)
 
 
 @cache

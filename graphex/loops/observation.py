@@ -34,6 +34,15 @@ aten = torch.ops.aten
 _TO_DEVICE = (aten._to_copy.default, aten.copy_.default)
 _FREE_ON_HOST = (aten.detach.default, aten.lift_fresh.default, aten.alias.default)
 _READS = {aten._local_scalar_dense.default: "reads a number from a tensor (.item(), float(...), if ...)"}
+# Ops that draw from the generator of their device whenever they have elements (attention and others may).
+_DRAWS = frozenset(
+    {
+        *("aten::bernoulli", "aten::bernoulli_", "aten::exponential_", "aten::multinomial", "aten::native_dropout"),
+        *("aten::normal", "aten::normal_", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like"),
+        *("aten::randn", "aten::randn_like", "aten::randperm", "aten::uniform", "aten::uniform_"),
+        "graphex::dropout_seeds",
+    }
+)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -72,7 +81,8 @@ class Observation(TorchDispatchMode):
         self._stable: set[int] = set()
         self._outside: list[tuple[int, weakref.ref[Tensor], int]] = []
         self.reads_gradients = False
-        self._drawn = _drawn()
+        self._drawn, self._seeds, self._draws = _drawn(), _seeds(kind), False
+        self._seeds_before = None if before is None else before._seeds
         self.reason = self.line = ""
 
     @classmethod
@@ -86,6 +96,7 @@ class Observation(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
             self._made.update(map(_memory, tensors))
+        self._draws |= _draws(func, args)
         if not self.reason:
             self._judge(func, tensors, leaves, args, kwargs)
         for tensor in tensors:
@@ -133,6 +144,7 @@ class Observation(TorchDispatchMode):
         self._add("what it returns", results)
         if not self.reason and _drawn() != self._drawn:
             self.refuse("draws random numbers in Python")
+        self._judge_seeds()
         moving = {
             _memory(leaf)
             for leaf in (*results, *gradients, *(each() for each in self._gradients.values()))
@@ -185,6 +197,14 @@ class Observation(TorchDispatchMode):
             elif (tensor.dim() and func not in _FREE_ON_HOST) or func in _TO_DEVICE:
                 self.refuse(f"copies from the host's memory to the device ({func}); make it on the device")
 
+    def _judge_seeds(self) -> None:
+        """A replay draws numbers from where the generator stands: it neither seeds it nor puts it back."""
+        begun, ended, before = self._seeds, _seeds(self._kind), self._seeds_before
+        self._seeds = ended
+        was_seeded = [each[0] for each in begun] != [each[0] for each in ended]
+        if not self.reason and (was_seeded or (self._draws and begun == ended) or (begun != ended == before)):
+            self.refuse("seeds a random generator, or puts its state back")
+
     def _is_host(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._kind
 
@@ -197,6 +217,16 @@ def _drawn() -> tuple[object, ...]:
     """Where the random generators of Python and numpy stand."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+
+
+def _draws(func: Any, args: Any) -> bool:
+    return func._schema.name in _DRAWS and (func is not aten.native_dropout.default or 0 < args[1] < 1)
+
+
+def _seeds(kind: str) -> list[tuple[int, bytes]]:
+    """The seeds of torch's generators of the host and of a kind of device, and where the generators stand."""
+    modules = [torch, module] if hasattr(module := getattr(torch, kind, None), "get_rng_state") else [torch]
+    return [(each.initial_seed(), each.get_rng_state().numpy().tobytes()) for each in modules]
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -21,9 +21,9 @@ from enum import Enum
 from functools import partial
 from importlib import import_module
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -61,9 +61,8 @@ def save(
 
     Call it in the mode of the calls to come (under `torch.no_grad()`). Sizes are those of the arguments. On a GPU one
     call is made, to measure which kernels are fastest; what it writes to its inputs is undone. `declared` are objects,
-    such as "self.scorer", of which you say that they do the same where the file is loaded; only objects that another
-    process cannot tell from others need that. Raises GraphexError, saying why, where the compiled graph cannot be
-    saved.
+    such as "self.scorer", of which you say that they do the same where the file is loaded: `load` does not look at
+    them. Raises GraphexError, saying why, where the compiled graph cannot be saved.
     """
     if not isinstance(args, (list, tuple)):
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
@@ -83,7 +82,7 @@ def save(
     given = (model, *args) if takes_self else tuple(args)
     _choose_kernels(partial(ahead.function, *given, **(kwargs or {})), backend.journal)
     about = {"machine": machine_of(()), "is_module": is_module, "takes_self": takes_self}
-    about |= {"module": ahead.module, "sources": ahead.sources}
+    about |= {"module": ahead.module, "names": _references(ahead.globals), "sources": ahead.sources}
     about["device"] = _device_of(backend.journal)
     about["guards"] = _named_guards(ahead, model, declared)
     with written_whole(Path(path)) as file:
@@ -157,7 +156,12 @@ def load(
         raise InputError(f"'{path}' {wanted}.")
     _check_sources(path, head["sources"])
     with collector_paused(), _on_device(path, head["device"], device, model):
-        function = aot_loaded(data, _globals(head["module"], model), model)
+        try:
+            function = aot_loaded(data, _globals(head, model), model)
+        except GraphexError:
+            raise
+        except Exception as error:  # of torch's: an object that it can write, and not read
+            raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
     _check_guards(path, head["guards"], function, model)
     return Loaded(function, model if head["takes_self"] else None)
 
@@ -189,7 +193,7 @@ def _on_device(
 def _name_of(value: object) -> str:
     """What tells a value from others in another process too: a constant, or where a function, class or module is.
 
-    Empty for other objects. A function that its name does not lead to, such as a lambda, is known by its code too.
+    Empty for other objects. A function is known by its code too: a name may lead to another one, or be a lambda's.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return repr(value)
@@ -197,10 +201,19 @@ def _name_of(value: object) -> str:
         return f"the code {value.co_name} {_digest(value)}"
     if isinstance(value, ModuleType):
         return f"the module {value.__name__}"
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, (NoneType, ModuleType, type)):
+        return ""  # the method of an object
     if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         name = f"{value.__module__}.{value.__qualname__}"
         return f"{name} {_digest(value.__code__)}" if isinstance(value, FunctionType) else name
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"the op {value}"
     return f"{_name_of(type(value))}.{value.name}" if isinstance(value, Enum) else ""
+
+
+def _described(value: object) -> str:
+    """The name of a value, or of its type: torch leaves out guards on objects without asking whose they are."""
+    return _name_of(value) or f"an object of type {_name_of(type(value))}"
 
 
 def _digest(code: CodeType) -> str:
@@ -209,8 +222,12 @@ def _digest(code: CodeType) -> str:
     return hashlib.sha256(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode()).hexdigest()[:12]
 
 
+def _is_declared(guard: Unsaved, declared: Sequence[str]) -> bool:
+    return any(guard.name == name or guard.name.startswith((f"{name}.", f"{name}[")) for name in declared)
+
+
 def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
-    if guard.insists and not _name_of(guard.value) and guard.name not in declared:
+    if guard.insists and not _name_of(guard.value) and not _is_declared(guard, declared):
         raise NotOfferedError(
             f"this cannot be saved: `{guard.name}` is of type {type(guard.value).__name__}, and torch compiles for "
             "this very object. If the one that is there after loading does the same, say so: "
@@ -222,15 +239,12 @@ def _named_guards(ahead: Ahead, model: object, declared: Sequence[str]) -> list[
     """The guards that are not saved, as far as a process that loads can ask them: name, expression, value's name."""
     found = []
     for guard in ahead.unsaved:
-        name = _name_of(guard.value)
+        value = _described(guard.value)
         with suppress(Exception):  # it is about arguments, or about what only Dynamo knows
-            if name and guard.name not in declared and _value_here(guard.expression, ahead.function, model) == name:
-                found.append((guard.name, guard.expression, name))
+            here = value_in_scope(guard.expression, ahead.function, model)
+            if not _is_declared(guard, declared) and _described(here) == value:
+                found.append((guard.name, guard.expression, value))
     return found
-
-
-def _value_here(expression: str, function: Any, model: object) -> str:
-    return _name_of(value_in_scope(expression, function, model))
 
 
 def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
@@ -239,19 +253,42 @@ def _check_guards(path: str | Path, guards: list[list[str]], function: Any, mode
         if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
             continue
         try:
-            here = _value_here(expression, function, model)
+            here = _described(value_in_scope(expression, function, model))
         except Exception as error:  # an attribute that is not there, or a property that raises
             here = one_line(error)
         if here != wanted:
-            raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here or 'another object'}.")
+            raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here}.")
 
 
-def _globals(module: str, model: torch.nn.Module | None) -> dict[str, Any]:
-    """The globals of a function in a module. A script is another one here: the model's class is in the right one."""
-    if module != "__main__":
+def _references(names: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Names that stand for modules, or for functions and classes of modules: how another process finds these."""
+    found = {}
+    for name, value in names.items():
+        place = (value.__name__, "") if isinstance(value, ModuleType) else _place_of(value)
+        with suppress(ImportError, AttributeError):
+            if place and _referred(*place) is value:
+                found[name] = place
+    return found
+
+
+def _place_of(value: Any) -> tuple[str, str] | None:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return (module, name) if isinstance(module, str) and isinstance(name, str) else None
+
+
+def _referred(module: str, name: str) -> Any:
+    found = import_module(module)
+    return attrgetter(name)(found) if name else found
+
+
+def _globals(head: dict[str, Any], model: torch.nn.Module | None) -> dict[str, Any]:
+    """The globals of a saved function. A script is another one here: the model's class is in the right one."""
+    names: dict[str, Any] = {} if model is None else getattr(type(model).forward, "__globals__", {})
+    if head["module"] != "__main__":
         with suppress(ImportError):
-            return vars(import_module(module))
-    return {} if model is None else getattr(type(model).forward, "__globals__", {})
+            names = vars(import_module(head["module"]))
+    missing = {name: place for name, place in head["names"].items() if name not in names}
+    return {**names, **{name: _referred(*place) for name, place in missing.items()}}
 
 
 def _check_sources(path: str | Path, sources: list[list[str]]) -> None:

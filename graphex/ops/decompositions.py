@@ -8,7 +8,11 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten._unsafe_view`          `aten.view`
 `aten._reshape_alias`        `aten.view`
 `prims.fma(a, b, c)`         `aten.add(c, aten.mul(a, b))`
+`aten.batch_norm`            the same, of a contiguous input, on a CPU
 ===========================  ==========================================
+
+The last is no synonym: of an input that is transposed, the CPU's batch norm returns another layout than a trace says it
+does, and a view behind it would raise.
 """
 
 from __future__ import annotations
@@ -40,10 +44,19 @@ def _reshape_alias(x: Tensor, size: list[int], stride: list[int]) -> Tensor:
     return viewed
 
 
+def _batch_norm(x: Tensor, *others: Any) -> Any:
+    """Batch norm in inference."""
+    formats = (torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim()))
+    if x.device.type != "cpu" or any(each and x.is_contiguous(memory_format=each) for each in formats):
+        return NotImplemented
+    return aten._native_batch_norm_legit_no_training.default(x.contiguous(), *others)
+
+
 CANONICAL: Table = {
     aten.t.default: _t,
     aten._unsafe_view.default: _unsafe_view,
     aten._reshape_alias.default: _reshape_alias,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 
 

@@ -27,7 +27,14 @@ from graphex.analysis.effects import is_kernel
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
 from graphex.regions.members import inlined_ops, is_generated
-from graphex.torch_private.inductor import OutputCode, inductor_compile, known_settings, runner_of, without_inductor
+from graphex.torch_private.inductor import (
+    OutputCode,
+    inductor_compile,
+    known_settings,
+    runner_of,
+    without_inductor,
+    wrapping_integers,
+)
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
 MM = torch.ops.aten.mm.default
@@ -99,6 +106,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
+        **wrapping_integers(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -128,7 +136,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops of a graph that Inductor is given others for, because it would compute them otherwise near zero."""
+    """Ops of a graph that Inductor is given others for: it would be wrong near zero, in its sign, or for large numbers."""
     return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
 
 
@@ -143,7 +151,8 @@ def _power(x: Tensor, exponent: Any) -> Any:
 
 def _clamped(x: Tensor, least: Any = None, most: Any = None) -> Any:
     """C++ code takes the larger of 0 and -0 for 0, where eager on a CPU leaves the -0."""
-    if x.device.type != "cpu" or not x.dtype.is_floating_point or (least != 0 and most != 0):
+    has_sign = x.dtype.is_floating_point or isinstance(least, float) or isinstance(most, float)
+    if x.device.type != "cpu" or not has_sign or (least != 0 and most != 0):
         return NotImplemented
     if least is not None:
         x = torch.where(x < least, least, x)
@@ -170,9 +179,21 @@ def _celu(x: Tensor, alpha: float = 1.0) -> Any:
     return _elu(x, alpha, 1.0, 1.0 / alpha)
 
 
+def _bounded(x: Tensor, most: Any) -> Any:
+    return _clamped(x, None, most)
+
+
+def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
+    """On a CPU eager multiplies by the number first: what is too large then is infinite, whatever comes behind it."""
+    is_plain = x.device.type != "cpu" or not x.dtype.is_floating_point or value == 1
+    return NotImplemented if is_plain else x + (a * value) * b
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.addcmul.default: _added_product,
     torch.ops.aten.celu.default: _celu,
     torch.ops.aten.clamp.default: _clamped,
+    torch.ops.aten.clamp_max.default: _bounded,
     torch.ops.aten.clamp_min.default: _clamped,
     torch.ops.aten.elu.default: _elu,
     torch.ops.aten.expm1.default: _less_one,

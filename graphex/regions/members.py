@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import inf
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ _DTYPES = frozenset(
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {
-        *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv, aten.special_ndtr),
+        *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv),
+        *(aten.fmax, aten.fmin, aten.fmod, aten.special_ndtr),
     }
 )
 # Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.
@@ -73,6 +75,8 @@ _WITH_PLACES = frozenset({aten.max, aten.min})  # along a dimension
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
+_BYTES = frozenset({torch.int8, torch.uint8})
+_SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
@@ -130,11 +134,15 @@ def _why_not_here(node: Node, device: torch.device) -> str:
 
 def _why_not_exact(node: Node, device: torch.device) -> str:
     op, value = operator_of(node), node.meta.get("val")
+    if op is not None and device.type == "cpu" and (reason := _why_not_in_cpp(node, op.overloadpacket)):
+        return reason
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
         is_boolean = value[0].dtype == torch.bool
         return "Inductor finds another place than eager among booleans" if is_boolean else ""
     if op is None or not isinstance(value, Tensor):
         return ""
+    if value.dtype == torch.bool and node.kwargs.get("alpha", 1) != 1:
+        return "Inductor writes integers for booleans, in C++ behind the end of its result"
     if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
         return f"its result is {value.dtype}, and Inductor's is torch.bool"
     if device.type == "cuda" and _is_other_on_gpu(node, op.overloadpacket):
@@ -154,13 +162,48 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return "Inductor's code for it is wrong near zero, or for large numbers"
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
+    return _why_not_rounded(node, value.dtype, device)
+
+
+def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> str:
+    """Why Inductor would not round a result to its type, where it becomes another number or an infinite one."""
     if _is_rounding(node):
         return "it rounds a value that is cast on, and Inductor would not"
-    if value.dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
+    if dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
         return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
-    if device.type == "cuda" and value.dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(value.dtype).max):
+    if dtype == torch.float16 and _is_beyond_float16(node, device):
+        return "it reads a number that may be too large for float16, and Inductor would not make it infinite"
+    if device.type == "cuda" and dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(dtype)):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
+
+
+def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
+    """Why the C++ code that Inductor writes for a node is wrong, or computes with other numbers than eager."""
+    read = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
+    reads_floats = any(dtype.is_floating_point for dtype in read)
+    if op in _SMALLEST and torch.uint8 in read:
+        return "Inductor's C++ code takes 0 for the smallest of numbers of uint8"
+    if op is aten.threshold and not reads_floats:
+        return "Inductor's C++ code turns integers into float32"
+    if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
+        return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
+        return f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+    return ""
+
+
+def _is_beyond_float16(node: Node, device: torch.device) -> bool:
+    """Whether a node reads a number that eager casts to float16 first, and that may be too large for it."""
+    op = operator_of(node)
+    if op is None or torch.Tag.pointwise not in op.tags or op.overloadpacket in _CASTS:
+        return False
+    tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
+    if any(not value.dim() and value.device == device and value.dtype.itemsize > 2 for value in tensors):
+        return True
+    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
+    return device.type == "cpu" and any(torch.finfo(torch.float16).max < abs(arg) < inf for arg in numbers)
 
 
 def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
@@ -184,14 +227,14 @@ def _is_float_cast(node: Node) -> bool:
     return len(types) == 2
 
 
-def _is_in_range(node: Node, most: float) -> bool:
+def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
     """Whether a node of 8 bits is no cast, or one of values that are clamped first."""
     value = next(iter(node.all_input_nodes), None)
     given = None if value is None else value.meta.get("val")
     if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
         return True
     bounds = value.args[1:3] if value.target is aten.clamp.default else ()
-    return len(bounds) == 2 and all(isinstance(each, (int, float)) and abs(each) <= most for each in bounds)
+    return len(bounds) == 2 and all(isinstance(each, (int, float)) and ends.min <= each <= ends.max for each in bounds)
 
 
 def _is_on(node: Node, device: torch.device) -> bool:

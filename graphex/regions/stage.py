@@ -19,14 +19,15 @@ backward reads the mask, which is saved: nothing is drawn twice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
-from graphex.analysis import node_line, placement
+from graphex.analysis import is_effectful, node_line, placement
+from graphex.analysis.dependencies import can_raise
 from graphex.analysis.effects import declare_region, is_kernel, moves_between_devices, operator_of, synchronisation
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.memory import tail_of
@@ -177,29 +178,59 @@ def device_of(graph: Graph) -> torch.device | None:
 def move_constants(work: Work, device: torch.device) -> None:
     """Give constants of one element, which the host holds and ops on the device read, a copy on the device.
 
-    A device graph cannot copy from the host's memory; as an operand such a tensor means the same on either.
+        before:  c = get_attr("c"); root = sqrt(c); y = div(x, root)           x is on the device, c on the host
+        after:   root = get_attr("root_on_cuda"); y = div(x, root)
+
+    What the host computes from such constants alone is computed here, once. A device graph cannot copy from the host's
+    memory; as an operand such a tensor means the same on either.
     """
     if device.type == "cpu":
         return
-    for node in work.graph.find_nodes(op="get_attr"):
-        value, readers = node.meta.get("val"), [user for user in node.users if _reads_scalar(user, device)]
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or not readers:
-            continue
-        if work.aliases.is_written(node):
-            continue
-        name = f"{str(node.target).replace('.', '_')}_on_{device.type}"
-        constant = getattr(work.gm, name, None)
+    known: dict[Node, Tensor] = {}
+    for node in list(work.graph.nodes):
+        constant = _constant(work, node, known)
         if constant is None:
-            constant = attribute_of(work.gm, str(node.target)).to(device)
-            work.gm.register_buffer(name, constant, persistent=False)
-        with work.graph.inserting_after(node):
-            copy = work.graph.get_attr(name)
-        copy.meta = dict(node.meta)
-        with value.fake_mode:  # type: ignore[attr-defined]
-            copy.meta["val"] = value.to(device)
-        for reader in readers:
-            reader.replace_input_with(node, copy)
-        work.changes += 1
+            continue
+        known[node] = constant
+        readers = [user for user in node.users if _reads_scalar(user, device)]
+        if readers:
+            _read_copy(work, node, constant.to(device), readers)
+    for node in reversed(known):
+        if not node.users:
+            work.graph.erase_node(node)
+
+
+def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | None:
+    """The value of a node that is one element in the memory of the host, and the same in every call."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or work.aliases.is_written(node):
+        return None
+    if node.op == "get_attr":
+        constant = attribute_of(work.gm, str(node.target))
+        return constant if isinstance(constant, Tensor) else None
+    op, read = operator_of(node), node.all_input_nodes
+    if op is None or is_effectful(node) or can_raise(node) or not read or not all(each in known for each in read):
+        return None
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: known[each])
+    made: Tensor = op(*args, **kwargs)
+    return made
+
+
+def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) -> None:
+    """Have ops on the device read a constant there instead of what the host computes."""
+    name = f"{node.name}_on_{constant.device.type}"
+    while hasattr(work.gm, name):
+        name += "_"
+    work.gm.register_buffer(name, constant, persistent=False)
+    with work.graph.inserting_after(node):
+        copy = work.graph.get_attr(name)
+    copy.meta = dict(node.meta)
+    value = node.meta["val"]
+    with value.fake_mode:
+        copy.meta["val"] = value.to(constant.device)
+    for reader in readers:
+        reader.replace_input_with(node, copy)
+    work.changes += 1
 
 
 def _reads_scalar(node: Node, device: torch.device) -> bool:

@@ -177,6 +177,15 @@ def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name in known}
 
 
+def wrapping_integers() -> dict[str, str]:
+    """The setting that lets integers of C++ code wrap around, as eager's do: else `x + 1 > x` is true to a compiler.
+
+    Inductor has no setting for flags of one's own; this one is a flag's value, which the next flag may follow.
+    """
+    name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv"} if hasattr(cpp, name) else {}
+
+
 def inductor_settings() -> dict[str, Any]:
     """All of Inductor's configuration that decides what it compiles, functions included, less paths and the like."""
     config = find("torch._inductor.config")

@@ -94,6 +94,21 @@ def test_a_constant_on_the_host_does_not_stop_a_capture():
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
+def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
+    def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+        root = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float) * 3)
+        rounds = torch.log(torch.tensor(511.0))
+        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.ceil(torch.tanh(x) / rounds * 127)
+
+    x = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16)
+    run = compiled(scaled)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x), scaled(x))
+    assert statuses(run) == ["compiled"]
+    assert not graphex.journal(run).cuts
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
 def logits(x: Tensor, w: Tensor) -> Tensor:
     return nn.functional.linear(nn.functional.layer_norm(torch.tanh(x).sin(), (512,)), w)
 

@@ -247,3 +247,19 @@ def test_the_inputs_of_a_first_training_call_are_let_go():
     del x
     gc.collect()
     assert given() is None
+
+
+@torch.no_grad()
+def test_a_batch_norm_of_what_is_transposed_can_be_viewed():
+    """The CPU's kernel returns another layout than its fake says."""
+
+    class Norm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.out = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    model, x = Norm().eval(), torch.randn(3, 5, 8)
+    torch.testing.assert_close(torch.compile(model, backend="graphex")(x), model(x))

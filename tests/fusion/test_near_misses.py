@@ -92,6 +92,15 @@ def test_a_norm_that_no_residual_was_added_before_is_no_candidate_for_both() -> 
     assert not [miss for miss in lifted.journal.near_misses if miss.rule == "add_rms_norm"]
 
 
+def test_a_norm_that_is_added_to_nothing_is_no_candidate_for_a_sum_behind_it() -> None:
+    def model(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return rms(x, weight), y + rms(y, weight)
+
+    lifted = Lifted(model, rand(3, 16), rand(3, 16), rand(16))
+    assert pairs(lifted)["rms_norm_add"] == (1, 1)
+    assert lifted.journal.near_misses == []
+
+
 def test_a_norm_with_a_reshape_between_it_and_the_residual_is_a_candidate() -> None:
     def model(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return rms((x + y).view(6, 8), weight)

@@ -25,13 +25,13 @@ INSIDE = (
         "divide": lambda x: x / 0.7,
         "elu": nn.functional.elu,
         "expm1": torch.expm1,
-        "fmod": lambda x: torch.fmod(x, 1.7),
         "power": lambda x: x.abs() ** 0.3,
         "selu": nn.functional.selu,
         "truncated": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
     }
 )
 INSIDE_ON_GPU = {
+    "fmod": lambda x: torch.fmod(x, 1.7),
     "acosh": torch.acosh,
     "asinh": torch.asinh,
     "atanh": torch.atanh,

@@ -126,11 +126,14 @@ def _spoil(tensor: Tensor) -> None:
     torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),), (1,)).fill_(0x7F)
 
 
+_STATISTICS = ("running_mean", "running_var")  # eager's batch norm writes them, which its schema does not say
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     given = [
         args[place] if place < len(args) else kwargs.get(argument.name)
         for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _STATISTICS
     ]
     return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 

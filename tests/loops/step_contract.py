@@ -6,8 +6,8 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -696,6 +696,52 @@ def test_what_a_replay_would_not_repeat_is_the_reason(reason, where):
         return loss
 
     assert refused(step, points(where)).endswith(reason)
+
+
+@contextmanager
+def _seeded_with_another() -> Iterator[None]:
+    torch.manual_seed(5)
+    yield
+
+
+@contextmanager
+def _seeded_with_the_same() -> Iterator[None]:
+    torch.manual_seed(3)
+    yield
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("seeds", [_seeded_with_another, _seeded_with_the_same, _put_back])
+@pytest.mark.parametrize("drawn_between", [False, True])
+def test_a_step_that_seeds_a_generator_runs_as_it_is(seeds, drawn_between, where):
+    losses = {}
+    for is_captured in (False, True):
+        model = model_on(where, lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y, model=model, optimizer=optimizer):
+            with seeds():
+                loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = graphex.train_step(step, compile=False) if is_captured else step
+        torch.manual_seed(3)
+        losses[is_captured] = []
+        for batch in points(where):
+            losses[is_captured].append(float(run(*batch)))
+            if drawn_between:
+                torch.rand(1, device=where)
+    close(losses[True], losses[False])
+    assert reasons(run) == ["the step seeds a random generator, or puts its state back"]
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")

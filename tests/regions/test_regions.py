@@ -640,7 +640,8 @@ def test_extreme_numbers_give_what_eager_gives():
 
 def test_signs_of_zeros_are_eagers():
     def program(x):
-        bounded = x.clamp(0), x.clamp(0, 3), x.clamp(-3, 0), x.clamp_min(0.0), nn.functional.relu6(x)
+        bounded = x.clamp(0), x.clamp(0, 3), x.clamp(-3, 0), x.clamp_min(0.0), nn.functional.relu6(x), x.clamp(max=0)
+        bounded += (x.int().clamp(-0.0), x.int().clamp(max=-0.0), x.clamp_max(-0.0))
         return 1 / -x, x**-0.5, (x * 2).sin(), [1 / each for each in bounded]
 
     run, x = compiled(program), torch.tensor([0.0, -0.0, inf, -inf, 4.0, nan, -1.0] * 5)
@@ -662,13 +663,53 @@ def test_a_cast_there_and_back_rounds(narrow):
 
 
 def test_numbers_too_large_for_float16_become_infinite():
-    def program(x):
+    def program(x, number):
         h = x * 2
-        return torch.softmax(h.half(), -1), 1 / h.half().view(2, 4), (h + 1).half(), h.half() @ h.half()
+        beyond = h.half() + 3e38, h.half() - number, h.half() ** 0.5, h.half() ** -0.5, (h.half() + 1).sin()
+        return torch.softmax(h.half(), -1), 1 / h.half().view(2, 4), (h + 1).half(), h.half() @ h.half(), beyond
 
-    run, x = compiled(program), torch.tensor([1e5, -1e5, 3.0, 65510.0, 1.0, 2.0, 0.5, 0.0])
-    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    run, x = compiled(program), torch.tensor([1e5, -1e5, 3.0, 65510.0, 1.0, 2.0, 0.5, -0.0])
+    number = torch.tensor(1e30)
+    torch.testing.assert_close(run(x, number), program(x, number), equal_nan=True)
+    assert "it reads a number that may be too large for float16, and Inductor would not make it infinite" in borders(
+        run
+    )
     assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in borders(run)
+    assert regions(run)
+
+
+def test_integers_and_booleans_are_eagers():
+    def program(x, small, flags):
+        wrapped = x.flip(0)  # code without vectors
+        smallest = small.amin(), small.min(-1)[0], small.argmin(), (small + 1).min()
+        compared = (wrapped + 1) > wrapped, (wrapped + wrapped).bool(), wrapped.abs() < 0
+        flagged = torch.add(flags, flags.flip(0), alpha=2), flags + flags.flip(0), flags * flags
+        return smallest, compared, flagged, nn.functional.threshold(x, 1, 7), small + small, small * 3 - x
+
+    ends = torch.iinfo(torch.int32)
+    x = torch.tensor([ends.min, ends.max, 0, 1, -1, 7, 255, ends.min] * 9, dtype=torch.int32)
+    given = x, (x % 200 + 5).to(torch.uint8), x > 0
+    run = compiled(program)
+    torch.testing.assert_close(run(*given), program(*given), rtol=0, atol=0)
+    assert regions(run)
+    assert borders(run) == {
+        "Inductor's C++ code takes 0 for the smallest of numbers of uint8",
+        "Inductor writes integers for booleans, in C++ behind the end of its result",
+        "Inductor's C++ code turns integers into float32",
+    }
+
+
+def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
+    def program(x):
+        bounded = (x * 2).clamp(-128, 127).to(torch.int8)
+        return (x * 2).to(torch.int8), (x + 1).to(torch.uint8), bounded, torch.addcmul(x, x, 1 / x, value=2)
+
+    run, x = compiled(program), torch.tensor([127.0, 128.0, -1.0, 255.0, 1e4, -129.0, 0.5, 3e38] * 5)
+    torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
+    assert borders(run) == {
+        f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+        for dtype in (torch.int8, torch.uint8)
+    }
     assert regions(run)
 
 
