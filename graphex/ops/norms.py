@@ -149,14 +149,7 @@ def weighted(
     rows=RowRule("last_dim", ("x", "residual")),
     inlines=True,
 )
-def rms_norm_add(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> Tensor:
+def rms_norm_add(x: Tensor, residual: Tensor, *norm: Any, **options: Any) -> Tensor:
     """The residual, and the RMSNorm of what a layer made of it: x and residual of one shape and type.
 
         y, _ = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
@@ -165,7 +158,7 @@ def rms_norm_add(
     For inference: it has no derivative.
     """
     check_alike("x and residual", x, residual)
-    y, _ = rms_norm(x, weight, eps, weight_offset, cast_before_weight)
+    y, _ = rms_norm(x, *norm, **options)
     return residual + y
 
 
