@@ -225,7 +225,8 @@ def _draws(func: Any, args: Any) -> bool:
 
 def _seeds(kind: str) -> list[tuple[int, bytes]]:
     """The seeds of torch's generators of the host and of a kind of device, and where the generators stand."""
-    modules = [torch, module] if hasattr(module := getattr(torch, kind, None), "get_rng_state") else [torch]
+    modules: list[Any] = [torch, getattr(torch, kind, None)]
+    modules = [each for each in modules if hasattr(each, "get_rng_state") and hasattr(each, "initial_seed")]
     return [(each.initial_seed(), each.get_rng_state().numpy().tobytes()) for each in modules]
 
 
