@@ -101,6 +101,9 @@ def test_a_row_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
 # -- the order of things -----------------------------------------------------------------------------------------------
 
 
+LATE = "it was ended"
+
+
 class Told(Worker):
     """Answers at once, without a process, and notes what it was asked."""
 
@@ -121,6 +124,7 @@ class Told(Worker):
         stage = self.STAGES[min(self.at, 3)]
         self.seen.append(f"{stage} {self.job.variant.name}")
         self.failed = self.fails if stage == "compile" else ""
+        self.late = self.failed == LATE and end < float("inf")
         if stage == "compile":
             self.facts["compile"] = 4.0
         if stage == "measure":
@@ -184,6 +188,11 @@ def test_a_second_process_compiles_again_after_the_measurement() -> None:
 def test_a_row_that_fails_is_kept_with_its_reason_and_stops_nobody() -> None:
     _, store = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], fails="OutOfMemoryError: too much", together=2)
     assert [(each.failed, each.pipelined) for each in store.rows] == [("OutOfMemoryError: too much", 0.0), ("", 1.0)]
+
+
+def test_a_row_that_compiles_too_long_is_left_out_and_the_others_are_measured() -> None:
+    _, store = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], fails=LATE, together=2, patience=1.0)
+    assert [(each.variant, each.pipelined) for each in store.rows] == [(REDUCE.name, 1.0)]
 
 
 def test_what_would_not_end_in_time_is_not_begun() -> None:

@@ -65,6 +65,16 @@ def test_a_chain_of_ops_is_one_region():
     assert not graphex.journal(run).fallbacks
 
 
+def test_a_profiler_sees_compiled_code_in_every_call():
+    run, x = compiled(chain), torch.randn(4, 8)
+    for _ in range(3):
+        run(x)
+    with torch.profiler.profile() as profile:
+        run(x)
+        run(x)
+    assert sum("CompiledFxGraph" in event.name for event in profile.events()) == 2
+
+
 def test_without_regions_results_are_eagers_bit_for_bit():
     run, x = compiled(chain, regions=False), torch.randn(4, 8)
     assert torch.equal(run(x), chain(x))
