@@ -5,8 +5,9 @@
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
 A region is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would
-have written across the cut ends there anyway, so that nothing is lost. Of such places the one with the fewest values
-across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
+have written across the cut ends there anyway, so that nothing is lost. A convolution is no such place: Inductor chooses
+the layout of what it reads, which the kernel before it writes if both are in one region. Of such places the one with
+the fewest values across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
 
 What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
 is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
@@ -21,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
+import torch
 from torch.fx import Node, map_arg
 
 from graphex.analysis.effects import is_kernel, operator_of
@@ -129,9 +131,10 @@ def _kind(node: Node) -> Hashable:
 
 
 def _may_cut(nodes: list[Node], place: int) -> bool:
-    """Whether the first kernel from a place on is one that Inductor calls as it is; views go with it."""
+    """Whether the node at a place is a kernel that Inductor calls as it is, on operands that stay as they are."""
     node = nodes[place]
-    return is_kernel(node) and operator_of(node) is not None and not is_generated(node)
+    is_called = is_kernel(node) and operator_of(node) is not None and not is_generated(node)
+    return is_called and node.target is not torch.ops.aten.convolution.default
 
 
 def _values_across(nodes: list[Node]) -> list[int]:

@@ -92,6 +92,38 @@ def test_equal_layers_are_compiled_once():
     assert statuses.count("compiled") <= 3
 
 
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inside, self.down = nn.LayerNorm(16), nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x).transpose(1, 2)
+        y = torch.relu(self.inside(normed)).transpose(1, 2)
+        return x + self.down(y)
+
+
+def test_layers_are_not_cut_where_inductor_chooses_a_layout(uncompiled):
+    """What a convolution reads is written by a kernel of its own region."""
+    model, x = nn.Sequential(*(Convolved() for _ in range(8))), torch.randn(2, 8, 16)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert sum(region.status == "reused" for region in regions(run)) >= 5
+    for region in regions(run):
+        text = " ".join(region.lines)
+        assert ("self.norm(x)" in text) == ("self.inside(normed)" in text)
+
+
+def test_layers_of_convolutions_alone_are_one_region(uncompiled):
+    layers = (layer for _ in range(8) for layer in (nn.Conv1d(4, 4, 3, padding=1), nn.ReLU()))
+    model, x = nn.Sequential(*layers), torch.randn(2, 4, 8)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert len(regions(run)) == 1
+
+
 def test_views_of_results_share_memory_as_in_eager():
     def views(x):
         y = torch.relu(x * 2 + 1)
