@@ -165,6 +165,8 @@ class CapturedProgram(program.GraphProgram):
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or not fast.fits(args):
                     return self._replayed_after_a_search(args)
+                if _keeper_in_the_way(graph) is not None:  # gradients of a training step that shares the pool
+                    return None
                 results = fast.run(args)
                 self._moves = 0
                 self._counter["straight"] += 1
@@ -177,7 +179,7 @@ class CapturedProgram(program.GraphProgram):
             return None
         key = self._key(args)
         graph, moved = self._find(key, args)
-        if graph is None or moved or graph.storage_replaced():
+        if graph is None or moved or graph.storage_replaced() or _keeper_in_the_way(graph) is not None:
             return None
         self._moves = 0
         graph.fast = self._fast(graph, key)
