@@ -171,7 +171,7 @@ def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> st
         return "it rounds a value that is cast on, and Inductor would not"
     if dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
         return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
-    if dtype == torch.float16 and _is_beyond_float16(node, device):
+    if dtype == torch.float16 and device.type == "cpu" and _is_beyond_float16(node):
         return "it reads a number that may be too large for float16, and Inductor would not make it infinite"
     if device.type == "cuda" and dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(dtype)):
         return "numbers that are too large for 8 bits become the largest with Inductor"
@@ -194,16 +194,16 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
     return ""
 
 
-def _is_beyond_float16(node: Node, device: torch.device) -> bool:
+def _is_beyond_float16(node: Node) -> bool:
     """Whether a node reads a number that eager casts to float16 first, and that may be too large for it."""
     op = operator_of(node)
     if op is None or torch.Tag.pointwise not in op.tags or op.overloadpacket in _CASTS:
         return False
     tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
-    if any(not value.dim() and value.device == device and value.dtype.itemsize > 2 for value in tensors):
+    if any(not value.dim() and value.dtype.itemsize > 2 for value in tensors):
         return True
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    return device.type == "cpu" and any(torch.finfo(torch.float16).max < abs(arg) < inf for arg in numbers)
+    return any(torch.finfo(torch.float16).max < abs(arg) < inf for arg in numbers)
 
 
 def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
