@@ -165,7 +165,7 @@ class CapturedProgram(program.GraphProgram):
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or not fast.fits(args):
                     return self._replayed_after_a_search(args)
-                if _keeper_in_the_way(graph) is not None:  # gradients of a training step that shares the pool
+                if graph.pool.keepers and _keeper_in_the_way(graph) is not None:  # gradients, in a pool that is shared
                     return None
                 results = fast.run(args)
                 self._moves = 0

@@ -44,31 +44,31 @@ class Pool:
         self.captures = 0  # with those of graphs that are gone
         self.programs = 0  # that share it
         self._for_backwards: Pool | None = None
-        self._keepers: dict[int, OutputPlan] = {}  # by the number of their capture
+        self.keepers: dict[int, OutputPlan] = {}  # by the number of their capture
 
     def enter(self, number: int, outputs: OutputPlan) -> None:
         """A graph was captured; its number is that of its capture."""
         self.graphs += 1
         if outputs.are_kept_in_use is not None:
-            self._keepers[number] = outputs
+            self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
         self.graphs -= 1
-        self._keepers.pop(number, None)
+        self.keepers.pop(number, None)
 
     def keeper_in_the_way(self, number: int) -> int | None:
         """The graph with results in use that a replay of graph `number` could write to.
 
         That is itself, a later one, or one whose memory was given up before this one was captured.
         """
-        for other, outputs in self._keepers.items():
+        for other, outputs in self.keepers.items():
             is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)
             if not is_free and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
                 return other
         return None
 
     def kept_addresses(self) -> set[int]:
-        return {address for outputs in self._keepers.values() for address in outputs.kept_addresses}
+        return {address for outputs in self.keepers.values() for address in outputs.kept_addresses}
 
     @property
     def handle(self) -> Any:

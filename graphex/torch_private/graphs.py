@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.errors import GraphexError
 from graphex.quoting import object_text, value_text
 from graphex.torch_private.lookup import private, replaced_in_this_thread
-from graphex.torch_private.symbolic import FakeTensorMode, statically_known_true
+
+if TYPE_CHECKING:
+    from graphex.torch_private.symbolic import FakeTensorMode
 
 _name = private("torch.fx.node._get_qualified_name", repr)
 _Lazy = private("torch.fx._lazy_graph_module._LazyGraphModule", GraphModule)
@@ -290,6 +292,8 @@ def _copy_of(tensor: Tensor, otherwise: Callable[[Tensor], Tensor]) -> Tensor:
     """A copy with the strides of `tensor` that begins where that did in the example: views of it are counted from the
     start of its storage. `otherwise` makes one of a tensor that cannot be copied to, as it shares places with itself.
     """
+    from graphex.torch_private.symbolic import statically_known_true  # sympy, which `import graphex` does without
+
     size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
     if any(statically_known_true(step == 0) for step in stride):
         return otherwise(tensor)
