@@ -148,9 +148,7 @@ def _aot_compile(
     function: Callable[..., Any], args: Any, kwargs: Any, backend: Any, guards: _Guards, **settings: bool
 ) -> Any:
     config = find("torch._dynamo.config")
-    settings["automatic_dynamic_shapes"] = (
-        False  # sizes that another model was compiled for in this process do not count
-    )
+    settings["automatic_dynamic_shapes"] = False  # what else was compiled in this process does not count
     settings |= {"enable_aot_compile": True} if hasattr(config, "enable_aot_compile") else {}  # torch 2.11 has it off
     options: dict[str, Any] = {"guard_filter_fn": guards.are_saved}
     with config.patch(settings), _builtins_are_no_references():
