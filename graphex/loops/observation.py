@@ -43,6 +43,7 @@ _DRAWS = frozenset(
         "graphex::dropout_seeds",
     }
 )
+Seeds = tuple[tuple[int, bytes], ...]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -81,7 +82,9 @@ class Observation(TorchDispatchMode):
         self._stable: set[int] = set()
         self._outside: list[tuple[int, weakref.ref[Tensor], int]] = []
         self.reads_gradients = False
-        self._drawn, self._seeds, self._draws = _drawn(), _seeds(kind), False
+        self._drawn, self._seeds = _drawn(), _seeds(kind)
+        self._drawn_from: set[Seeds] = set()
+        self._draws_again = False
         self._seeds_before = None if before is None else before._seeds
         self.reason = self.line = ""
 
@@ -96,7 +99,10 @@ class Observation(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
             self._made.update(map(_memory, tensors))
-        self._draws |= _draws(func, args)
+        if _draws(func, args):
+            seeds = _seeds(self._kind)
+            self._draws_again |= seeds in self._drawn_from  # a checkpoint in its backward
+            self._drawn_from.add(seeds)
         if not self.reason:
             self._judge(func, tensors, leaves, args, kwargs)
         for tensor in tensors:
@@ -202,7 +208,8 @@ class Observation(TorchDispatchMode):
         begun, ended, before = self._seeds, _seeds(self._kind), self._seeds_before
         self._seeds = ended
         was_seeded = [each[0] for each in begun] != [each[0] for each in ended]
-        if not self.reason and (was_seeded or (self._draws and begun == ended) or (begun != ended == before)):
+        is_back = self._draws_again or (self._drawn_from and begun == ended) or (begun != ended == before)
+        if not self.reason and (was_seeded or is_back):
             self.refuse("seeds a random generator, or puts its state back")
 
     def _is_host(self, tensor: Tensor) -> bool:
@@ -223,11 +230,11 @@ def _draws(func: Any, args: Any) -> bool:
     return func._schema.name in _DRAWS and (func is not aten.native_dropout.default or 0 < args[1] < 1)
 
 
-def _seeds(kind: str) -> list[tuple[int, bytes]]:
+def _seeds(kind: str) -> Seeds:
     """The seeds of torch's generators of the host and of a kind of device, and where the generators stand."""
     modules: list[Any] = [torch, getattr(torch, kind, None)]
     modules = [each for each in modules if hasattr(each, "get_rng_state") and hasattr(each, "initial_seed")]
-    return [(each.initial_seed(), each.get_rng_state().numpy().tobytes()) for each in modules]
+    return tuple((each.initial_seed(), each.get_rng_state().numpy().tobytes()) for each in modules)
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import graphex
 
@@ -827,6 +828,30 @@ def test_a_hook_on_an_accumulator_is_called_in_every_step(kind, where):
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_with_dropout_runs_as_it_is(use_reentrant, where):
+    """Its backward puts the generator back, to draw the numbers of the forward again; a replay draws others."""
+    losses = {}
+    for is_captured in (False, True):
+        model = model_on(where, lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y, model=model, optimizer=optimizer):
+            h = checkpoint(model[:2], x.requires_grad_(), use_reentrant=use_reentrant)
+            loss = functional.cross_entropy(model[2](h), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = graphex.train_step(step, compile=False) if is_captured else step
+        torch.manual_seed(3)
+        losses[is_captured] = [float(run(*batch)) for batch in points(where)]
+    close(losses[True], losses[False])
+    assert reasons(run) == ["the step seeds a random generator, or puts its state back"]
+
+
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_hook_that_comes_after_the_capture_is_called(compile, where):
     model, called = model_on(where, mlp), []
