@@ -5,9 +5,14 @@
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
 A region is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would
-have written across the cut ends there anyway, so that nothing is lost. A convolution is no such place: Inductor chooses
-the layout of what it reads, which the kernel before it writes if both are in one region. Of such places the one with
-the fewest values across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
+have written ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the
+kernel before it writes if both are in one region. Of such places the one is taken that parts the fewest bytes of what
+one kernel would compute, and then the one with the fewest values across it:
+
+    add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
+    add; mm(time); norm(add); | mm(norm)        parts nothing
+
+Segments are in the graph's order, so that each depends on earlier ones alone.
 
 What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
 is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
@@ -20,8 +25,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch.fx import Node, map_arg
@@ -45,8 +50,8 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
     offsets = [offset for offset in range(period) if _may_cut(nodes, first + offset)]
     if not offsets:
         return [nodes]
-    across = _values_across(nodes)
-    best = min(offsets, key=lambda offset: across[first + period + offset])
+    parted, across = _parted_bytes(nodes), _values_across(nodes)
+    best = min(offsets, key=lambda offset: (parted[first + period + offset], across[first + period + offset]))
     places = (first + best + period * layer for layer in range(times + 1))
     cuts = [place for place in places if 0 < place < len(nodes) and _may_cut(nodes, place)]
     return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
@@ -144,21 +149,51 @@ def _kind(node: Node) -> Hashable:
 def _may_cut(nodes: list[Node], place: int) -> bool:
     """Whether the node at a place is a kernel that Inductor calls as it is, on operands that stay as they are."""
     node = nodes[place]
-    is_called = is_kernel(node) and operator_of(node) is not None and not is_generated(node)
-    return is_called and node.target is not torch.ops.aten.convolution.default
+    return _is_called(node) and node.target is not torch.ops.aten.convolution.default
+
+
+def _is_called(node: Node) -> bool:
+    return is_kernel(node) and operator_of(node) is not None and not is_generated(node)
+
+
+def _parted_bytes(nodes: list[Node]) -> list[int]:
+    """For each place, the bytes of values made before it that code from it on reads, which could be the same kernel's.
+
+    It could be if as many calls of other kernels come before the one as before the other, on the longest way to each.
+    """
+    position = {node: place for place, node in enumerate(nodes)}
+    calls: dict[Node, int] = {}
+    source: dict[Node, Node] = {}  # what a view looks at
+    last: dict[Node, int] = {}
+    for place, node in enumerate(nodes):
+        read = [value for value in node.all_input_nodes if value in calls]
+        calls[node] = max((calls[value] + _is_called(value) for value in read), default=0)
+        if read and (is_view(node) or node.target is operator.getitem):
+            source[node] = source.get(read[0], read[0])
+        for maker in (source.get(value, value) for value in read):
+            if is_generated(node) and is_generated(maker) and calls[node] == calls[maker]:
+                last[maker] = place
+    return _sums(len(nodes), ((position[maker], end, _bytes(maker)) for maker, end in last.items()))
+
+
+def _bytes(node: Node) -> int:
+    """The bytes of a value, or of all parts of a tuple."""
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return sum(map(bytes_of, parts)) if isinstance(node.meta.get("val"), (list, tuple)) else bytes_of(node)
 
 
 def _values_across(nodes: list[Node]) -> list[int]:
     """For each place, how many values made before it are read from it on."""
     position = {node: place for place, node in enumerate(nodes)}
-    changes = [0] * (len(nodes) + 1)
-    for place, node in enumerate(nodes):
-        last = max((position[user] for user in node.users if user in position), default=place)
-        if last > place:
-            changes[place + 1] += 1
-            changes[last + 1] -= 1
-    counts, alive = [], 0
-    for change in changes:
-        alive += change
-        counts.append(alive)
-    return counts
+    last = (max((position[user] for user in node.users if user in position), default=0) for node in nodes)
+    return _sums(len(nodes), ((place, end, 1) for place, end in enumerate(last)))
+
+
+def _sums(places: int, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    """For each place, the sum of what spans (start, end, amount) of places hold that begin before it and reach it."""
+    changes = [0] * (places + 1)
+    for start, end, amount in spans:
+        if end > start:
+            changes[start + 1] += amount
+            changes[end + 1] -= amount
+    return list(accumulate(changes))

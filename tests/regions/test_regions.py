@@ -138,6 +138,40 @@ def test_layers_are_not_cut_where_inductor_chooses_a_layout(uncompiled):
         assert ("self.norm(x)" in text) == ("self.inside(normed)" in text)
 
 
+class Told(nn.Module):
+    """A layer that begins with a product which reads nothing of the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.norm, self.up, self.down = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        scale = self.told(c)
+        normed = self.norm(x) * scale
+        return x + self.down(torch.relu(self.up(normed)))
+
+
+def test_layers_are_not_cut_between_what_one_kernel_computes(uncompiled):
+    """The sum at the end of a layer and the norm of the next, although a product stands between them."""
+    layers, x, c = nn.ModuleList(Told() for _ in range(8)), torch.randn(3, 16), torch.randn(3, 8)
+
+    def told(x, c):
+        for layer in layers:
+            x = layer(x, c)
+        return x
+
+    run = compiled(told)
+    with torch.no_grad():
+        close(run(x, c), told(x, c))
+    assert sum(region.status == "reused" for region in regions(run)) >= 5
+    assert ["self.norm(x)" in " ".join(region.lines) for region in regions(run)] == [True] * 8 + [False]
+
+
 def test_layers_of_convolutions_alone_are_one_region(uncompiled):
     layers = (layer for _ in range(8) for layer in (nn.Conv1d(4, 4, 3, padding=1), nn.ReLU()))
     model, x = nn.Sequential(*layers), torch.randn(2, 4, 8)
