@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from ctypes import c_float
 from dataclasses import dataclass
+from math import isfinite
 from shutil import which
 from typing import Any
 
@@ -136,13 +138,33 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, or for large numbers."""
+    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, its last bit, or if large."""
     return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
 
 
 def _negated(x: Tensor) -> Any:
     """Triton subtracts from 0, so that the negative of 0 would be 0."""
     return x * -1.0 if x.dtype.is_floating_point else NotImplemented
+
+
+def _divided(x: Tensor, by: Any) -> Any:
+    """On a GPU eager multiplies by the reciprocal of a number: another last bit, which shows once it is rounded."""
+    is_plain = isinstance(by, (int, float)) and not x.dtype.is_complex
+    if x.device.type != "cuda" or not is_plain or not (x.dtype.is_floating_point or _default_is_float32()):
+        return NotImplemented
+    is_double = x.dtype == torch.float64
+    divisor = float(by) if is_double else c_float(by).value
+    if not divisor or not isfinite(divisor):
+        return NotImplemented
+    inverse = 1.0 / divisor if is_double else c_float(1.0 / divisor).value
+    if is_double or x.dtype == torch.float32:
+        return x * inverse
+    quotient = x.float() * inverse
+    return quotient.to(x.dtype) if x.dtype.is_floating_point else quotient
+
+
+def _default_is_float32() -> bool:
+    return torch.get_default_dtype() == torch.float32
 
 
 def _power(x: Tensor, exponent: Any) -> Any:
@@ -195,6 +217,8 @@ SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_max.default: _bounded,
     torch.ops.aten.clamp_min.default: _clamped,
+    torch.ops.aten.div.Scalar: _divided,
+    torch.ops.aten.div.Tensor: _divided,
     torch.ops.aten.elu.default: _elu,
     torch.ops.aten.expm1.default: _less_one,
     torch.ops.aten.hardtanh.default: _clamped,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
 
+aten = torch.ops.aten
+ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NOTHING = "nothing is compiled in regions"
 
 
@@ -179,10 +182,11 @@ def move_constants(work: Work, device: torch.device) -> None:
     """Give constants of one element, which the host holds and ops on the device read, a copy on the device.
 
         before:  c = get_attr("c"); root = sqrt(c); y = div(x, root)           x is on the device, c on the host
-        after:   root = get_attr("root_on_cuda"); y = div(x, root)
+        after:   y = div(x, 2.5)
 
-    What the host computes from such constants alone is computed here, once. A device graph cannot copy from the host's
-    memory; as an operand such a tensor means the same on either.
+    What the host computes from such constants alone is computed here, once. Arithmetic reads it as a number, which is
+    what eager makes of it; other ops read a copy on the device, where it means the same. A device graph cannot copy
+    from the host's memory.
     """
     if device.type == "cpu":
         return
@@ -193,7 +197,7 @@ def move_constants(work: Work, device: torch.device) -> None:
             continue
         known[node] = constant
         readers = [user for user in node.users if _reads_scalar(user, device)]
-        if readers:
+        if readers := [user for user in readers if not _read_number(work, user, node, constant)]:
             _read_copy(work, node, constant.to(device), readers)
     for node in reversed(known):
         if not node.users:
@@ -214,6 +218,19 @@ def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: known[each])
     made: Tensor = op(*args, **kwargs)
     return made
+
+
+def _read_number(work: Work, reader: Node, node: Node, constant: Tensor) -> bool:
+    """Have arithmetic on floats read a constant as a number, if its result is of the same type then."""
+    number, dtype = constant.item(), reader.meta["val"].dtype
+    if reader.target not in ARITHMETIC or reader.kwargs or reader.args[1] is not node or not dtype.is_floating_point:
+        return False
+    other = reader.args[0].meta.get("val") if isinstance(reader.args[0], Node) else None
+    if not isinstance(other, Tensor) or not isfinite(number) or torch.result_type(other, number) != dtype:
+        return False
+    reader.args = (reader.args[0], number)
+    work.changes += 1
+    return True
 
 
 def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) -> None:

@@ -98,7 +98,7 @@ def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
     def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
         root = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float) * 3)
         rounds = torch.log(torch.tensor(511.0))
-        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.ceil(torch.tanh(x) / rounds * 127)
+        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.ceil(x.float() / rounds * 127)
 
     x = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16)
     run = compiled(scaled)
@@ -107,6 +107,19 @@ def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
     assert statuses(run) == ["compiled"]
     assert not graphex.journal(run).cuts
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32])
+def test_a_quotient_by_a_number_has_eagers_last_bit(dtype):
+    def divided(x: Tensor) -> list[Tensor]:
+        numbers = [x / 6.24, x / 3, x / -0.1, x / torch.tensor(7.0), x / torch.tensor(0.3)]
+        return [*numbers, torch.ceil(x.double() / 0.7), x / 0.0, x / 1e-45, x / 1e300]
+
+    x = (torch.randn(4096, device="cuda") * 100).to(dtype)
+    run = compiled(divided)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x), divided(x), rtol=0, atol=0, equal_nan=True)
+    assert statuses(run) == ["compiled"]
 
 
 def logits(x: Tensor, w: Tensor) -> Tensor:
