@@ -29,8 +29,7 @@ from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decoding import MODELS, Setting, Step, build, step_of
 from benchmarks.measure import machine
 from graphex.kernels import attention, linears, tuning
-from graphex.kernels.tuned import shipped
-from graphex.kernels.tuning_store import Store, conditions
+from graphex.kernels.tuning import Store, conditions, shipped
 
 REPLAYS = 20  # of a graph, before the next one is replayed
 ROUNDS = 7

@@ -57,7 +57,7 @@ def _import_kernels() -> None:
     Triton itself imports the last one when the first kernel gets its arguments.
     """
     if has_triton() and torch.version.cuda is not None:
-        for name in ("graphex.kernels.precompile", "graphex.kernels.attention", "triton.experimental.gluon.language"):
+        for name in ("graphex.kernels.launch", "graphex.kernels.attention", "triton.experimental.gluon.language"):
             with suppress(ImportError):  # said where it is used
                 import_module(name)
 
@@ -198,7 +198,7 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     runtime = kernel_runtime()
     if runtime is None or not has_triton() or runtime.is_current_stream_capturing():
         return
-    from graphex.kernels.precompile import precompile_kernels
+    from graphex.kernels.launch import precompile_kernels
 
     ahead = precompile_kernels(every_node(graph))
     for each in ahead.planned:

@@ -41,7 +41,7 @@ from graphex.loops.reached import comparable, holds_tensors
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
-from graphex.runtime.pools import Pool
+from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required

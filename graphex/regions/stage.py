@@ -38,6 +38,7 @@ from graphex.env import regions_enabled
 from graphex.errors import one_line
 from graphex.records import FellBack, RegionBorder, RegionCompiled
 from graphex.regions.compiler import (
+    Outcome,
     RegionCode,
     awaited_code,
     compile_region,
@@ -45,13 +46,13 @@ from graphex.regions.compiler import (
     region_key,
     settings,
     shown_on_terminal,
+    tried,
     why_no_compiler,
     why_no_kernels,
 )
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
-from graphex.regions.trial import Outcome, tried
 from graphex.rewrite.base import GraphPass, Work, inherit
 from graphex.rewrite.metadata import evaluate, fake_mode_of
 from graphex.rewrite.partition import bring_together

@@ -29,15 +29,17 @@ from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
-from graphex.runtime.capture_plan import CapturePlan, PieceInputs, Tail
+from graphex.runtime.capture_plan import CapturePlan, Key, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
     CapturedGraph,
     LastRead,
+    Pool,
     SavedMemory,
     Slot,
     Store,
     capture_graph,
     free_what_was_read,
+    pool_for,
 )
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import (
@@ -50,8 +52,6 @@ from graphex.runtime.fast_replay import (
     make_replay,
     picker,
 )
-from graphex.runtime.keys import Key, KeyReader, host_outputs
-from graphex.runtime.pools import Pool, pool_for
 from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once

@@ -35,15 +35,14 @@ from torch import Tensor
 from graphex.device import Device
 from graphex.runtime import native
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.keys import Key
 from graphex.runtime.program import Program
 from graphex.torch_private.cuda import Switch, states
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
 from graphex.torch_private.memory import count_writes
 
 if TYPE_CHECKING:
-    from graphex.runtime.captured_graph import CapturedGraph
-    from graphex.runtime.pools import Pool
+    from graphex.runtime.capture_plan import Key
+    from graphex.runtime.captured_graph import CapturedGraph, Pool
 
 Picker = Callable[[Sequence[Any]], Sequence[Any]]
 Guard = Callable[[Sequence[Any]], bool]

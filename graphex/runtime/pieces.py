@@ -46,8 +46,8 @@ from graphex.device import Device
 from graphex.errors import Refusal
 from graphex.runtime.autograd import counted
 from graphex.runtime.capture_plan import output_leaves, returns_one
+from graphex.runtime.captured_graph import Pool
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.pools import Pool
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.runtime.streams import (
     MemoryOfPiece,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphex
 from graphex.regions import compiler, stage
-from graphex.regions.trial import tried
+from graphex.regions.compiler import tried
 from tests.harness import host_ops
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
@@ -641,7 +641,7 @@ def test_a_busy_machine_is_not_believed_that_a_region_is_slower(
 ):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")
     clock, steps = Clock(held), itertools.cycle(compiled_takes)
-    monkeypatch.setattr("graphex.regions.trial.time", clock)
+    monkeypatch.setattr("graphex.regions.compiler.time", clock)
 
     def passes(seconds: float) -> None:
         clock.now += seconds * 1e-3
@@ -799,6 +799,7 @@ def test_whether_bytes_are_nonzero_is_a_byte():
 
 
 # -- programs nobody thought of ----------------------------------------------------------------------------------------
+
 
 OPS = {
     "sin": torch.sin,

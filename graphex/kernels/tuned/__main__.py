@@ -13,13 +13,14 @@ import click
 import torch
 
 from graphex.env import write_text
-from graphex.kernels.tuned import HERE
-from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, parsed
+from graphex.kernels.tuning import SHIPPED, Choices, Store, conditions, file_name, parsed
 
 
 @click.command(help=__doc__)
 @click.argument("devices", nargs=-1)
-@click.option("--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=HERE, help="Where to write.")
+@click.option(
+    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=SHIPPED, help="Where to write."
+)
 def main(devices: tuple[str, ...], folder: Path) -> None:
     if not devices and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here; name the device whose choices are meant")
