@@ -6,8 +6,10 @@
 
 A region is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would
 have written across the cut ends there anyway, so that nothing is lost. A convolution is no such place: Inductor chooses
-the layout of what it reads, which the kernel before it writes if both are in one region. Of such places the one with
-the fewest values across it is taken. Segments are in the graph's order, so that each depends on earlier ones alone.
+the layout of what it reads, which the kernel before it writes if both are in one region. Nor is a place with a value
+across it that does not lie in memory row by row: its strides are eager's, and inside of a region Inductor would choose
+better ones. Of the other places the one with the fewest values across it is taken, and of several those that are
+written without a cut too. Segments are in the graph's order, so that each depends on earlier ones alone.
 
 What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
 is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
@@ -20,18 +22,22 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node, map_arg
 
 from graphex.analysis.effects import is_kernel, operator_of
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.shapes import known_contiguous
 from graphex.regions.compiler import layout_key
 from graphex.regions.members import is_generated, is_view
 
 LAYERS = 6  # equal layers that are worth cutting for
+READS = 4  # of memory: Inductor writes a value that is read twice and takes more of them
 ROUNDS = 16  # in which it is found out what can move; after so many nothing does
 
 
@@ -42,10 +48,14 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
     if found is None:
         return [nodes]
     first, period, times = found
-    offsets = [offset for offset in range(period) if _may_cut(nodes, first + offset)]
+    across = _across(nodes)
+    offsets = [
+        offset
+        for offset in range(period)
+        if _may_cut(nodes, first + offset) and not across[first + period + offset].odd
+    ]
     if not offsets:
         return [nodes]
-    across = _values_across(nodes)
     best = min(offsets, key=lambda offset: across[first + period + offset])
     places = (first + best + period * layer for layer in range(times + 1))
     cuts = [place for place in places if 0 < place < len(nodes) and _may_cut(nodes, place)]
@@ -148,17 +158,54 @@ def _may_cut(nodes: list[Node], place: int) -> bool:
     return is_called and node.target is not torch.ops.aten.convolution.default
 
 
-def _values_across(nodes: list[Node]) -> list[int]:
-    """For each place, how many values made before it are read from it on."""
+class Across(NamedTuple):
+    """Values that are made before a place and read from it on: how many do not lie in memory row by row, how many
+    there are, and how many Inductor would compute again where they are read, rather than write.
+    """
+
+    odd: int = 0
+    values: int = 0
+    computed: int = 0
+
+
+def _across(nodes: list[Node]) -> list[Across]:
+    """What is across each place."""
     position = {node: place for place, node in enumerate(nodes)}
-    changes = [0] * (len(nodes) + 1)
+    reads = _reads(nodes)
+    changes = [[0, 0, 0] for _ in range(len(nodes) + 1)]
     for place, node in enumerate(nodes):
         last = max((position[user] for user in node.users if user in position), default=place)
-        if last > place:
-            changes[place + 1] += 1
-            changes[last + 1] -= 1
-    counts, alive = [], 0
-    for change in changes:
-        alive += change
-        counts.append(alive)
-    return counts
+        memory = _memory_of(node, position)
+        if last > place and not is_view(memory):
+            value = memory.meta.get("val")
+            is_odd = isinstance(value, Tensor) and not known_contiguous(value)
+            for kind, count in enumerate((is_odd, True, reads[node] > 1)):
+                changes[place + 1][kind] += count
+                changes[last + 1][kind] -= count
+    return [Across(*counts) for counts in accumulate(changes, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])]
+
+
+def _memory_of(node: Node, position: Mapping[Node, int]) -> Node:
+    """The node of a region whose memory a view looks at; a view of what the region is given stands for itself."""
+    while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] in position:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _reads(nodes: list[Node]) -> dict[Node, int]:
+    """How many values in memory Inductor reads for each: 1 for one that it writes there, more for a formula.
+
+    It writes what a library reads, what is read twice and takes many reads itself, and what no formula makes.
+    """
+    reads: dict[Node, int] = {}
+    for node in nodes:
+        count = sum(reads.get(value, 1) for value in node.all_input_nodes)
+        if is_view(node) or node.target is operator.getitem:
+            reads[node] = max(1, count)
+            continue
+        op = operator_of(node)
+        is_formula = op is not None and torch.Tag.pointwise in op.tags
+        is_written = any(is_kernel(user) and not is_generated(user) for user in node.users)
+        is_reused = len(node.users) > 1 and count > READS
+        reads[node] = count if is_formula and not is_written and not is_reused else 1
+    return reads

@@ -98,7 +98,8 @@ def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
     def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
         root = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float) * 3)
         rounds = torch.log(torch.tensor(511.0))
-        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.ceil(torch.tanh(x) / rounds * 127)
+        limit = torch.tensor(x.shape[-1] - 7).type_as(x)
+        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.where(x > 0, limit, torch.tanh(x) / rounds)
 
     x = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16)
     run = compiled(scaled)
@@ -116,6 +117,19 @@ def logits(x: Tensor, w: Tensor) -> Tensor:
 def head(width: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
     return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+def test_a_constant_that_is_returned_is_a_tensor_of_its_own_in_every_call():
+    def given(x: Tensor) -> tuple[Tensor, Tensor]:
+        limit = torch.tensor(3.0).type_as(x)
+        return torch.sin(x) * limit + torch.cos(x), limit.expand(4)
+
+    x = torch.randn(4, 8, device="cuda")
+    run = compiled(given)
+    for _ in range(CALLS):
+        y, limit = run(x)
+        torch.testing.assert_close((y, limit), given(x))
+        limit[0].fill_(7.0)
 
 
 @pytest.mark.parametrize("clone_output", ["auto", True, False])
