@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from graphex.analysis.effects import is_kernel
+from graphex.analysis.effects import is_body, is_kernel
 from graphex.config import CompilerConfig
 from graphex.ops.definition import has_triton
 from graphex.regions.members import inlined_ops, is_generated
@@ -302,12 +302,17 @@ def _fake_mode(body: GraphModule) -> FakeTensorMode:
 
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
     """Equal for two graphs that Inductor compiles to the same code."""
+    return _rows(body), tuple(sorted((name, repr(value)) for name, value in patches.items()))
+
+
+def _rows(body: GraphModule) -> Hashable:
     number = {node: index for index, node in enumerate(body.graph.nodes)}
-    rows = tuple(_row(node, number) for node in body.graph.nodes)
-    return rows, tuple(sorted((name, repr(value)) for name, value in patches.items()))
+    return tuple(_row(body, node, number) for node in body.graph.nodes)
 
 
-def _row(node: Node, number: dict[Node, int]) -> Hashable:
+def _row(body: GraphModule, node: Node, number: dict[Node, int]) -> Hashable:
+    if is_body(node):
+        return _rows(body.get_submodule(str(node.target)))  # type: ignore[arg-type]
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
     return node.op, target, repr(args), layout_key(node.meta.get("val"))

@@ -21,7 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graphex.analysis import node_line
-from graphex.analysis.effects import RegionContract, is_kernel, is_number
+from graphex.analysis.effects import RegionContract, is_body, is_formula, is_kernel, is_number
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.analysis.memory import contract_of
 from graphex.errors import Refusal
@@ -97,7 +97,7 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
     if reason := _why_not_worth_it(gm, partitions):
         return Growth([], _borders(members.outside), [], reason)
     for nodes in sunk([nodes for partition in partitions for nodes in cut_at_layers(partition)]):
-        if sum(map(is_generated, nodes)) < FEWEST:
+        if not _is_worth_it(nodes):
             continue
         planned = _plan(gm, nodes)
         (plans if isinstance(planned, RegionPlan) else refused).append(planned)  # type: ignore[arg-type]
@@ -106,17 +106,27 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
-    generated = sum(count for nodes in partitions if (count := sum(map(is_generated, nodes))) >= FEWEST)
+    generated = sum(sum(map(is_generated, nodes)) for nodes in partitions if _is_worth_it(nodes))
     kernels = sum(map(is_kernel, gm.graph.nodes))
-    if generated >= min(ENOUGH, -(-kernels // SHARE)):
+    if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
         return ""
     return f"Inductor would write code for {generated or 'none'} of {kernels} ops: too little to gain"
+
+
+def _is_worth_it(nodes: list[Node]) -> bool:
+    return sum(map(is_generated, nodes)) >= FEWEST or any(map(is_formula, nodes))
+
+
+def _taken(nodes: list[Node]) -> list[Node]:
+    """The values that a region is called with: all that it reads, except for graphs, which it has inside."""
+    return [value for value in values_from_outside(nodes) if not is_body(value)]
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
-    body, _ = extract(gm, nodes, values_from_outside(nodes), tuple(outputs), "Region")
+    graphs = [value for value in values_from_outside(nodes) if is_body(value)]
+    body, _ = extract(gm, [*graphs, *nodes], _taken(nodes), tuple(outputs), "Region")
     contract = contract_of(body)
     if isinstance(contract, Refusal):
         return contract
@@ -160,7 +170,7 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     """
     graph = gm.graph
     with graph.inserting_after(plan.nodes[-1]):
-        call = graph.call_module(name, tuple(values_from_outside(plan.nodes)))
+        call = graph.call_module(name, tuple(_taken(plan.nodes)))
     call.meta["val"] = tuple(output.meta.get("val") for output in plan.outputs)
     stands_for: dict[Node, Node] = {}
     place = call

@@ -3,7 +3,8 @@
 On a GPU both are captured as device graphs, as they will run, and the choice is stored with those of tiles
 (`graphex.kernels.tuning`). Code that launches a third less kernels than the nodes is certain to be faster there, and is
 taken untried. On a CPU both are called in turns; what is measured while other programs hold the cores is doubtful, and
-has to show far more. GRAPHEX_TUNING=off takes the compiled code untried.
+has to show far more. GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel
+it needs memory for all pairs.
 
 Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from graphex import env
-from graphex.analysis.effects import is_kernel
+from graphex.analysis.effects import is_formula, is_kernel
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.regions.compiler import RegionCode, launches
 from graphex.torch_private.symbolic import hint_of
@@ -54,7 +55,7 @@ class Outcome:
 
 def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
     """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
-    if env.tuning() == "off":
+    if env.tuning() == "off" or any(map(is_formula, body.graph.nodes)):
         return Outcome()
     with torch.no_grad():
         if device.type == "cpu":
