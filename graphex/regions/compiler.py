@@ -10,8 +10,8 @@ In a trial, compiled code is timed against the same nodes as single kernels, and
 are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
 Code that launches a third less kernels than the nodes is certain to be faster there, and is taken untried. On a CPU
 both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more.
-GRAPHEX_TUNING=off takes the compiled code untried. Inputs are made up: normal numbers, zeros for integers, which are in
-the range of every index.
+GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
+pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from graphex import env
-from graphex.analysis.effects import is_kernel
+from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
@@ -337,12 +337,17 @@ def _fake_mode(body: GraphModule) -> FakeTensorMode:
 
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
     """Equal for two graphs that Inductor compiles to the same code."""
+    return _rows(body), tuple(sorted((name, repr(value)) for name, value in patches.items()))
+
+
+def _rows(body: GraphModule) -> Hashable:
     number = {node: index for index, node in enumerate(body.graph.nodes)}
-    rows = tuple(_row(node, number) for node in body.graph.nodes)
-    return rows, tuple(sorted((name, repr(value)) for name, value in patches.items()))
+    return tuple(_row(body, node, number) for node in body.graph.nodes)
 
 
-def _row(node: Node, number: dict[Node, int]) -> Hashable:
+def _row(body: GraphModule, node: Node, number: dict[Node, int]) -> Hashable:
+    if is_body(node):
+        return _rows(body.get_submodule(str(node.target)))  # type: ignore[arg-type]
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
     return node.op, target, repr(args), layout_key(node.meta.get("val"))
@@ -388,7 +393,7 @@ class Outcome:
 
 def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
     """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
-    if env.tuning() == "off":
+    if env.tuning() == "off" or any(map(is_formula, body.graph.nodes)):
         return Outcome()
     with torch.no_grad():
         if device.type == "cpu":

@@ -185,15 +185,15 @@ def move_constants(work: Work, device: torch.device) -> None:
         before:  c = get_attr("c"); root = sqrt(c); y = div(x, root)           x is on the device, c on the host
         after:   y = div(x, 2.5)
 
-    What the host computes from such constants alone is computed here, once. Arithmetic reads it as a number, which is
-    what eager makes of it; other ops read a copy on the device, where it means the same. A device graph cannot copy
-    from the host's memory.
+    What is computed from such constants alone, and copies of them to the device, are computed here, once. Arithmetic
+    reads a number, which is what eager makes of it; other ops read a copy on the device, where it means the same. A
+    device graph cannot copy from the host's memory.
     """
     if device.type == "cpu":
         return
     known: dict[Node, Tensor] = {}
     for node in list(work.graph.nodes):
-        constant = _constant(work, node, known)
+        constant = _constant(work, node, known, device)
         if constant is None:
             continue
         known[node] = constant
@@ -205,10 +205,12 @@ def move_constants(work: Work, device: torch.device) -> None:
             work.graph.erase_node(node)
 
 
-def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | None:
-    """The value of a node that is one element in the memory of the host, and the same in every call."""
+def _constant(work: Work, node: Node, known: Mapping[Node, Tensor], device: torch.device) -> Tensor | None:
+    """The value of a node that is one element, from the memory of the host, and the same in every call."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or work.aliases.is_written(node):
+    if not isinstance(value, Tensor) or value.dim() or work.aliases.is_written(node):
+        return None
+    if value.device.type != "cpu" and (value.device != device or node.op == "get_attr"):
         return None
     if node.op == "get_attr":
         constant = attribute_of(work.gm, str(node.target))
@@ -252,9 +254,10 @@ def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) ->
 
 
 def _reads_scalar(node: Node, device: torch.device) -> bool:
+    """Whether an op on the device reads values that it is given, and neither copies nor returns them."""
     value = node.meta.get("val")
     is_there = isinstance(value, Tensor) and value.device == device
-    return is_there and operator_of(node) is not None and not moves_between_devices(node)
+    return is_there and operator_of(node) is not None and is_kernel(node) and not moves_between_devices(node)
 
 
 def _tail(work: Work, device: torch.device) -> list[Node]:
