@@ -5,7 +5,7 @@
     step = graphex.load("step.graphex", model)       in the next process, with weights that were loaded since
     step(token, position)
 
-torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`frontend.portable`).
+torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`Portable`).
 The weights are the model's: the file holds none. Guards are checked in every call; a call with other sizes raises.
 """
 
