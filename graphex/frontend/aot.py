@@ -17,22 +17,31 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
-from graphex.cache.calls import CallSearch, HandedOver, StoredStep
+from graphex.cache.warm import CallSearch, HandedOver, StoredStep
 from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
-from graphex.frontend.compiler import ACTIVATIONS, Executables, compile_graph, load_call, saved_memory
+from graphex.frontend.compiler import (
+    ACTIVATIONS,
+    Executables,
+    Portable,
+    called,
+    compile_graph,
+    given_by_autograd,
+    handed_over,
+    load_call,
+    portable,
+    saved_memory,
+)
 from graphex.frontend.dynamo_graph import attention_kept_whole, keep_stream_calls
 from graphex.frontend.partition import partition
-from graphex.frontend.portable import Portable, called, given_by_autograd, handed_over, portable
 from graphex.ops.decompositions import decompositions
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import stages
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal, Record
 from graphex.rewrite.compilation import Compilation
-from graphex.runtime.autograd import COUNTED, TANGENT, carry_tangents
 from graphex.runtime.fast_replay import Bypass, Compiled
-from graphex.runtime.program import Program
+from graphex.runtime.program import COUNTED, TANGENT, Program, carry_tangents
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
@@ -319,6 +328,8 @@ def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) ->
 
 
 # -- torch.compile(...).aot_compile ------------------------------------------------------------------------------------
+
+
 # Compiled without a call, and called without Dynamo. torch asks a backend for a callable that says how it is saved, and
 # turns AOTAutograd's cache on to get one made of Inductor's code. graphex saves its own artefact, so that cache is off
 # while it compiles.

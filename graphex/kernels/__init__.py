@@ -8,7 +8,7 @@ How a call moves through this room: the op binds its arguments; the launcher loo
 strides, or makes one; the plan allocates the results and launches the kernel.
 
 Read `layout.py` (which strided tensors are rows to a kernel), `arithmetic.py` and `launch.py` first, then a family:
-`quant` with `quant_options`, `norm`, `tokens`, `dropout`, `rotary`, `experts`, `grouped`. `linears` and `attention` try
+`quant` with `quant_options`, `norm`, `tokens`, `rotary`, `experts`, `grouped`. `linears` and `attention` try
 several configurations of a job: `tuning.py` times them in the first call of a kind, never while a graph is captured,
 and keeps the choice; `tuned/` has choices that come with graphex. `compiled.py` compiles kernels in threads, and finds
 those that a process before has compiled.

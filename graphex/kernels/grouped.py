@@ -24,7 +24,7 @@ from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
 from graphex.kernels.tokens import inside
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.npu_products import only
+from graphex.ops.npu_layers import only
 from graphex.ops.quant import ranged
 
 HALF = (torch.float16, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Kernels that treat every element alike, and their launches: silu(gate) * up, and quantisation.
+"""Kernels that treat every element alike, and their launches: silu(gate) * up, quantisation, dropout.
 
 Each input has its own strides: halves of a merged projection are read in place. A quantisation has one scale for each
-row, or a known scale, and is one of x or of silu(gate) * up.
+row, or a known scale, and is one of x or of silu(gate) * up. Dropout is for calls that no region holds.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from graphex.kernels.arithmetic import (
 )
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
+    FLOATS,
     Rows,
     allocate,
     allocate_ones,
@@ -53,6 +54,7 @@ from graphex.kernels.quant_options import (
     static_options,
 )
 from graphex.ops.definition import Arguments, Declined
+from graphex.ops.dropout import BITS, FIRST, SECOND, STEP, threshold
 from graphex.ops.npu import QUANTISED, dynamic_range
 
 
@@ -405,3 +407,40 @@ def npu_static(x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int
         dtype=result,
     )
     return _static(x, None, scales, zero_points, options)
+
+
+# -- dropout from a seed -----------------------------------------------------------------------------------------------
+
+
+DROPOUT_BLOCK, DROPOUT_WARPS = 1024, 4  # of one program
+_UNUSED, _STEP, _FIRST, _SECOND = map(tl.constexpr, (64 - BITS, STEP, FIRST, SECOND))
+
+
+@triton.jit
+def shifted(bits, by: tl.constexpr):
+    """`bits >> by`, filled up with zeros."""
+    return (bits.to(tl.uint64, bitcast=True) >> by).to(tl.int64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["least"])
+def dropout_kernel(x, seed, out, mask, numel, least, scale, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = place < numel
+    bits = (place + tl.load(seed)) * _STEP
+    bits = (bits ^ shifted(bits, 30)) * _FIRST
+    bits = (bits ^ shifted(bits, 27)) * _SECOND
+    kept = shifted(bits ^ shifted(bits, 31), _UNUSED) >= least
+    value = tl.load(x + place, mask=ok, other=0.0).to(tl.float32) * kept.to(tl.float32) * scale
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=ok)
+    tl.store(mask + place, kept, mask=ok)
+
+
+def dropout(call: Arguments) -> Any:
+    x, seed, p = call
+    if x.dtype not in FLOATS or not x.is_contiguous():
+        return Declined("x is not contiguous, or of another type than float16, bfloat16 and float32")
+    out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    constants = {"BLOCK": DROPOUT_BLOCK, "num_warps": DROPOUT_WARPS} | AS_WRITTEN
+    plan = LaunchPlan((blocks_of(x.numel(), DROPOUT_BLOCK),), (x.numel(), threshold(p)), constants)
+    plan.launch(dropout_kernel, (x, seed, out, mask), x, (1 / (1 - p),))
+    return out, mask

@@ -17,6 +17,9 @@ The store is one JSON file for each device, torch, Triton and state of the kerne
 
 Processes may share it: a choice is added under a lock to what the file says then, and the file is replaced as a whole.
 A file that cannot be read, or that another user may have written, is as good as none, and is said once.
+
+`tuned/` has the choices that come with graphex, one file for each device they were measured on, in the same form. A
+choice names a candidate; one that no longer exists is measured anew. `benchmarks/ship_tiles.py` writes such a file.
 """
 
 from __future__ import annotations

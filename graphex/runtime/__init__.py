@@ -4,7 +4,7 @@ How a graph moves through this room:
 
     ExecutableGraph            the graph after all passes, its phase, its static inputs                 executable
       | generated              straight-line Python over kernels bound ahead                            codegen
-      |                        below autograd; version counters as the user's program has them          autograd
+      |                        below autograd; version counters as the user's program has them          program
       | divide                 around each node that a device graph cannot hold                         pieces
       v
     Program                    one protocol: call, written inputs, replayed, free                       program

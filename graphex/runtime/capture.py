@@ -27,7 +27,6 @@ from graphex.analysis import Aliases
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
-from graphex.runtime.autograd import counts, repeated, uncounted
 from graphex.runtime.buffers import Arena, OutputPlan
 from graphex.runtime.capture_plan import CapturePlan, Key, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
@@ -52,6 +51,7 @@ from graphex.runtime.fast_replay import (
     make_replay,
     picker,
 )
+from graphex.runtime.program import counts, repeated, uncounted
 from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
 
 REMEMBERED = 64  # keys seen once

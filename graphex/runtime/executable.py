@@ -28,14 +28,13 @@ from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
 from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
-from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import PieceInputs, Tail, output_leaves
 from graphex.runtime.captured_graph import pool_for, pool_of_steps
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, Piecewise, divide
-from graphex.runtime.program import Eager, ExecutableGraph, Program
+from graphex.runtime.program import Eager, ExecutableGraph, FunctionalProgram, Program, counted
 from graphex.runtime.streams import ExternalStreams, Trial, second_version
 from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
 from graphex.torch_private.graphs import BelowAutograd

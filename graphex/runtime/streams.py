@@ -50,10 +50,9 @@ from graphex.passes.streams import AddingEvents, why_not_automatic
 from graphex.records import AutoStreams
 from graphex.rewrite.runner import Runner
 from graphex.runtime import program as programs
-from graphex.runtime.autograd import FunctionalProgram
 from graphex.runtime.capture_plan import Key, KeyReader
 from graphex.runtime.codegen import PART
-from graphex.runtime.program import ExecutableGraph, Program
+from graphex.runtime.program import ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.dynamo import external_object
 
 

@@ -19,10 +19,10 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.ship_tiles import main as export
 from graphex.device import gpu
 from graphex.errors import GraphexWarning
 from graphex.kernels import tuning
-from graphex.kernels.tuned.__main__ import main as export
 from graphex.kernels.tuning import Candidate, Store, Tuner
 
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
