@@ -97,10 +97,10 @@ class Awaiting(Program):
             self._use()
         return self._program(args)
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed(args)
+        results = self._program.replayed(args, seen=seen)
         self._calls += results is not None
         return results
 

@@ -28,7 +28,7 @@ from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.autograd import counts, repeated, uncounted
-from graphex.runtime.buffers import Arena, OutputPlan
+from graphex.runtime.buffers import Arena, Kept, OutputPlan
 from graphex.runtime.capture_plan import CapturePlan, PieceInputs, Tail
 from graphex.runtime.captured_graph import (
     CapturedGraph,
@@ -41,6 +41,7 @@ from graphex.runtime.captured_graph import (
 )
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import (
+    Addresses,
     FastReplay,
     Finish,
     Picker,
@@ -152,7 +153,7 @@ class CapturedProgram(program.GraphProgram):
             return True
         return self._functional is not None and bool(self._functional.why(args))
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
         if program.active:
             return None
@@ -163,8 +164,8 @@ class CapturedProgram(program.GraphProgram):
             pool.is_running = True
             try:
                 graph = self._store.newest
-                if graph is None or (fast := graph.fast) is None or not fast.fits(args):
-                    return self._replayed_after_a_search(args)
+                if graph is None or (fast := graph.fast) is None or fast.seen != seen or not fast.fits(args):
+                    return self._replayed_after_a_search(args, seen)
                 if graph.pool.keepers and _keeper_in_the_way(graph) is not None:  # gradients, in a pool that is shared
                     return None
                 results = fast.run(args)
@@ -174,7 +175,7 @@ class CapturedProgram(program.GraphProgram):
             finally:
                 pool.is_running = False
 
-    def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
+    def _replayed_after_a_search(self, args: tuple[Any, ...], seen: frozenset[int] | None) -> Any:
         if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
             return None
         key = self._key(args)
@@ -182,18 +183,64 @@ class CapturedProgram(program.GraphProgram):
         if graph is None or moved or graph.storage_replaced() or _keeper_in_the_way(graph) is not None:
             return None
         self._moves = 0
-        graph.fast = self._fast(graph, key)
+        graph.fast = self._fast(graph, key, seen)
         results = _without_modes(graph.fast.run, args)
         self._counter["straight"] += 1
         return results
 
-    def _fast(self, graph: CapturedGraph, key: Key) -> FastReplay:
+    def _fast(self, graph: CapturedGraph, key: Key, seen: frozenset[int] | None) -> FastReplay:
         """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
         fits = make_guard(self._guards, key, stream, graph.checked, values)
         guard = (lambda args: fits(args) and not graph.storage_replaced()) if graph.lends else fits
-        return FastReplay(guard, make_replay(graph, self._pool, stream, self._count_alone, self._finish, boxed=False))
+        keeps = seen is not None and graph.outputs.keeps_unseen and seen.isdisjoint(graph.outputs.kept_places)
+        about = graph, self._pool, stream, self._count_alone, self._finish
+        return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
+        pool = self._pool
+        if program.active or self._gave_up or self._force or kept.outputs.was_looked_at:
+            return None
+        with pool.lock:
+            if pool.is_running:
+                return None
+            pool.is_running = True
+            try:
+                graph = self._store.newest
+                if graph is None or (graph.last_read is not None and graph.last_read.keeper.is_freed):
+                    return None
+                if graph.fast is None or graph.fast.reads is not kept.outputs:
+                    graph.fast = self._fast_from(graph, kept, args)
+                if not graph.fast.fits(args) or _keeper_in_the_way(graph) is not None:
+                    return None
+                self._moves = 0
+                self._counter["straight"] += 1
+                return graph.fast.run(args)
+            finally:
+                pool.is_running = False
+
+    def _fast_from(self, graph: CapturedGraph, kept: Kept, args: list[Any]) -> FastReplay:
+        """The replay of backwards that read what a forward's graph keeps; no call fits if this one reads anything else."""
+        missing = [index for index, value in enumerate(args) if value is None]
+        known = dict(zip(graph.checked.indices, graph.checked.known, strict=True))
+        used = {*graph.copied, *graph.outputs.parts, *self._plan.written, *self._plan.hosts, *self._plan.unchecked}
+        is_other = graph.last_read is not None and graph.last_read.keeper.outputs is not kept.outputs
+        key, stream = self._key(args) if not self._key.varies else None, self._device.stream()
+        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
+        if (
+            key is None
+            or is_other
+            or self._finish.numbers is not None
+            or not used.isdisjoint(missing)
+            or self._store.latest(key) is not graph
+            or [known.get(index) for index in missing] != kept.outputs.kept_addresses
+        ):
+            return FastReplay(lambda args: False, run, reads=kept.outputs)
+        places = Addresses([index for index in graph.checked.indices if args[index] is not None], args)
+        fits = make_guard(self._guards, key, stream, places)
+        return FastReplay(lambda args: fits(args) and not graph.storage_replaced(), run, reads=kept.outputs)
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.harness.capture import compile_it, reasons, replays
+from tests.harness.capture import compile_it, count, reasons, replays
 
 Run = Callable[..., Tensor]
 IN_USE = "2 calls were made while those of an earlier one were in use"
@@ -138,6 +138,115 @@ def test_a_graph_is_kept_for_a_second_backward_and_for_gradients_of_gradients(wh
             wanted = torch.autograd.grad(theirs, list(model.parameters()), retain_graph=True)
             found = torch.autograd.grad(mine, list(model.parameters()), retain_graph=True)
             torch.testing.assert_close(found, wanted)
+
+
+# -- replays past AOTAutograd's wrappers -----------------------------------------------------------------------------
+
+
+def replayed_step(where: str) -> tuple[Run, nn.Module]:
+    """A compiled model, and the model, after steps until forward and backward are replayed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model)
+    for _ in range(4):
+        torch.autograd.grad(compiled(torch.randn(3, 4, device=where)).sum(), list(model.parameters()))
+    return compiled, model
+
+
+def gradients_agree(compiled: Run, model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(compiled(x).sum(), parameters)
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).sum(), parameters))
+
+
+def test_replays_of_forward_and_backward_go_past_the_wrappers(where):
+    compiled, model = replayed_step(where)
+    before, replayed = count(compiled, "straight"), replays(compiled)
+    for _ in range(3):
+        gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+    assert count(compiled, "straight") - before == replays(compiled) - replayed == 6
+
+
+def test_hooks_on_saved_tensors_see_what_a_replay_saves(where):
+    compiled, model = replayed_step(where)
+    seen: list[Tensor] = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each: seen.append(each) or each.clone(), lambda each: each
+        ):
+            gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+        found = len(seen)
+        gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+        assert len(seen) == found > 0
+
+
+def test_a_weight_that_is_written_to_before_the_backward_is_an_error(where):
+    compiled, model = replayed_step(where)
+    loss = compiled(torch.randn(3, 4, device=where)).sum()
+    with torch.no_grad():
+        model[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+
+
+def test_a_result_that_is_saved_and_written_to_is_an_error(where):
+    run = compile_it(lambda x: (x.exp(), x.argmax()))
+    for number in range(6):
+        x = torch.randn(4, device=where, requires_grad=True)
+        result, place = run(x)
+        assert not place.requires_grad
+        assert place == x.argmax()
+        if number in (3, 5):  # replays
+            result.detach().mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+        else:
+            result.sum().backward()
+            torch.testing.assert_close(x.grad, x.detach().exp())
+    assert replays(run) > 6
+
+
+def test_a_backward_is_run_again_only_if_its_graph_is_retained(where):
+    compiled, model = replayed_step(where)
+    for _ in range(2):
+        x, parameters = torch.randn(3, 4, device=where), list(model.parameters())
+        loss = compiled(x).sum()
+        wanted = torch.autograd.grad(model(x).sum(), parameters)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters, retain_graph=True), wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, parameters)
+
+
+def test_gradients_of_gradients_are_an_error(where):
+    compiled, model = replayed_step(where)
+    found = torch.autograd.grad(compiled(torch.randn(3, 4, device=where)).sum(), model[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        found[0].sum().backward()
+
+
+def test_a_forward_that_is_dropped_without_a_backward_is_in_nobodys_way(where):
+    compiled, model = replayed_step(where)
+    before = count(compiled, "straight")
+    for _ in range(3):
+        compiled(torch.randn(3, 4, device=where))
+    held = compiled(torch.randn(3, 4, device=where))
+    gradients_agree(compiled, model, x := torch.randn(3, 4, device=where))
+    del held
+    gradients_agree(compiled, model, x)
+    assert count(compiled, "straight") - before == 4 + 2  # not the call while the results of another were held
+    assert reasons(compiled) == []
+
+
+def test_autocast_around_the_backward_changes_nothing(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled, x, kind = compile_it(model), torch.randn(3, 4, device=where), torch.device(where).type
+    for held in (False, False, False, True, False):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            theirs, mine = model(x).sum(), compiled(x).sum()
+            wanted = torch.autograd.grad(theirs, list(model.parameters()))
+            found = torch.autograd.grad(mine, list(model.parameters()), retain_graph=held)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_a_forward_without_a_backward_is_replayed(where):
