@@ -238,6 +238,18 @@ def test_a_forward_that_is_dropped_without_a_backward_is_in_nobodys_way(where):
     assert reasons(compiled) == []
 
 
+def test_compiled_autograd_takes_the_backward_of_a_replay(where):
+    compiled, model = replayed_step(where)
+    x = torch.randn(3, 4, device=where)
+    loss, wanted = compiled(x).sum(), torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(wanted))
+    model.zero_grad()
+    gradients_agree(compiled, model, x)
+    assert reasons(compiled) == []
+
+
 def test_autocast_around_the_backward_changes_nothing(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
     compiled, x, kind = compile_it(model), torch.randn(3, 4, device=where), torch.device(where).type
