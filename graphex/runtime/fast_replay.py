@@ -13,7 +13,7 @@ the address of every input that was captured by address. That is most of what a 
 (`native`) where that is loaded, else Python, which takes inputs in runs of neighbours. Frozen parameters only have to
 be the same objects.
 
-`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do.
+`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do, `StepBypass` those of training steps.
 """
 
 from __future__ import annotations
