@@ -461,6 +461,11 @@ def plain_step(
         return None
 
 
+def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence[Any]) -> PlainStep | None:
+    """The same for a step of `packed_step`'s, which is never one in autocast. `data` must be of this user's."""
+    return plain_step(pickle.loads(data), written, gradients, in_autocast=False)
+
+
 def _is_tensor(info: Any) -> bool:
     return issubclass(info.raw_type, torch.Tensor)
 
