@@ -278,7 +278,9 @@ _RESULT = "torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutograd
 _CONFIG = "torch._functorch._aot_autograd.schemas.AOTConfig"
 _COUNTER = "torch._functorch.aot_autograd.AOT_COUNTER"
 _top_hooks = private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", lambda of_tracing: True, lost="steps are not kept"
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda of_tracing: True,
+    lost="training steps are not kept, and go through AOTAutograd's wrapper",
 )
 
 
