@@ -48,6 +48,7 @@ from graphex.torch_private.aot import (
     register_as_serializable,
     static_input_indices,
     step_metadata,
+    stored_plain_step,
     unpacked_step,
     without_autograd_cache,
 )
@@ -112,10 +113,18 @@ def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilat
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs
-    stored = call.found[1].made
+    graphs = [GraphModule(found.made.gm, found.made.functional) for found in call.found]
+    bypass = StepBypass(forward, *saved_and_seen(graphs[0])) if forward.may_replay else None
     untraced = disable(backward, reason="the compiled backward is not traced")
-    step = unpacked_step(call.step.wrapper, forward, untraced, lambda: GraphModule(stored.gm, stored.functional))
-    return _with_tangents(lambda *args: step(list(args)), gm, compilation)
+    step = unpacked_step(call.step.wrapper, bypass or forward, untraced, lambda: graphs[1])
+
+    def compiled(*args: Any) -> Any:
+        return step(list(args))
+
+    if bypass is not None:
+        gradients: Any = graphs[1].graph.output_node().args[0]
+        bypass.complete(stored_plain_step(call.step.wrapper, forward.written, tuple(gradients)), backward)
+    return _with_tangents(compiled if bypass is None else bypass.around(compiled), gm, compilation)
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:

@@ -454,14 +454,18 @@ class OutputPlan:
         """The results; `inputs` are the inputs of this call that are `needed`."""
         if self._clone is not None:
             return (self._clone(),)
-        copies = [empty() for empty in self._empties]
-        if copies:
-            self._copies.drain(copies)
+        copies = self._copied()
         if self._as_copied:
             return tuple(copies)
         given = iter(inputs)
         others = [_result(step, copies, given) for step in self._others]
         return tuple(self._in_order([*self.look(), *others]))
+
+    def _copied(self) -> list[Tensor]:
+        copies = [empty() for empty in self._empties]
+        if copies:
+            self._copies.drain(copies)
+        return copies
 
     def look(self) -> Iterable[Tensor]:
         """Tensors on what is kept, in the order of their places."""
@@ -474,12 +478,8 @@ class OutputPlan:
 
         Called after a replay that nothing kept was in the way of.
         """
-        copies = [empty() for empty in self._empties]
-        if copies:
-            self._copies.drain(copies)
-        given = iter(inputs)
+        copies, given, kept = self._copied(), iter(inputs), Kept(self)
         others = [_result(step, copies, given) for step in self._others]
-        kept = Kept(self)
         self._last_kept, self.was_looked_at = weakref.ref(kept), False
         return (*self._in_order([*(None for _ in self._kept), *others]), kept)
 

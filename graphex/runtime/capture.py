@@ -222,7 +222,7 @@ class CapturedProgram(program.GraphProgram):
                 pool.is_running = False
 
     def _fast_from(self, graph: CapturedGraph, kept: Kept, args: list[Any]) -> FastReplay:
-        """The replay of backwards that read what a forward's graph keeps; no call fits if this one reads anything else."""
+        """The replay of backwards that read what a forward's graph keeps. If this graph reads others, no call fits."""
         missing = [index for index, value in enumerate(args) if value is None]
         known = dict(zip(graph.checked.indices, graph.checked.known, strict=True))
         used = {*graph.copied, *graph.outputs.parts, *self._plan.written, *self._plan.hosts, *self._plan.unchecked}

@@ -13,7 +13,7 @@ the address of every input that was captured by address. That is most of what a 
 (`native`) where that is loaded, else Python, which takes inputs in runs of neighbours. Frozen parameters only have to
 be the same objects.
 
-`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do.
+`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do, `StepBypass` those of training steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from graphex.runtime.keys import Key
 from graphex.runtime.program import Program
 from graphex.torch_private.aot import PlainStep, has_hooks_on_saved_tensors
 from graphex.torch_private.cuda import Switch, states
-from graphex.torch_private.dynamo import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
+from graphex.torch_private.dynamo import disable, dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
 from graphex.torch_private.memory import count_writes, retains_graph
 
 if TYPE_CHECKING:
@@ -354,6 +354,7 @@ class StepBypass(Bypass):
     def complete(self, step: PlainStep | None, backward: Program) -> None:
         """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
         self.step, self.backward = step, backward
+        self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")
         if step is None:
             self._is_plain = False
 
@@ -395,8 +396,8 @@ class CompiledFunction(torch.autograd.Function):
     def forward(ctx: Any, bypass: StepBypass, results: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
         step = bypass.step
         assert step is not None
-        ctx.bypass, ctx.others = bypass, bypass.others(results)
-        ctx.kept = results[-1] if len(results) > bypass.results else None
+        kept = results[-1] if len(results) > bypass.results else None
+        ctx.bypass, ctx.held = bypass, [bypass.others(results), kept]
         ctx.save_for_backward(*[each.detach() if each._is_view() else each for each in bypass.watched(results)])
         returned = step.results(results)
         if step.constant:
@@ -405,19 +406,19 @@ class CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return (None, None, *_run_backward(ctx, gradients))
+        return (None, None, *ctx.bypass.run_backward(ctx, gradients))
 
 
 def _run_backward(ctx: Any, gradients: Sequence[Any]) -> Any:
-    bypass, step, kept = ctx.bypass, ctx.bypass.step, ctx.kept
+    bypass, step, held = ctx.bypass, ctx.bypass.step, ctx.held
     watched = ctx.saved_tensors  # raises if they were written to
-    if ctx.others is None:
+    if not held:
         raise RuntimeError(
             "Trying to backward through the graph a second time. Specify retain_graph=True the first time."
         )
-    args = [*bypass.in_order([*watched, *ctx.others]), *step.gradients(gradients)]
+    args, kept = [*bypass.in_order([*watched, *held[0]]), *step.gradients(gradients)], held[1]
     if not retains_graph():
-        ctx.others = ctx.kept = None  # so that nothing but the list of arguments holds them
+        held.clear()  # nothing but the list of arguments holds them now
         results = None if kept is None else bypass.backward.replayed_from(kept, args)
         if results is not None:
             return results

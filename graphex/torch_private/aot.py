@@ -444,7 +444,9 @@ _RESULT = "torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutograd
 _CONFIG = "torch._functorch._aot_autograd.schemas.AOTConfig"
 _COUNTER = "torch._functorch.aot_autograd.AOT_COUNTER"
 _top_hooks = private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", lambda of_tracing: True, lost="steps are not kept"
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda of_tracing: True,
+    lost="training steps are not kept, and go through AOTAutograd's wrapper",
 )
 
 
@@ -625,6 +627,11 @@ def plain_step(
         return PlainStep(len(infos), constant, unsafe, tangents, metadata.deterministic, in_autocast, lay_out)
     except AttributeError:  # a torch that keeps its books in another way
         return None
+
+
+def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence[Any]) -> PlainStep | None:
+    """The same for a step of `packed_step`'s, which is never one in autocast. `data` must be of this user's."""
+    return plain_step(pickle.loads(data), written, gradients, in_autocast=False)
 
 
 def _is_tensor(info: Any) -> bool:

@@ -196,14 +196,14 @@ def test_a_result_that_is_saved_and_written_to_is_an_error(where):
         result, place = run(x)
         assert not place.requires_grad
         assert place == x.argmax()
-        if number in (3, 5):  # replays
+        if number % 2:
             result.detach().mul_(2)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
                 result.sum().backward()
         else:
             result.sum().backward()
             torch.testing.assert_close(x.grad, x.detach().exp())
-    assert replays(run) > 6
+    assert replays(run) >= 5
 
 
 def test_a_backward_is_run_again_only_if_its_graph_is_retained(where):
@@ -235,6 +235,18 @@ def test_a_forward_that_is_dropped_without_a_backward_is_in_nobodys_way(where):
     del held
     gradients_agree(compiled, model, x)
     assert count(compiled, "straight") - before == 4 + 2  # not the call while the results of another were held
+    assert reasons(compiled) == []
+
+
+def test_compiled_autograd_takes_the_backward_of_a_replay(where):
+    compiled, model = replayed_step(where)
+    x = torch.randn(3, 4, device=where)
+    loss, wanted = compiled(x).sum(), torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(wanted))
+    model.zero_grad()
+    gradients_agree(compiled, model, x)
     assert reasons(compiled) == []
 
 
