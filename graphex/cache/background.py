@@ -36,6 +36,7 @@ from graphex.records import FellBack, RegionsAwaited
 from graphex.regions.compiler import RegionCode, compile_region, settings
 from graphex.regions.region import Region
 from graphex.regions.stage import region_record
+from graphex.runtime.buffers import Kept
 from graphex.runtime.codegen import region_called
 from graphex.runtime.program import ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
@@ -101,6 +102,13 @@ class Awaiting(Program):
         if self._codes is not None:
             return None
         results = self._program.replayed(args, seen=seen)
+        self._calls += results is not None
+        return results
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        if self._codes is not None:
+            return None
+        results = self._program.replayed_from(kept, args)
         self._calls += results is not None
         return results
 

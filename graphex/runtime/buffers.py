@@ -342,6 +342,11 @@ class Kept:
         for index, tensor in zip(missing, self.outputs.look(), strict=True):
             args[index] = tensor
 
+    def filled(self, args: Sequence[Any]) -> tuple[list[Any], frozenset[int]]:
+        """The same in a list of its own, with the graph's own tensors, which nobody may keep; and those places."""
+        kept, missing = iter(self.outputs.kept), frozenset(place for place, value in enumerate(args) if value is None)
+        return [next(kept) if value is None else value for value in args], missing
+
 
 def _nothing() -> None:
     return None
@@ -410,11 +415,11 @@ class OutputPlan:
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _note_kept(self, known: Owners | None = None) -> None:
-        self._kept = self._in_place(*_WATCHED)
-        with_memory = [value for value in self._kept if value.numel()]  # others cannot be overwritten
+        self.kept = self._in_place(*_WATCHED)
+        with_memory = [value for value in self.kept if value.numel()]  # others cannot be overwritten
         self._owners = Owners(with_memory, known)
         self.are_kept_in_use = self._are_kept_in_use if with_memory else None
-        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
+        self.kept_addresses = list(map(Tensor.data_ptr, self.kept))
 
     def _are_kept_in_use(self) -> bool:
         return self._last_kept() is not None or (self.was_looked_at and self._owners.are_more())
@@ -432,7 +437,7 @@ class OutputPlan:
         alone = self._owners.alone(readers)
         self._plan = _without_owning(self._plan, alone)
         self._note_kept(self._owners)
-        lent = {address: value for value in self._kept if (address := storage_address(value)) in alone}
+        lent = {address: value for value in self.kept if (address := storage_address(value)) in alone}
         return lent, self._owners.besides(alone)
 
     def _in_place(self, *kinds: str) -> list[Tensor]:
@@ -471,7 +476,7 @@ class OutputPlan:
         """Tensors on what is kept, in the order of their places."""
         self.was_looked_at = True
         # There are hundreds of them. A new tensor on the same memory costs least without a version to share.
-        return map(_new_on_its_memory, self._kept)
+        return map(_new_on_its_memory, self.kept)
 
     def take_unseen(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results, with None for those that are kept, and behind them what stands for these.
@@ -481,7 +486,7 @@ class OutputPlan:
         copies, given, kept = self._copied(), iter(inputs), Kept(self)
         others = [_result(step, copies, given) for step in self._others]
         self._last_kept, self.was_looked_at = weakref.ref(kept), False
-        return (*self._in_order([*(None for _ in self._kept), *others]), kept)
+        return (*self._in_order([*(None for _ in self.kept), *others]), kept)
 
     def _source(self, tensor: Tensor, kind: str) -> int:
         self._sources.append(borrowed(tensor))

@@ -53,7 +53,13 @@ from graphex.runtime.fast_replay import (
 )
 from graphex.runtime.keys import Key, KeyReader, host_outputs
 from graphex.runtime.pools import Pool, pool_for
-from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
+from graphex.torch_private.dynamo import (
+    batches_gradients,
+    is_seen_by_a_mode,
+    modes_enabled,
+    profiler_enabled,
+    without_modes,
+)
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
@@ -164,7 +170,7 @@ class CapturedProgram(program.GraphProgram):
             pool.is_running = True
             try:
                 graph = self._store.newest
-                if graph is None or (fast := graph.fast) is None or fast.seen != seen or not fast.fits(args):
+                if graph is None or (fast := graph.fast) is None or fast.seen is not seen or not fast.fits(args):
                     return self._replayed_after_a_search(args, seen)
                 if graph.pool.keepers and _keeper_in_the_way(graph) is not None:  # gradients, in a pool that is shared
                     return None
@@ -201,19 +207,18 @@ class CapturedProgram(program.GraphProgram):
     def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
         """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
         pool = self._pool
-        if program.active or self._gave_up or self._force or kept.outputs.was_looked_at:
+        if program.active or self._gave_up or self._force or batches_gradients():
             return None
         with pool.lock:
-            if pool.is_running:
+            if pool.is_running or kept.outputs.was_looked_at:
                 return None
             pool.is_running = True
             try:
                 graph = self._store.newest
-                if graph is None or (graph.last_read is not None and graph.last_read.keeper.is_freed):
-                    return None
-                if graph.fast is None or graph.fast.reads is not kept.outputs:
-                    graph.fast = self._fast_from(graph, kept, args)
-                if not graph.fast.fits(args) or _keeper_in_the_way(graph) is not None:
+                fast = None if graph is None else graph.fast
+                if fast is None or fast.reads is not kept.outputs or not fast.fits(args):
+                    graph = self._reader(kept, args)
+                if graph is None or graph.fast is None or _keeper_in_the_way(graph) is not None:
                     return None
                 self._moves = 0
                 self._counter["straight"] += 1
@@ -221,26 +226,27 @@ class CapturedProgram(program.GraphProgram):
             finally:
                 pool.is_running = False
 
-    def _fast_from(self, graph: CapturedGraph, kept: Kept, args: list[Any]) -> FastReplay:
-        """The replay of backwards that read what a forward's graph keeps. If this graph reads others, no call fits."""
-        missing = [index for index, value in enumerate(args) if value is None]
-        known = dict(zip(graph.checked.indices, graph.checked.known, strict=True))
+    def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
+        """The graph that reads what a forward's graph keeps where it is, if there is one for this backward."""
+        filled, missing = kept.filled(args)
+        if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
+            return None
+        if self._is_watched(filled):
+            return None
+        key = self._key(filled)
+        graph, moved = self._find(key, filled)
+        if graph is None or moved or graph.storage_replaced() or not missing.issubset(graph.checked.indices):
+            return None
         used = {*graph.copied, *graph.outputs.parts, *self._plan.written, *self._plan.hosts, *self._plan.unchecked}
-        is_other = graph.last_read is not None and graph.last_read.keeper.outputs is not kept.outputs
-        key, stream = self._key(args) if not self._key.varies else None, self._device.stream()
-        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
-        if (
-            key is None
-            or is_other
-            or self._finish.numbers is not None
-            or not used.isdisjoint(missing)
-            or self._store.latest(key) is not graph
-            or [known.get(index) for index in missing] != kept.outputs.kept_addresses
-        ):
-            return FastReplay(lambda args: False, run, reads=kept.outputs)
-        places = Addresses([index for index in graph.checked.indices if args[index] is not None], args)
+        outputs, stream = kept.outputs, self._device.stream()
+        if not used.isdisjoint(missing) or not graph.may_read(outputs):
+            return None
+        places = Addresses([index for index in graph.checked.indices if index not in missing], args)
         fits = make_guard(self._guards, key, stream, places)
-        return FastReplay(lambda args: fits(args) and not graph.storage_replaced(), run, reads=kept.outputs)
+        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
+        guard = lambda args: fits(args) and graph.may_read(outputs) and not graph.storage_replaced()  # noqa: E731
+        graph.fast = FastReplay(guard, run, reads=outputs)
+        return graph
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""

@@ -334,6 +334,18 @@ class Bypass(Program):
         return _same(seen.args, args) and _same(seen.results, returned)
 
 
+class SavedValues(NamedTuple):
+    """What a forward saves, in two parts: autograd watches the values that the user could write to, by their version.
+
+    `seen` are the places of these and of the results, `in_order` puts both parts back where the backward takes them.
+    """
+
+    watched: Picker
+    others: Picker
+    in_order: Picker
+    seen: frozenset[int]
+
+
 class StepBypass(Bypass):
     """The same for a training step: its forward and its backward.
 
@@ -348,12 +360,14 @@ class StepBypass(Bypass):
         """`results` is how many the forward has; `shared` are saved ones whose memory the user may have as well."""
         super().__init__(program)
         self.results, self._shared = results, frozenset(shared)
+        self._saved: SavedValues | None = None
         self.step: PlainStep | None = None
         self.backward: Program | None = None
 
     def complete(self, step: PlainStep | None, backward: Program) -> None:
         """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
         self.step, self.backward = step, backward
+        self.constant = picker(() if step is None else step.constant)
         self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")
         if step is None:
             self._is_plain = False
@@ -368,9 +382,12 @@ class StepBypass(Bypass):
                 return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
             if not is_grad_enabled() or has_hooks_on_saved_tensors():
                 return wrapped(*args)
+            saved = self._saved
+            assert saved is not None
             with torch.no_grad():
-                results = replayed(args, seen=self._seen_places)
-            return wrapped(*args) if results is None else apply(self, results, *args)
+                results = replayed(args, seen=saved.seen)
+            # Behind the inputs, so that each gradient has the number of its input, as in AOTAutograd's function.
+            return wrapped(*args) if results is None else apply(*args, (self, saved, results))
 
         return forward
 
@@ -379,13 +396,15 @@ class StepBypass(Bypass):
             return None  # the backward is not compiled yet
         if not _same(seen.args, args) or len(seen.results) != self.results or len(returned) != self.step.returned:
             return False
+        if not all(isinstance(each, (Tensor, int, float)) for each in args):
+            return False  # compiled autograd's hooks come as an input, for AOTAutograd's function
         saved = range(self.step.returned, self.results)
         theirs = {_memory(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
         watched = [place for place in saved if place in self._shared or _memory(seen.results[place]) in theirs]
         others = [place for place in saved if place not in watched]
-        self._seen_places = frozenset([*range(self.step.returned), *watched])
-        self.watched, self.others = picker(watched), picker(others)
-        self.in_order = picker([place for place, _ in sorted(enumerate([*watched, *others]), key=itemgetter(1))])
+        in_order = picker([place for place, _ in sorted(enumerate([*watched, *others]), key=itemgetter(1))])
+        places = frozenset([*range(self.step.returned), *watched])
+        self._saved = SavedValues(picker(watched), picker(others), in_order, places)
         return True
 
 
@@ -393,44 +412,49 @@ class CompiledFunction(torch.autograd.Function):
     """A replayed forward as autograd sees it. AOTAutograd's has the same name, which a user finds in `grad_fn`."""
 
     @staticmethod
-    def forward(ctx: Any, bypass: StepBypass, results: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        bypass, saved, results = args[-1]
         step = bypass.step
-        assert step is not None
         kept = results[-1] if len(results) > bypass.results else None
-        ctx.bypass, ctx.held = bypass, [bypass.others(results), kept]
-        ctx.save_for_backward(*[each.detach() if each._is_view() else each for each in bypass.watched(results)])
+        ctx.bypass, ctx.in_order, ctx.held = bypass, saved.in_order, [saved.others(results), kept]
+        ctx.save_for_backward(*[each.detach() if each._is_view() else each for each in saved.watched(results)])
         returned = step.results(results)
-        if step.constant:
-            ctx.mark_non_differentiable(*picker(step.constant)(returned))
+        ctx.mark_non_differentiable(*bypass.constant(returned))
+        ctx._materialize_non_diff_grads = False  # AOTAutograd's attribute: no zeros are made for these
         return returned
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return (None, None, *ctx.bypass.run_backward(ctx, gradients))
+        return (*ctx.bypass.run_backward(ctx, gradients), None)
 
 
 def _run_backward(ctx: Any, gradients: Sequence[Any]) -> Any:
     bypass, step, held = ctx.bypass, ctx.bypass.step, ctx.held
-    watched = ctx.saved_tensors  # raises if they were written to
+    watched = ctx.saved_tensors  # raises if they were written to, or are released
     if not held:
         raise RuntimeError(
             "Trying to backward through the graph a second time. Specify retain_graph=True the first time."
         )
-    args, kept = [*bypass.in_order([*watched, *held[0]]), *step.gradients(gradients)], held[1]
+    args, kept = [*ctx.in_order([*watched, *held[0]]), *step.gradients(gradients)], held[1]
+    del watched
+    is_differentiable = torch.is_grad_enabled()  # create_graph=True
     if not retains_graph():
         held.clear()  # nothing but the list of arguments holds them now
-        results = None if kept is None else bypass.backward.replayed_from(kept, args)
-        if results is not None:
-            return results
+        ctx.maybe_clear_saved_tensors()
+        if kept is not None and not is_differentiable:
+            results = bypass.backward.replayed_from(kept, args)
+            if results is not None:
+                return results
     if kept is not None:
         kept.put_into(args)
-    if torch.is_grad_enabled() and any(each.requires_grad for each in args):
-        return _OnceDifferentiable.apply(partial(step.call, bypass.backward, list(args)), *args)
+    if is_differentiable:
+        run, connected = partial(step.call, bypass.backward, list(args)), torch.empty(0, requires_grad=True)
+        return _OnceDifferentiable.apply(run, connected, *args)
     return step.call(bypass.backward, args)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients with a history, that have no gradients themselves."""
+    """Gradients with a history, that have no gradients themselves: asking for these is an error, not a zero."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any], *args: Any) -> Any:

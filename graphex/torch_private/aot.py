@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -550,6 +550,8 @@ _TANGENT = "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.
 _NO_BYPASS = "training steps go through AOTAutograd's wrapper"
 _without_autocast = private("torch._C._DisableAutocast", None, lost=_NO_BYPASS)
 _transform = private("torch._C._functorch.maybe_current_level", None, lost=_NO_BYPASS)
+_is_in_thread = private("torch._C._is_key_in_tls", lambda name: False)
+_in_thread = private("torch._C._get_obj_in_tls", lambda name: None)
 
 
 @dataclass(frozen=True)
@@ -587,11 +589,13 @@ class PlainStep:
         return [self._lay_out(given[place], about)[0] for place, about in self.tangents]
 
     def call(self, program: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """A call of the compiled backward."""
+        """A call of the compiled backward, in the context of the thread that has called autograd's engine."""
+        context = _in_thread("context") if _is_in_thread("context") else None
+        run = program if context is None else partial(context.run, program)
         if not self.in_autocast:
-            return program(args)
+            return run(args)
         with _without_autocast():
-            return program(args)
+            return run(args)
 
 
 def plain_step(
@@ -618,7 +622,7 @@ def plain_step(
         lay_out = present(_TANGENT)
         if any(more) or _without_autocast is None or _transform is None or lay_out is None:
             return None
-        places = [place for place, info in enumerate(infos) if info.requires_grad and _is_tensor(info)]
+        places = [place for place, info in enumerate(infos) if _has_gradient(info) and _is_tensor(info)]
         if len(places) != len(metadata.subclass_tangent_meta):
             return None
         constant = tuple(p for p, info in enumerate(infos) if not info.requires_grad and _is_tensor(info))
@@ -636,6 +640,11 @@ def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence
 
 def _is_tensor(info: Any) -> bool:
     return issubclass(info.raw_type, torch.Tensor)
+
+
+def _has_gradient(info: Any) -> bool:
+    """Whether the backward takes a gradient of a result: not of a view that was made in `no_grad`, in later torch."""
+    return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
 
 # -- tracing a function to an ATen graph: forward alone, or forward and backward together ------------------------------

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphex
-from tests.harness.capture import compile_it, count, reasons, replays
+from tests.harness.capture import compile_it, count, in_threads, reasons, replays
 
 Run = Callable[..., Tensor]
 IN_USE = "2 calls were made while those of an earlier one were in use"
@@ -166,6 +170,16 @@ def test_replays_of_forward_and_backward_go_past_the_wrappers(where):
     assert count(compiled, "straight") - before == replays(compiled) - replayed == 6
 
 
+def test_layers_that_share_their_code_go_past_the_wrappers(where):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sigmoid()) for _ in range(2)).to(where)
+    run = torch.compile(lambda layer, x: layer(x), backend="graphex", dynamic=False)
+    for _ in range(8):
+        for layer in layers:
+            gradients_agree(partial(run, layer), layer, torch.randn(3, 4, device=where))
+    assert count(run, "straight") > 2 * 8
+    assert reasons(run) == []
+
+
 def test_hooks_on_saved_tensors_see_what_a_replay_saves(where):
     compiled, model = replayed_step(where)
     seen: list[Tensor] = []
@@ -218,11 +232,113 @@ def test_a_backward_is_run_again_only_if_its_graph_is_retained(where):
             torch.autograd.grad(loss, parameters)
 
 
-def test_gradients_of_gradients_are_an_error(where):
-    compiled, model = replayed_step(where)
-    found = torch.autograd.grad(compiled(torch.randn(3, 4, device=where)).sum(), model[0].weight, create_graph=True)
+@pytest.mark.parametrize("retained", [None, False], ids=["retained", "released"])
+def test_gradients_of_gradients_are_an_error(where, retained):
+    run = compile_it(lambda x: (x * 2).sigmoid().square().sum())  # nothing that is saved needs a gradient
+    for _ in range(4):
+        x = torch.randn(3, device=where, requires_grad=True)
+        (found,) = torch.autograd.grad(run(x), x, create_graph=count(run, "straight") > 0, retain_graph=retained)
+    assert found.requires_grad
     with pytest.raises(RuntimeError, match="double backward"):
-        found[0].sum().backward()
+        (found.sum() + x.sum()).backward()
+
+
+def test_many_gradients_at_once_are_those_of_eager(where):
+    compiled, model = replayed_step(where)
+    for _ in range(2):
+        x, at_once = torch.randn(3, 4, device=where), torch.randn(5, 3, 1, device=where)
+        wanted = torch.autograd.grad(model(x), list(model.parameters()), at_once, is_grads_batched=True)
+        found = torch.autograd.grad(compiled(x), list(model.parameters()), at_once, is_grads_batched=True)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_autograd_sees_the_same_node_in_a_replay_and_in_other_calls(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).to(where)
+    compiled, seen, given = compile_it(model), [], []
+    for _ in range(5):
+        result = compiled(torch.full((3, 4), math.nan, device=where))
+        result.grad_fn.register_prehook(lambda gradients: given.append(len(gradients)))
+        into = [None if node is None else node.name() for node, _ in result.grad_fn.next_functions]
+        loss = result.sum()
+        with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError) as raised:
+            with torch.autograd.set_detect_anomaly(True):
+                loss.backward()
+        seen.append((result.grad_fn.name(), into, str(raised.value)))
+        del result, loss, raised
+    assert count(compiled, "straight") > 0
+    assert seen == seen[:1] * 5
+    assert given == [1] * 5
+
+
+class Several(nn.Module):
+    """Two results with gradients, and two without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.first(x).sigmoid()
+        return hidden * 2, self.second(hidden).tanh(), hidden.argmax(-1), hidden.detach() + 1
+
+
+def test_some_gradients_of_some_results_in_any_layout(where):
+    model = Several().to(where)
+    compiled = compile_it(model)
+    layouts = (torch.randn(4, 3).to(where).t(), torch.randn(1, 4).to(where).expand(3, 4), torch.randn(3, 4).to(where))
+    for number in range(9):
+        x, place, given = torch.randn(3, 4, device=where), number % 2, layouts[number % 3]
+        mine, theirs = compiled(x), model(x)
+        torch.testing.assert_close(mine, theirs)
+        assert [each.requires_grad for each in mine] == [True, True, False, False]
+        wanted = torch.autograd.grad(theirs[place], [model.first.weight], given)
+        del theirs, x
+        mine = mine[place]
+        torch.testing.assert_close(torch.autograd.grad(mine, [model.first.weight], given), wanted)
+        del mine
+    assert count(compiled, "straight") >= 8
+    assert reasons(compiled) == []
+
+
+def test_a_backward_lets_go_of_what_it_has_read(where):
+    compiled, model = replayed_step(where)
+    x = torch.randn(3, 4, device=where)
+    read = weakref.ref(x)
+    loss = compiled(x).sum()
+    del x
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert read() is not None
+    torch.autograd.grad(loss, list(model.parameters()))
+    assert read() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_model_computes_it_again(where, reentrant):
+    compiled, model = replayed_step(where)
+    for _ in range(3):
+        x = torch.randn(3, 4, device=where, requires_grad=True)
+        wanted = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+        checkpoint(compiled, x, use_reentrant=reentrant).sum().backward()
+        torch.testing.assert_close((x.grad, *(each.grad for each in model.parameters())), wanted)
+        model.zero_grad()
+
+
+def test_threads_train_models_of_their_own_and_one_backward_runs_beside_the_next_forward(where):
+    models = [nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).to(where) for _ in range(3)]
+    block, batches = torch.compile(lambda model, x: model(x), backend="graphex", dynamic=False), torch.randn(20, 3, 4)
+    wanted = [torch.autograd.grad(model(batches.to(where)).sum(), list(model.parameters())) for model in models]
+
+    @torch.enable_grad()
+    def train(model: nn.Module) -> None:
+        with ThreadPoolExecutor(1) as beside:
+            running = [beside.submit(block(model, x).sum().backward) for x in batches.to(where)]
+        for each in running:
+            each.result()
+
+    in_threads(train, models)
+    found = [tuple(parameter.grad for parameter in model.parameters()) for model in models]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert count(block, "straight") > 0
 
 
 def test_a_forward_that_is_dropped_without_a_backward_is_in_nobodys_way(where):
