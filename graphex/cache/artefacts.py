@@ -59,6 +59,7 @@ from graphex.regions.compiler import RegionCode, compile_region, settings
 from graphex.regions.members import inlined_ops
 from graphex.regions.region import Region
 from graphex.regions.stage import NOTHING, region_record
+from graphex.runtime.buffers import Kept
 from graphex.runtime.codegen import region_called
 from graphex.runtime.program import ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
@@ -332,10 +333,17 @@ class Awaiting(Program):
             self._use()
         return self._program(args)
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed(args)
+        results = self._program.replayed(args, seen=seen)
+        self._calls += results is not None
+        return results
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        if self._codes is not None:
+            return None
+        results = self._program.replayed_from(kept, args)
         self._calls += results is not None
         return results
 

@@ -58,6 +58,9 @@ _DRAWS = frozenset(
         "graphex::dropout_seeds",
     }
 )
+_SEEDS = "seeds a random generator, or puts its state back"
+# What the backward of a compiled checkpoint draws the numbers of its forward again with.
+_REPEATED = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 Seeds = tuple[tuple[int, bytes], ...]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -76,6 +79,8 @@ def may_see_compiled_code() -> bool:
 
 class Observation(TorchDispatchMode):
     """Sees every op of one step. `reason` says why the step cannot be captured, `line` where; empty if it can."""
+
+    supports_higher_order_operators = True
 
     def __init__(
         self, kind: str, arguments: Iterable[Tensor], gradients: Iterable[Tensor], before: Observation | None = None
@@ -110,6 +115,9 @@ class Observation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            self._judge_higher_order(func.name())
+            return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
@@ -206,6 +214,11 @@ class Observation(TorchDispatchMode):
         else:
             self._judge_hosts(func, list(filter(self._is_host, tensors)))
 
+    def _judge_higher_order(self, name: str) -> None:
+        """The ops inside of a higher-order one are not seen."""
+        if not self.reason:
+            self.refuse(_SEEDS if name in _REPEATED else f"calls a {name}, which may decide on the host")
+
     def _judge_hosts(self, func: Any, hosts: list[Tensor]) -> None:
         """A device graph knows nothing of the host's memory: a tensor of one element is a number to it."""
         for tensor in hosts:
@@ -225,7 +238,7 @@ class Observation(TorchDispatchMode):
         was_seeded = [each[0] for each in begun] != [each[0] for each in ended]
         is_back = self._draws_again or (self._drawn_from and begun == ended) or (begun != ended == before)
         if not self.reason and (was_seeded or is_back):
-            self.refuse("seeds a random generator, or puts its state back")
+            self.refuse(_SEEDS)
 
     def _is_host(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._kind

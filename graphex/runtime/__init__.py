@@ -14,7 +14,7 @@ How a graph moves through this room:
         Padding                a CapturedProgram for a few sizes, calls padded to the next one          padding
       | LAYERS                 external streams, trial of a second stream, verification                  streams
       v
-    Bypass                     replays go past AOTAutograd's runtime wrappers                           fast_replay
+    Bypass, StepBypass         replays go past AOTAutograd's runtime wrappers                           fast_replay
 
 What a CapturedProgram does with a call:
 

@@ -244,6 +244,11 @@ class CapturedGraph:
             args[index] = laid_on(lent[storage_address(value)], value)
         return LastRead(owning, self, is_held, picker(list(owning)))
 
+    def may_read(self, outputs: OutputPlan) -> bool:
+        """Whether a replay that computes in what a forward has kept would do so in this memory."""
+        read = self.last_read
+        return read is None or (read.keeper.outputs is outputs and not read.keeper.is_freed)
+
     @property
     def lends(self) -> bool:
         """Whether the user's tensors share memory with the graph."""

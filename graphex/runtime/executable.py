@@ -221,6 +221,15 @@ def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
     return {**dict.fromkeys(shown, "shown"), **dict.fromkeys(saved, "kept")}
 
 
+def saved_and_seen(gm: GraphModule) -> tuple[int, list[int]]:
+    """How many results a forward has, and the saved ones in memory that the user has too: an input's, a result's."""
+    leaves = output_leaves(gm)
+    returned = gm.graph.output_node().meta.get(RETURNED, len(leaves))
+    given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    seen = _sharing_memory(gm, [*given, *leaves[:returned]])
+    return len(leaves), [place for place in range(returned, len(leaves)) if leaves[place] in seen]
+
+
 def _large_results(gm: GraphModule, returned: int) -> list[int]:
     """The results of a forward that are large, in memory that no input, constant or other output is in."""
     leaves, aliases = output_leaves(gm), Aliases(gm.graph)

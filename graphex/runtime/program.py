@@ -55,6 +55,7 @@ from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
 
 if TYPE_CHECKING:
+    from graphex.runtime.buffers import Kept
     from graphex.runtime.captured_graph import SavedMemory
 
 
@@ -127,8 +128,16 @@ class Program(ABC):
     @abstractmethod
     def __call__(self, args: list[Any]) -> Any: ...
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
-        """The results of a call that is a replay and nothing else; None if the program has to be called."""
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
+        """The results of a call that is a replay and nothing else; None if the program has to be called.
+
+        The forward of a training step may hand out what it keeps as one `Kept` behind its results, if that is no result
+        of those that are `seen`.
+        """
+        return None
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        """The same for a backward; `args` has None where it reads what the forward has kept."""
         return None
 
     def free(self) -> None:

@@ -235,10 +235,10 @@ class Trial(Program):
                 chosen = self._decide(key, args)
         return chosen(args)
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         """A replay of the program that was chosen; until then calls are counted."""
         chosen = self._chosen.get(self._key(args))
-        return None if chosen is None else chosen.replayed(args)
+        return None if chosen is None else chosen.replayed(args, seen=seen)
 
     def free(self) -> None:
         self._one.free()
