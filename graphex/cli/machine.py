@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphex.cli.output import Group, json_option, print_json, print_table, styled, waiting
+from graphex.cli import Group, json_option, print_json, print_table, styled, waiting
 from graphex.errors import did_you_mean
 
 if TYPE_CHECKING:

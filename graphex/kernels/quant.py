@@ -32,29 +32,27 @@ from graphex.kernels.arithmetic import (
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
     FLOATS,
+    Dynamic,
     Rows,
+    Static,
     allocate,
     allocate_ones,
     blocks_of,
+    dynamic_of,
+    dynamic_options,
     flat_tile,
     grid_of,
     inputs_of,
+    quant_refusal,
     remember,
     row_tile,
     rows_of_ones,
     signature,
-)
-from graphex.kernels.quant_options import (
-    Dynamic,
-    Static,
-    dynamic_of,
-    dynamic_options,
-    quant_refusal,
     static_of,
     static_options,
 )
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.dropout import BITS, FIRST, SECOND, STEP, threshold
+from graphex.ops.norms import BITS, FIRST, SECOND, STEP, threshold
 from graphex.ops.npu import QUANTISED, dynamic_range
 
 

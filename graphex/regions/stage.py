@@ -53,8 +53,7 @@ from graphex.regions.compiler import (
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
-from graphex.rewrite.base import GraphPass, Work, inherit
-from graphex.rewrite.metadata import evaluate, fake_mode_of
+from graphex.rewrite.base import GraphPass, Work, evaluate, fake_mode_of, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
