@@ -121,11 +121,8 @@ def normalize_again(joint: GraphModule) -> None:
     """
     backward: dict[Node, None] = {}
     for node in joint.graph.nodes:
-        if (
-            "tangents" in node.name
-            if node.op == "placeholder"
-            else any(map(backward.__contains__, node.all_input_nodes))
-        ):
+        is_given = node.op == "placeholder" and "tangents" in node.name
+        if is_given or any(each in backward for each in node.all_input_nodes):
             backward[node] = None
     for norm in joint.graph.find_nodes(op="call_function", target=aten.native_group_norm.default):
         parts = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
@@ -139,14 +136,18 @@ def normalize_again(joint: GraphModule) -> None:
 
 
 def _is_plain_norm(norm: Node) -> bool:
-    """Whether a group norm is one of float32, of known sizes, with a weight and a bias."""
-    _, weight, bias, *sizes = norm.args[:7]
-    is_known = isinstance(weight, Node) and isinstance(bias, Node) and all(isinstance(size, int) for size in sizes)
-    return is_known and norm.meta["val"][0].dtype == torch.float32
+    """Whether a group norm is one of float32, of known sizes, with a weight and a bias, that leaves strides alone."""
+    x, weight, bias, *sizes = norm.args[:7]
+    is_known = all(isinstance(each, int) for each in sizes)
+    if not is_known or not (isinstance(weight, Node) and isinstance(bias, Node) and isinstance(x, Node)):
+        return False
+    given, result = x.meta["val"], norm.meta["val"][0]
+    return bool(result.dtype == torch.float32 and given.stride() == result.stride())
 
 
 def _normalized(norm: Node, mean: Node, rstd: Node) -> Node:
     x, weight, bias, batch, width, _, groups, _ = norm.args
+    result = norm.meta["val"][0]
 
     def made(target: Any, *args: Any) -> Node:
         node = norm.graph.call_function(target, args)
@@ -154,16 +155,14 @@ def _normalized(norm: Node, mean: Node, rstd: Node) -> Node:
         inherit_all(node, [norm])
         return node
 
-    def of_groups(each: Any, *sizes: Any) -> Node:
-        return made(aten.view.default, each, list(sizes))
+    def viewed(each: Any, sizes: list[Any]) -> Node:
+        return made(aten.view.default, each, sizes)
 
-    of_width, of_batch = (1, groups, width // groups), (batch, groups, 1)  # type: ignore[operator]
-    factor = made(aten.mul.Tensor, of_groups(rstd, *of_batch), of_groups(weight, *of_width))
-    less = made(aten.mul.Tensor, of_groups(mean, *of_batch), factor)
-    shift = made(aten.sub.Tensor, of_groups(bias, *of_width), less)
-    channels = (batch, width, *(1 for _ in norm.meta["val"][0].shape[2:]))
-    scaled = made(aten.mul.Tensor, x, of_groups(factor, *channels))
-    return made(aten.add.Tensor, scaled, of_groups(shift, *channels))
+    of_batch, of_width, of_both = [batch, groups, 1], [1, groups, -1], [batch, width, *[1] * (result.dim() - 2)]
+    factor = made(aten.mul.Tensor, viewed(rstd, of_batch), viewed(weight, of_width))
+    less = made(aten.mul.Tensor, viewed(mean, of_batch), factor)
+    shift = made(aten.sub.Tensor, viewed(bias, of_width), less)
+    return made(aten.add.Tensor, made(aten.mul.Tensor, x, viewed(factor, of_both)), viewed(shift, of_both))
 
 
 def _is_wider(node: Node) -> bool:

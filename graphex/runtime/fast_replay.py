@@ -418,7 +418,7 @@ class CompiledFunction(torch.autograd.Function):
         kept = results[-1] if len(results) > bypass.results else None
         ctx.bypass, ctx.in_order, ctx.held = bypass, saved.in_order, [saved.others(results), kept]
         ctx.save_for_backward(*[each.detach() if each._is_view() else each for each in saved.watched(results)])
-        returned = step.results(results)
+        returned: tuple[Any, ...] = step.results(results)
         ctx.mark_non_differentiable(*bypass.constant(returned))
         ctx._materialize_non_diff_grads = False  # AOTAutograd's attribute: no zeros are made for these
         return returned
