@@ -138,11 +138,9 @@ def normalize_again(joint: GraphModule) -> None:
 def _is_plain_norm(norm: Node) -> bool:
     """Whether a group norm is one of float32, of known sizes, with a weight and a bias, that leaves strides alone."""
     x, weight, bias, *sizes = norm.args[:7]
-    if not all(isinstance(each, Node) for each in (x, weight, bias)) or not all(
-        isinstance(each, int) for each in sizes
-    ):
+    is_known = all(isinstance(each, int) for each in sizes)
+    if not is_known or not (isinstance(weight, Node) and isinstance(bias, Node) and isinstance(x, Node)):
         return False
-    assert isinstance(x, Node)
     given, result = x.meta["val"], norm.meta["val"][0]
     return bool(result.dtype == torch.float32 and given.stride() == result.stride())
 
