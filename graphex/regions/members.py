@@ -175,7 +175,7 @@ def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> st
     """Why Inductor would not round a result to its type, where it becomes another number or an infinite one."""
     if _is_rounding(node):
         return "it rounds a value that is cast on, and Inductor would not"
-    if dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
+    if dtype == torch.float16 and _is_beyond_float16(node, device) and any(map(is_generated, _readers(node))):
         return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
     if device.type == "cuda" and dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(dtype)):
         return "numbers that are too large for 8 bits become the largest with Inductor"
@@ -203,17 +203,18 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
 
 
 def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket) -> str:
-    """Why a number that eager rounds to 16 bits first would be another one in C++ code, which computes in float32."""
+    """Why numbers that eager rounds to 16 bits first would be others in C++ code, which computes in float32."""
     dtype = type_of_numbers([each.meta.get("val") for each in node.all_input_nodes])
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op is aten.rsub
-    if dtype is None or not is_pointwise or op in _TAKE_NUMBERS or op in _CASTS:
+    if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
         return ""
     tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
-    moves = dtype == torch.bfloat16 and op in _MOVE_NUMBERS
-    if not moves and any(not value.dim() and value.dtype.itemsize > 2 for value in tensors):
-        return f"it reads a tensor of one number, which eager rounds to {dtype}, and Inductor would not"
+    wide = [value for value in tensors if value.dtype.itemsize > 2]
+    if any(value.dim() or op not in _TAKE_NUMBERS for value in wide):
+        return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    if op not in ROUND_NUMBERS and any(isinf(rounded(arg, dtype)) and not isinf(arg) for arg in numbers):
+    is_known = op in ROUND_NUMBERS or op in _TAKE_NUMBERS
+    if not is_known and any(isinf(rounded(arg, dtype)) and not isinf(arg) for arg in numbers):
         return f"it reads a number that is too large for {dtype}, and Inductor would not make it infinite"
     return ""
 
@@ -249,17 +250,32 @@ def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
 
 
 def _is_rounding(node: Node) -> bool:
-    """Whether a node casts to 16 bits what is cast on to another floating type: to Inductor nothing happens between."""
-    return _is_float_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_float_cast, _readers(node)))
+    """Whether a node casts to 16 bits what is cast on to another type: to Inductor nothing happens between."""
+    return _is_lossy_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_cast, _readers(node)))
 
 
-def _is_float_cast(node: Node) -> bool:
-    op = operator_of(node)
-    if op is None or op.overloadpacket not in _CASTS:
+def _is_beyond_float16(node: Node, device: torch.device) -> bool:
+    """Whether a node casts numbers to float16 that may be too large. Masks of integers are let pass on a GPU."""
+    if not _is_lossy_cast(node):
         return False
+    given = node.all_input_nodes[0].meta["val"].dtype
+    return given.is_floating_point or (device.type == "cpu" and given.itemsize > 2)
+
+
+def _is_lossy_cast(node: Node) -> bool:
+    """Whether a node casts between floating types, or integers to floating numbers that may not be the same."""
+    if not _is_cast(node):
+        return False
+    dtype, given = node.meta["val"].dtype, node.all_input_nodes[0].meta["val"].dtype
+    is_wide = given.itemsize > 1 and not given.is_complex
+    return dtype.is_floating_point and dtype != given and (given.is_floating_point or is_wide)
+
+
+def _is_cast(node: Node) -> bool:
+    op = operator_of(node)
     pair = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    types = {each.dtype for each in pair if isinstance(each, Tensor) and each.dtype.is_floating_point}
-    return len(types) == 2
+    is_of_tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
+    return op is not None and op.overloadpacket in _CASTS and is_of_tensors and pair[0].dtype != pair[1].dtype
 
 
 def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:

@@ -672,24 +672,39 @@ def test_numbers_too_large_for_float16_become_infinite():
     number = torch.tensor(1e30)
     torch.testing.assert_close(run(x, number), program(x, number), equal_nan=True)
     reasons = borders(run)
-    assert "it reads a tensor of one number, which eager rounds to torch.float16, and Inductor would not" in reasons
+    assert "it reads numbers that eager rounds to torch.float16, and Inductor would not" in reasons
     assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in reasons
     assert regions(run)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
-    def program(x, one, many):
+    def program(x, one, many, count):
         added = x + 1.0001, 1.0001 - x, torch.sub(x, 0.1), torch.add(x, x, alpha=1.0001), x + 1e-12
         compared = x == 0.1, x < 1.0001, x == one, x > one, nn.functional.hardshrink(x, 0.1)
-        return added, compared, x**2049, x - one, torch.rsub(x, one), x * one, x / one, x * 0.1, x - many
+        cast = (many * 100).to(narrow).int(), (many * 2 + 256).int().to(narrow).float(), count.to(narrow) * 0.5
+        return (
+            added,
+            compared,
+            cast,
+            x**2049,
+            x - one,
+            torch.rsub(x, one),
+            x * one,
+            x / one,
+            x * 0.1,
+            x - many,
+            x * count,
+        )
 
     x = torch.tensor([-1.0, 1.0, 255.0, 0.1, 0.0, -0.0, 2.0, -3.0] * 5).to(narrow)
-    given = x, torch.tensor(1.0001), torch.full((40,), 1.0001)
+    given = x, torch.tensor(1.0001), torch.full((40,), 2.5701), torch.arange(40) * 2000
     run, wanted = compiled(program), program(*given)
     torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
-    reason = f"it reads a tensor of one number, which eager rounds to {narrow}, and Inductor would not"
-    assert {record.reason: record.count for record in graphex.journal(run).region_borders} == {reason: 4}
+    reason = f"it reads numbers that eager rounds to {narrow}, and Inductor would not"
+    assert {record.reason: record.count for record in graphex.journal(run).region_borders}[reason] == 5
+    assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
+    assert regions(run)
 
 
 def test_mixed_types_are_eagers():
