@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from shutil import which
 from statistics import median
@@ -39,14 +40,14 @@ from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
-from graphex.regions.members import inlined_ops, is_generated
+from graphex.regions.members import ROUND_NUMBERS, inlined_ops, is_generated, rounded, type_of_numbers
 from graphex.torch_private.inductor import (
     OutputCode,
     inductor_compile,
     known_settings,
+    plain_arithmetic,
     runner_of,
     without_inductor,
-    wrapping_integers,
 )
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
@@ -119,7 +120,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
-        **wrapping_integers(),
+        **plain_arithmetic(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -150,7 +151,38 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Ops that Inductor is given others for: it would be wrong near zero, in its sign, its last bit, or if large."""
-    return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
+    called = [node for node in body.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    rounding = {node.target for node in called if _rounded_numbers(node.target, node.args, node.kwargs)}
+    return {op: SPELLINGS[op] for node in called if (op := node.target) in SPELLINGS} | {
+        op: partial(_of_rounded_numbers, op, SPELLINGS.get(op)) for op in rounding
+    }
+
+
+def _of_rounded_numbers(
+    op: torch._ops.OpOverload, spelling: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """The op with its numbers as eager reads them on a CPU: rounded to the type of the tensors.
+
+    A bfloat16 `x + 1.001` is `x + 1` there, and `x ** 257` is `x ** 256`.
+    """
+    if taken := _rounded_numbers(op, args, kwargs):
+        return op(*taken[0], **taken[1])
+    return NotImplemented if spelling is None else spelling(*args, **kwargs)
+
+
+def _rounded_numbers(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with numbers that are rounded to the 16 bits of a tensor; None if there is nothing to round."""
+    if op.overloadpacket not in ROUND_NUMBERS:
+        return None
+    dtype = type_of_numbers([each.meta.get("val") if isinstance(each, Node) else each for each in args])
+    if dtype is None:
+        return None
+    taken = [rounded(each, dtype) if type(each) in (int, float) else each for each in (*args, *kwargs.values())]
+    if all(new is old for new, old in zip(taken, (*args, *kwargs.values()), strict=True)):
+        return None
+    return tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))
 
 
 def _negated(x: Tensor) -> Any:

@@ -796,11 +796,58 @@ def test_numbers_too_large_for_float16_become_infinite():
     run, x = compiled(program), torch.tensor([1e5, -1e5, 3.0, 65510.0, 1.0, 2.0, 0.5, -0.0])
     number = torch.tensor(1e30)
     torch.testing.assert_close(run(x, number), program(x, number), equal_nan=True)
-    assert "it reads a number that may be too large for float16, and Inductor would not make it infinite" in borders(
-        run
-    )
-    assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in borders(run)
+    reasons = borders(run)
+    assert "it reads numbers that eager rounds to torch.float16, and Inductor would not" in reasons
+    assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in reasons
     assert regions(run)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
+    def program(x, one, many, count):
+        added = x + 1.0001, 1.0001 - x, torch.sub(x, 0.1), torch.add(x, x, alpha=1.0001), x + 1e-12
+        compared = x == 0.1, x < 1.0001, x == one, x > one, nn.functional.hardshrink(x, 0.1)
+        cast = (many * 100).to(narrow).int(), (many * 2 + 256).int().to(narrow).float(), count.to(narrow) * 0.5
+        return (
+            added,
+            compared,
+            cast,
+            x**2049,
+            x - one,
+            torch.rsub(x, one),
+            x * one,
+            x / one,
+            x * 0.1,
+            x - many,
+            x * count,
+        )
+
+    x = torch.tensor([-1.0, 1.0, 255.0, 0.1, 0.0, -0.0, 2.0, -3.0] * 5).to(narrow)
+    given = x, torch.tensor(1.0001), torch.full((40,), 2.5701), torch.arange(40) * 2000
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    reason = f"it reads numbers that eager rounds to {narrow}, and Inductor would not"
+    assert {record.reason: record.count for record in graphex.journal(run).region_borders}[reason] == 5
+    assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
+    assert regions(run)
+
+
+def test_mixed_types_are_eagers():
+    def program(x, y, count):
+        bounded = count.clamp(min=x), y.clamp(x, x.flip(0)), torch.clamp_max(count, x)
+        counted = (y > 0).sum(), y.sum(dtype=torch.bool), (count * 2).sum(dtype=torch.bool)
+        return bounded, torch.ldexp(x, y), counted, 1 / (x[1:].flip(0) + 0.0), x * y + count
+
+    x = torch.tensor([1.0, -0.0, nan, 3e38, -3e38, 2.0, inf, -2.5, 0.5] * 5)
+    given = x, x.flip(0).double() * 3e269, torch.tensor([9, 1, -3, 7, 200] * 9)
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
+    assert borders(run) == {
+        "Inductor gives it the type of its first argument",
+        "Inductor's C++ code for a sum that is a boolean does not compile",
+    }
 
 
 def test_integers_and_booleans_are_eagers():
