@@ -285,21 +285,9 @@ _one_at_a_time = threading.Lock()  # processes: each has torch and Inductor in i
 _running: list[subprocess.Popen[bytes]] = []
 
 
-@dataclass(frozen=True)
-class PackedCode:
-    """What the other process makes of a region: packed code, and what `RegionCode` says of it."""
-
-    packed: bytes
-    source: str
-    kernels: tuple[str, ...]
-    inlined: tuple[str, ...]
-    seconds: float
-    autotuned: bool
-    split_products: int
-
-
 Kinds = list[list[tuple[str, Region]]]  # the regions of a graph by name, those that are alike together
-Reply = list["PackedCode | str"]  # for each kind its code, or why it has none
+Compiled = tuple[CodeData, dict[str, Any]]  # code, and what else `RegionCode` says of it
+Reply = list[Compiled | str]  # for each kind its code, or why it has none
 
 
 def compiled_in_background(graph: ExecutableGraph, program: Program) -> Program:
@@ -417,19 +405,15 @@ def _data(body: GraphModule) -> GraphData:
     return replace(data, nodes=[node._replace(meta=meta) for node, meta in zip(data.nodes, values, strict=True)])
 
 
-def _loaded(made: PackedCode, body: GraphModule, patches: dict[str, Any]) -> RegionCode | str:
+def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> RegionCode | str:
+    code, about = made
     values = [node.meta.get("val") for node in body.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-    targets = {str(node.target): node.target for node in body.graph.nodes}
     try:
         with compile_lock:
-            code = unpacked_code(made.packed, inputs, mode, patches)
+            return replace(_region_code(code, body, mode, patches), **about)
     except Exception as error:  # Inductor may raise anything
         return f"its code cannot be loaded: {one_line(error)}"
-    inlined = tuple(targets[name] for name in made.inlined)
-    about: dict[str, Any] = {"autotuned": made.autotuned, "split_products": made.split_products}
-    return RegionCode(runner_of(code), made.source, made.kernels, made.seconds, inlined, code, **about)
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:
@@ -481,7 +465,7 @@ def serve(where: str) -> None:
     written.rename(folder / REPLY)
 
 
-def _compiled(data: GraphData, patches: dict[str, Any]) -> PackedCode:
+def _compiled(data: GraphData, patches: dict[str, Any]) -> Compiled:
     body = graph_module(torch.nn.Module(), unpacked_graph(data, FakeTensorMode(shape_env=ShapeEnv())))
     device = next(iter(_devices(body)), None)
     if device is not None:
@@ -490,8 +474,8 @@ def _compiled(data: GraphData, patches: dict[str, Any]) -> PackedCode:
         code = compile_region(body, patches)
     if code.stored is None:
         raise TypeError("its code needs AOTAutograd around it")
-    about = code.seconds, code.autotuned, code.split_products
-    return PackedCode(packed_code(code.stored), code.source, code.kernels, tuple(map(str, code.inlined)), *about)
+    about = {"seconds": code.seconds, "autotuned": code.autotuned, "split_products": code.split_products}
+    return CodeData(packed_code(code.stored), {}, code.source, code.kernels), about
 
 
 def _devices(body: GraphModule) -> set[int]:

@@ -23,6 +23,7 @@ a -> transpose(0, 1) -> bmm(., b) -> transpose(0, 1)    npu_transpose_batchmatmu
 
 from __future__ import annotations
 
+from itertools import product, starmap
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def _fused_dynamic(
     return (q.flatten(0, 1), scale.view(-1, 1), x) if flattened else (q, scale, x)
 
 
-def _dynamic_rule(name: str, *, smoothed: bool, flattened: bool) -> Rule:
+def _dynamic_rule(flattened: bool, smoothed: bool) -> Rule:
+    name = "add_rms_norm" + "_flatten" * flattened + "_smooth" * smoothed + "_dynamic_quant"
     fixed = {"flattened": flattened} | ({} if smoothed else {"smooth": None})
     return rule(
         name, _dynamic, _fused_dynamic, _examples, all_of(_HALVES), fixed=fixed, requires=_NORM, origin="default"
@@ -188,10 +190,7 @@ def _product_rule(name: str, *, transposed: bool) -> Rule:
 
 
 RULES = (
-    _dynamic_rule("add_rms_norm_dynamic_quant", smoothed=False, flattened=False),
-    _dynamic_rule("add_rms_norm_smooth_dynamic_quant", smoothed=True, flattened=False),
-    _dynamic_rule("add_rms_norm_flatten_dynamic_quant", smoothed=False, flattened=True),
-    _dynamic_rule("add_rms_norm_flatten_smooth_dynamic_quant", smoothed=True, flattened=True),
+    *starmap(_dynamic_rule, product((False, True), repeat=2)),
     _cast_rule("add_rms_norm_cast", flattened=False),
     _cast_rule("add_rms_norm_flatten_cast", flattened=True),
     _quant_rule("add_rms_norm_quant", code=INT8, shifted=True),
