@@ -62,6 +62,8 @@ def may_see_compiled_code() -> bool:
 class Observation(TorchDispatchMode):
     """Sees every op of one step. `reason` says why the step cannot be captured, `line` where; empty if it can."""
 
+    supports_higher_order_operators = True
+
     def __init__(
         self, kind: str, arguments: Iterable[Tensor], gradients: Iterable[Tensor], before: Observation | None = None
     ) -> None:
@@ -95,6 +97,9 @@ class Observation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # such as a dropout that a checkpoint computes again
+            self.refuse(f"calls {func.name()}, whose ops it does not see one by one")
+            return func(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a tensor that Python has just made of numbers
