@@ -8,11 +8,13 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -916,6 +918,37 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(checkpoint(self.part, x.requires_grad_(), **self._how))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gradient_is_that_of_the_mask_its_checkpoint_drew(is_compiled, where):
+    model = model_on(where, lambda: nn.Sequential(nn.Linear(1, 64, bias=False), nn.Dropout(0.5)))
+    run = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="graphex")
+    if not is_compiled:
+        run = partial(checkpoint, model, use_reentrant=False)
+    nn.init.ones_(model[0].weight)
+
+    def step(x):
+        out = run(x)
+        out.sum().backward()
+        gradient = model[0].weight.grad.clone()
+        model[0].weight.grad = None
+        return out.detach(), gradient
+
+    replayed = graphex.train_step(step, compile=False)
+    found = [replayed(torch.ones(1, 1, device=where)) for _ in range(STEPS)]
+    assert all(torch.equal(out[0], gradient[:, 0]) for out, gradient in found)
+    assert len({tuple(out.flatten().tolist()) for out, _ in found}) == STEPS
+
+
+def test_a_step_with_an_operator_of_higher_order_runs_as_it_is(where):
+    def step(x):
+        return run_and_save_rng_state(torch.ops.aten.add.Tensor, x, x)[1]
+
+    run, x = graphex.train_step(step, compile=False), torch.ones(3, device=where)
+    assert all(torch.equal(run(x), x + x) for _ in range(STEPS))
+    assert reasons(run) == ["the step seeds a random generator, or puts its state back"]
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
