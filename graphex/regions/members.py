@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Any
@@ -77,6 +78,20 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
+# Ops that read by indices, and the place of these behind what is read; 1 behind the dimension.
+_READS_BY = {
+    aten.embedding.default: 0,
+    aten.gather.default: 1,
+    aten.index.Tensor: 0,
+    aten.index_select.default: 1,
+}
+_SAME_ELEMENTS = frozenset(
+    {
+        *(aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.transpose.int, aten.permute.default),
+        *(aten.squeeze.dim, aten.squeeze.default, aten.alias.default, aten.detach.default),
+    }
+)
+_PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 
 
@@ -113,9 +128,85 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
-    if not can_raise(node):
+    if not can_raise(node) or lookups_of(node) is not None:
         return ""
     return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Indices that have to lie in a range, so that reading by them does not raise on a CPU.
+
+    They are an input, seen through views that leave elements out (`parts`): an operator, and its other arguments.
+    """
+
+    given: Node
+    parts: tuple[tuple[torch._ops.OpOverload, tuple[Any, ...]], ...]
+    least: int
+    most: int
+
+
+def lookups_of(node: Node) -> list[Lookup] | None:
+    """The indices that a region looks at before it runs, because a node reads by them; None if they are not known then,
+    or if the node does something else.
+    """
+    op = operator_of(node)
+    if op is None or op not in _READS_BY:
+        return None
+    read, *others = node.args
+    place, is_wrapped = _READS_BY[op], op is aten.index.Tensor
+    shape = read.meta["val"].shape if isinstance(read, Node) else ()
+    pairs = zip(shape, others[0], strict=False) if is_wrapped else [(shape[others[0] if place else 0], others[place])]  # type: ignore[index, arg-type]
+    found: list[Lookup] = []
+    for size, index in pairs:
+        if index is None:
+            continue
+        if not isinstance(size, int) or (lookups := _lookups(index, -size if is_wrapped else 0, size - 1)) is None:
+            return None
+        found += lookups
+    return found
+
+
+def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
+    """What has to be looked at for indices in a range: nothing, if they are in it by how they are made."""
+    if index.meta["val"].dtype not in (torch.int32, torch.int64):
+        return None
+    parts: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+    while (view := _view_of(index)) is not None:
+        index, part = view
+        parts += [] if part is None else [part]
+    if not all(isinstance(each, int) for _, others in parts for each in others):
+        return None
+    if index.op == "placeholder":
+        return [Lookup(index, tuple(reversed(parts)), least, most)]
+    by = index.args[1] if index.target is aten.remainder.Scalar else None
+    return [] if type(by) is int and least <= 0 < by <= most + 1 else None
+
+
+def _view_of(node: Node) -> tuple[Node, tuple[torch._ops.OpOverload, tuple[Any, ...]] | None] | None:
+    """What a view looks at, and how it leaves elements out, if it does; None for all else."""
+    op = operator_of(node)
+    if op in _SAME_ELEMENTS or op in _PARTS:
+        value, *others = node.args
+        return value, ((op, tuple(others)) if op in _PARTS else None)  # type: ignore[return-value]
+    owner = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(owner, Node) or owner.target is not aten.unbind.int:
+        return None
+    value, dim = (*owner.args, 0)[:2]
+    return value, (aten.select.int, (dim, node.args[1]))  # type: ignore[return-value]
+
+
+def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
+    """Whether all indices of a call are in their ranges."""
+    for lookup in lookups:
+        indices = given[lookup.given]
+        for op, others in lookup.parts:
+            indices = op(indices, *others)
+        if indices.numel():
+            first, last = torch.aminmax(indices)
+            if first.item() < lookup.least or last.item() > lookup.most:
+                return False
+    return True
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:

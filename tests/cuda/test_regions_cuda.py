@@ -120,6 +120,20 @@ def head(width: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
 
 
+def test_places_that_the_host_counts_do_not_stop_a_capture():
+    def biased(x: Tensor, table: Tensor) -> Tensor:
+        places = torch.arange(8)
+        distance = places[:, None] - places[None] + 7
+        return torch.sin(x @ x.mT) + table[distance] * torch.linspace(0, 1, 8).to(x.device)
+
+    x, table = torch.randn(8, 4, device="cuda"), torch.randn(15, device="cuda")
+    run = compiled(biased)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x, table), biased(x, table), rtol=1e-4, atol=1e-4)
+    assert not graphex.journal(run).cuts
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_flexible_attention_is_captured_as_a_part_of_a_region(trains):
     def attended(x: Tensor, table: Tensor) -> Tensor:
