@@ -78,12 +78,12 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
-# Ops that read by indices, and the place of these behind what is read; 1 behind the dimension.
+# Ops that read by indices, and the place of these among their arguments; a dimension stands before the third.
 _READS_BY = {
-    aten.embedding.default: 0,
-    aten.gather.default: 1,
-    aten.index.Tensor: 0,
-    aten.index_select.default: 1,
+    aten.embedding.default: 1,
+    aten.gather.default: 2,
+    aten.index.Tensor: 1,
+    aten.index_select.default: 2,
 }
 _SAME_ELEMENTS = frozenset(
     {
@@ -153,10 +153,11 @@ def lookups_of(node: Node) -> list[Lookup] | None:
     op = operator_of(node)
     if op is None or op not in _READS_BY:
         return None
-    read, *others = node.args
-    place, is_wrapped = _READS_BY[op], op is aten.index.Tensor
-    shape = read.meta["val"].shape if isinstance(read, Node) else ()
-    pairs = zip(shape, others[0], strict=False) if is_wrapped else [(shape[others[0] if place else 0], others[place])]  # type: ignore[index, arg-type]
+    args: list[Any] = list(node.args)
+    place, is_wrapped, shape = _READS_BY[op], op is aten.index.Tensor, args[0].meta["val"].shape
+    if not shape:
+        return None
+    pairs = zip(shape, args[1], strict=False) if is_wrapped else [(shape[args[1] if place == 2 else 0], args[place])]
     found: list[Lookup] = []
     for size, index in pairs:
         if index is None:
@@ -210,8 +211,10 @@ def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:
-    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device."""
-    for value in _values((node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes])):
+    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device; parts of
+    a result that nothing reads, such as the seed of attention without dropout, need not.
+    """
+    for value in _values((_read_of(node), [each.meta.get("val") for each in node.all_input_nodes])):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             if free_unbacked_symbols(value):
                 return "a size depends on data"
@@ -223,6 +226,14 @@ def _why_not_here(node: Node, device: torch.device) -> str:
         if free_unbacked_symbols(value):
             return "a size depends on data"
     return "" if _is_on(node, device) else "its result is on the host"
+
+
+def _read_of(node: Node) -> Any:
+    """What is read of a node's result."""
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)) or any(user.target is not operator.getitem for user in node.users):
+        return value
+    return [value[index] for user in node.users if isinstance(index := user.args[1], int)]
 
 
 def _why_not_exact(node: Node, device: torch.device) -> str:
