@@ -2,7 +2,8 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round.
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. What
+may raise because of indices that the region is given can be inside: it looks at them before it runs (`Lookup`).
 """
 
 from __future__ import annotations

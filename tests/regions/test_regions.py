@@ -13,7 +13,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -977,6 +977,8 @@ def test_random_programs_equal_eager(uncompiled, names, kept):
 @settings(max_examples=6)
 @given(st.lists(st.sampled_from(sorted(OPS)), min_size=10, max_size=14))
 def test_random_programs_compiled_by_inductor_are_close_to_eager(names):
+    assume("looks" not in names or "centre" not in names)  # the sum that `looks` multiplies by would be rounding alone
+
     def program(x):
         for name in names:
             x = OPS[name](x)
