@@ -2,14 +2,16 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round.
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. What
+may raise because of indices that the region is given can be inside: it looks at them before it runs (`Lookup`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
@@ -77,6 +79,20 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
+# Ops that read by indices, and the place of these among their arguments; a dimension stands before the third.
+_READS_BY = {
+    aten.embedding.default: 1,
+    aten.gather.default: 2,
+    aten.index.Tensor: 1,
+    aten.index_select.default: 2,
+}
+_SAME_ELEMENTS = frozenset(
+    {
+        *(aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.transpose.int, aten.permute.default),
+        *(aten.squeeze.dim, aten.squeeze.default, aten.alias.default, aten.detach.default),
+    }
+)
+_PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 # What eager on a CPU does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
 ROUND_NUMBERS = frozenset({aten.add, aten.sub, aten.rsub, aten.pow, aten.xlogy, aten.hardshrink})
@@ -119,14 +135,93 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
-    if not can_raise(node):
+    if not can_raise(node) or lookups_of(node) is not None:
         return ""
     return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """Indices that have to lie in a range, so that reading by them does not raise on a CPU.
+
+    They are an input, seen through views that leave elements out (`parts`): an operator, and its other arguments.
+    """
+
+    given: Node
+    parts: tuple[tuple[torch._ops.OpOverload, tuple[Any, ...]], ...]
+    least: int
+    most: int
+
+
+def lookups_of(node: Node) -> list[Lookup] | None:
+    """The indices that a region looks at before it runs, because a node reads by them; None if they are not known then,
+    or if the node does something else.
+    """
+    op = operator_of(node)
+    if op is None or op not in _READS_BY:
+        return None
+    args: list[Any] = list(node.args)
+    place, is_wrapped, shape = _READS_BY[op], op is aten.index.Tensor, args[0].meta["val"].shape
+    if not shape:
+        return None
+    pairs = zip(shape, args[1], strict=False) if is_wrapped else [(shape[args[1] if place == 2 else 0], args[place])]
+    found: list[Lookup] = []
+    for size, index in pairs:
+        if index is None:
+            continue
+        if not isinstance(size, int) or (lookups := _lookups(index, -size if is_wrapped else 0, size - 1)) is None:
+            return None
+        found += lookups
+    return found
+
+
+def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
+    """What has to be looked at for indices in a range: nothing, if they are in it by how they are made."""
+    if index.meta["val"].dtype not in (torch.int32, torch.int64):
+        return None
+    parts: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+    while (view := _view_of(index)) is not None:
+        index, part = view
+        parts += [] if part is None else [part]
+    if not all(isinstance(each, int) for _, others in parts for each in others):
+        return None
+    if index.op == "placeholder":
+        return [Lookup(index, tuple(reversed(parts)), least, most)]
+    by = index.args[1] if index.target is aten.remainder.Scalar else None
+    return [] if type(by) is int and least <= 0 < by <= most + 1 else None
+
+
+def _view_of(node: Node) -> tuple[Node, tuple[torch._ops.OpOverload, tuple[Any, ...]] | None] | None:
+    """What a view looks at, and how it leaves elements out, if it does; None for all else."""
+    op = operator_of(node)
+    if op in _SAME_ELEMENTS or op in _PARTS:
+        value, *others = node.args
+        return value, ((op, tuple(others)) if op in _PARTS else None)  # type: ignore[return-value]
+    owner = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(owner, Node) or owner.target is not aten.unbind.int:
+        return None
+    value, dim = (*owner.args, 0)[:2]
+    return value, (aten.select.int, (dim, node.args[1]))  # type: ignore[return-value]
+
+
+def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
+    """Whether all indices of a call are in their ranges."""
+    for lookup in lookups:
+        indices = given[lookup.given]
+        for op, others in lookup.parts:
+            indices = op(indices, *others)
+        if indices.numel():
+            first, last = torch.aminmax(indices)
+            if first.item() < lookup.least or last.item() > lookup.most:
+                return False
+    return True
+
+
 def _why_not_here(node: Node, device: torch.device) -> str:
-    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device."""
-    for value in _values((node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes])):
+    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device; parts of
+    a result that nothing reads, such as the seed of attention without dropout, need not.
+    """
+    for value in _values((_read_of(node), [each.meta.get("val") for each in node.all_input_nodes])):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             if free_unbacked_symbols(value):
                 return "a size depends on data"
@@ -138,6 +233,14 @@ def _why_not_here(node: Node, device: torch.device) -> str:
         if free_unbacked_symbols(value):
             return "a size depends on data"
     return "" if _is_on(node, device) else "its result is on the host"
+
+
+def _read_of(node: Node) -> Any:
+    """What is read of a node's result."""
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)) or any(user.target is not operator.getitem for user in node.users):
+        return value
+    return [value[index] for user in node.users if isinstance(index := user.args[1], int)]
 
 
 def _why_not_exact(node: Node, device: torch.device) -> str:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import graphex
@@ -131,6 +132,35 @@ def logits(x: Tensor, w: Tensor) -> Tensor:
 def head(width: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
     return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+def test_flash_attention_is_a_part_of_a_region():
+    """Its seed is a number of a type that Inductor does not compute with, and nothing reads it."""
+
+    def attended(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.tanh(nn.functional.scaled_dot_product_attention(x.sin(), x.cos(), x)) + 1
+
+    x = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
+    run = compiled(attended)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), attended(x), rtol=2e-2, atol=2e-2)
+    assert statuses(run) == ["compiled"]
+    assert not graphex.journal(run).region_borders
+
+
+def test_places_that_the_host_counts_do_not_stop_a_capture():
+    def biased(x: Tensor, table: Tensor) -> Tensor:
+        places = torch.arange(8)
+        distance = places[:, None] - places[None] + 7
+        return torch.sin(x @ x.mT) + table[distance] * torch.linspace(0, 1, 8).to(x.device)
+
+    x, table = torch.randn(8, 4, device="cuda"), torch.randn(15, device="cuda")
+    run = compiled(biased)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x, table), biased(x, table), rtol=1e-4, atol=1e-4)
+    assert not graphex.journal(run).cuts
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
 @pytest.mark.parametrize("trains", [False, True])
