@@ -346,7 +346,7 @@ class CompilerConfig:
         '`seeded` on a GPU, `eager` on a CPU, with `region_numerics="eager"` and with `verify`.',
     )
     regions_keep_out = Option[tuple[str, ...]](
-        Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
+        Names(), (), "Ops that stay outside of compiled regions, such as `aten._softmax` or `aten.add.Tensor`."
     )
     activation_memory_budget = Option(
         Share(),
@@ -481,7 +481,22 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
     return config
 
 
+_INDUCTORS = {  # options that torch.compile documents for its default backend, and what to write here
+    "triton.cudagraphs": "mode='eager' turns device graphs off",
+    "max_autotune": "write mode='max-autotune'",
+    "max_autotune_gemm": "write mode='max-autotune'",
+    "trace.enabled": "TORCH_COMPILE_DEBUG=1 writes the same files",
+    "trace.graph_diagram": "graphex.explain(...).save('report.html') draws graphs",
+    **dict.fromkeys(
+        ("coordinate_descent_tuning", "epilogue_fusion", "fallback_random", "freezing", "shape_padding"),
+        "set it in torch._inductor.config, which compiled regions obey",
+    ),
+}
+
+
 def _check_name(name: str) -> None:
+    if name in _INDUCTORS:
+        raise OptionError(f"'{name}' is an option of Inductor: {_INDUCTORS[name]}. See docs/options.md.")
     if name not in option_names():
         hint = did_you_mean(name, option_names(), f"the options are {', '.join(option_names())}")
         raise OptionError(f"unknown option '{name}' ({hint}). See docs/options.md.")

@@ -231,8 +231,8 @@ def inductor_compile(
     `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
-    not hand out the code; Inductor's own cache is on. Gradients are off: they would make AOTAutograd trace a backward for
-    the parameters among the inputs.
+    not hand out the code; Inductor's own cache is on. Gradients are off: with them AOTAutograd would trace a backward
+    for the parameters among the inputs.
     """
     compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
     made: list[tuple[GraphModule, OutputCode]] = []
