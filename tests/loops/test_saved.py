@@ -310,7 +310,7 @@ def test_another_file_is_refused_in_a_sentence(tmp_path, content):
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_file_that_is_not_there_is_said_to_be_missing(trusted):
-    with pytest.raises(graphex.InputError, match="there is no file '/tmp/none/model.graphex' to load"):
+    with pytest.raises(graphex.InputError, match="there is no file"):
         graphex.load("/tmp/none/model.graphex", Step(), trusted=trusted)
 
 
