@@ -273,14 +273,14 @@ class CompilerConfig:
     capture_first_call = Option(
         Flag(),
         False,
-        "Capture a key in the first call that has it, without a call before it that warms up. What needs one (a kernel "
-        "that is compiled or tuned in its first run) makes such a capture fail, and the call runs eagerly.",
+        "Capture in the first call of each combination of sizes, without a call that warms up. A kernel that is "
+        "compiled or tuned in its first run makes such a capture fail; the call then runs eagerly.",
     )
     force_recapture = Option(Flag(), False, "Capture again in every call: for finding out whether a capture is stale.")
     frozen_parameter = Option(
         Flag(),
         False,
-        "Parameters, buffers and inputs marked static are not looked at after a capture: it is yours to keep their "
+        "Parameters, buffers and inputs marked static are not checked after a capture: you must keep their "
         "memory where it is.",
     )
     clone_input = Option[bool | str](
@@ -309,7 +309,7 @@ class CompilerConfig:
     remove_cat_ops = Option(
         Flag(), True, "Compute the parts of a concatenation directly into its result instead of copying them there."
     )
-    inplace_pass = Option(Flag(), True, "Compute into memory of intermediate values that nobody needs any more.")
+    inplace_pass = Option(Flag(), True, "Compute into the memory of intermediate values that are not read any more.")
     input_inplace_pass = Option(
         Flag(), True, "Write updated inputs (caches, buffers) in place instead of computing a copy and copying it back."
     )

@@ -47,7 +47,7 @@ _TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "
 
 
 def why_off() -> str:
-    """Why nothing is to be compiled; empty if it is. Every value of the switch but a no means yes."""
+    """Why GRAPHEX_DISABLE turns graphex off; empty if it does not. Any value other than a no counts as yes."""
     given = os.environ.get(DISABLE, "")
     return "" if given.lower() in _NO else f"{DISABLE}={given} is set"
 
@@ -68,7 +68,7 @@ def cache_enabled() -> bool:
 
 
 def cache_asked_for() -> bool:
-    """Whether the environment says that compiled graphs are kept: those of devices without a trial are only then."""
+    """Whether GRAPHEX_CACHE=on is set, which devices other than CPUs and CUDA GPUs need for graphs to be kept."""
     return CACHE in os.environ and cache_enabled()
 
 
@@ -268,7 +268,7 @@ class Folder:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Hold a lock. What stands in the place of its file and is no such file is taken away."""
+        """Hold the lock of this name. Anything else than a plain file in the place of the lock file is removed."""
         if fcntl is None:
             yield
             return
@@ -356,7 +356,7 @@ def _entered(name: str, path: Path, above: int | None = None, *, follow: bool = 
 
 
 def _checked(descriptor: int, path: Path, is_right: Callable[[int], bool], otherwise: str) -> int:
-    """The descriptor, if others cannot have written what it is open on. It is closed if they can."""
+    """The descriptor, if no other user can write to its file or folder. Closes it and raises UntrustedError if not."""
     found = os.fstat(descriptor)
     reason = ""
     if not is_right(found.st_mode):
@@ -383,7 +383,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """The content behind its hash."""
+    """The content with its hash in front, for `unsealed` to check."""
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
