@@ -117,6 +117,14 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozens
     return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
 
 
+def is_op(name: str) -> bool:
+    """Whether there is an op of this name in `torch.ops`, with an overload (`aten.mul.Tensor`) or without."""
+    try:
+        return isinstance(operator.attrgetter(name)(torch.ops), (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    except AttributeError:
+        return False
+
+
 @cache
 def _why_not_compiled(op: torch._ops.OpOverload) -> str:
     if op.namespace not in ("aten", "prims", "graphex", "npu"):

@@ -57,6 +57,16 @@ def chain(x):
     return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)
 
 
+def test_an_exported_program_is_compiled_for_inference_where_gradients_are_enabled():
+    x = torch.randn(4, 16)
+    program = torch.export.export(Block().eval(), (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    run = graphex.compile_fx(program.module())
+    with torch.no_grad():
+        close(run(x), program.module()(x))
+    assert not any("backward" in kernel for region in regions(run) for kernel in region.kernels)
+    assert not vars(x), "marked as dynamic for whatever is compiled next"
+
+
 def test_a_chain_of_ops_is_one_region():
     run, x = compiled(chain), torch.randn(4, 8)
     close(run(x), chain(x))
