@@ -45,7 +45,6 @@ class Pool:
         self.programs = 0  # that share it
         self._for_backwards: Pool | None = None
         self.keepers: dict[int, OutputPlan] = {}  # by the number of their capture
-        self._left: set[int] = set()  # of these, graphs that are freed
 
     def enter(self, number: int, outputs: OutputPlan) -> None:
         """A graph was captured; its number is that of its capture."""
@@ -54,25 +53,14 @@ class Pool:
             self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
-        """A graph is freed. Results of its that are in use stay, in memory that an earlier graph may compute in."""
         self.graphs -= 1
-        self._left.add(number)
-        self._forget_what_is_not_used()
-
-    def _forget_what_is_not_used(self) -> None:
-        for number in list(self._left):
-            outputs = self.keepers.get(number)
-            if outputs is None or outputs.are_kept_in_use is None or not outputs.are_kept_in_use():
-                self.keepers.pop(number, None)
-                self._left.discard(number)
+        self.keepers.pop(number, None)
 
     def keeper_in_the_way(self, number: int) -> int | None:
         """The graph with results in use that a replay of graph `number` could write to.
 
         That is itself, a later one, or one whose memory was given up before this one was captured.
         """
-        if self._left:
-            self._forget_what_is_not_used()
         for other, outputs in self.keepers.items():
             is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)
             if not is_free and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
@@ -80,16 +68,13 @@ class Pool:
         return None
 
     def kept_addresses(self) -> set[int]:
-        there = (outputs for number, outputs in self.keepers.items() if number not in self._left)
-        return {address for outputs in there for address in outputs.kept_addresses}
+        return {address for outputs in self.keepers.values() for address in outputs.kept_addresses}
 
     @property
     def handle(self) -> Any:
         """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
         if self._handle is None or (self.graphs == 0 and not self._is_given):
             self._handle = self._device.pool()
-            self.keepers.clear()  # nothing writes to the memory of the old one any more
-            self._left.clear()
         return self._handle
 
     def split(self) -> None:
