@@ -43,6 +43,7 @@ from graphex.rewrite.compilation import Compilation
 from graphex.runtime.executable import saved_and_seen
 from graphex.runtime.fast_replay import Bypass, Compiled, StepBypass
 from graphex.runtime.program import COUNTED, TANGENT, Program, carry_tangents
+from graphex.torch_private.ahead import register_as_serializable
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
@@ -54,7 +55,6 @@ from graphex.torch_private.aot import (
     packed_step,
     plain_step,
     regenerated_outputs,
-    register_as_serializable,
     static_input_indices,
     step_metadata,
     stored_plain_step,

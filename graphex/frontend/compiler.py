@@ -44,15 +44,14 @@ from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.native import get_ready_meanwhile
 from graphex.runtime.program import DebugTools, ExecutableGraph, FunctionalProgram, Program
+from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (
     adds_guards,
     counted_inputs,
     dynamic_results,
     mark_dynamic,
-    moved_device,
     only_hands_over,
     static_input_indices,
-    unpickled,
 )
 from graphex.torch_private.dynamo import compile_stage
 from graphex.torch_private.graphs import copy_module, correct_slices

@@ -37,7 +37,7 @@ from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
 from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
-from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
+from graphex.torch_private.ahead import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
 from graphex.torch_private.dynamo import forward_hooks_for_all
 
 _MARK = b"graphex saved function 1\n"

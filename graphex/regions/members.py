@@ -386,7 +386,7 @@ def _is_lossy_cast(node: Node) -> bool:
 
 def _is_cast(node: Node) -> bool:
     op = operator_of(node)
-    pair = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    pair: list[Any] = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     is_of_tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
     return op is not None and op.overloadpacket in _CASTS and is_of_tensors and pair[0].dtype != pair[1].dtype
 

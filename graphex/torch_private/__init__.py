@@ -3,5 +3,6 @@
 Nothing else in graphex uses a private torch name. Read `lookup` first: how a name is looked up, what serves in its
 place and what is lost without it, how a function of torch is replaced in one thread, and which versions of torch were
 tried. Then, in the order of a compilation: `dynamo`, `frames`, `aot`, `symbolic`, `graphs`, `patterns`, `inductor`
-(which imports the matcher behind `patterns`), `memory`, `cuda`; `npu` is for the simulated one.
+(which imports the matcher behind `patterns`), `memory`, `cuda`. `ahead` is for models that are saved, `npu` for the
+simulated one.
 """

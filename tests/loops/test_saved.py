@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import graphex
 from graphex.cache.graphs import packed_graph, unpacked_graph
-from graphex.torch_private.aot import moved, unpickled
+from graphex.torch_private.ahead import moved, unpickled
 from graphex.torch_private.symbolic import FakeTensorMode
 from tests.harness.processes import in_folder, python
 

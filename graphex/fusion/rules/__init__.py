@@ -1,7 +1,7 @@
 """The rules there are: graphex's own, a family a module, and those of users.
 
 A module begins with drawings of what its rules do, which are also their documentation, and ends with `RULES`. Read
-`common` first (how a rule is declared), then a short family (`silu_mul`), then one with variants (`rotary`). A family
+`common` first (how a rule is declared), then a short family (`simple`), then one with variants (`rotary`). A family
 is loaded if a graph holds an op that it is about. Users' rules are those of the whole process
 (`register_replacement`) and those of one configuration.
 """
@@ -61,8 +61,7 @@ FUSIONS: tuple[Family, ...] = (
 )
 LIFTS: tuple[Family, ...] = (
     _lift("attention", "graphex::attention", "aten::tanh", "aten::max"),
-    _lift("embedding", "aten::embedding"),
-    _lift("silu_mul", "aten::silu"),
+    _lift("simple", "aten::embedding", "aten::silu"),
     _lift("rotary", "aten::cat"),
     _lift("quant", "aten::clamp"),
     _lift("rms_norm", "aten::rsqrt", "aten::sqrt", "aten::_fused_rms_norm"),
