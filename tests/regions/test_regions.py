@@ -742,7 +742,7 @@ def test_integers_and_booleans_are_eagers():
     assert borders(run) == {
         "Inductor's C++ code takes 0 for the smallest of numbers of uint8",
         "Inductor writes integers for booleans, in C++ behind the end of its result",
-        "Inductor's C++ code turns integers into float32",
+        "Inductor's code turns integers into float32",
     }
 
 
@@ -754,7 +754,7 @@ def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
     run, x = compiled(program), torch.tensor([127.0, 128.0, -1.0, 255.0, 1e4, -129.0, 0.5, 3e38] * 5)
     torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
     assert borders(run) == {
-        f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+        f"numbers that are too large for {dtype} become the largest with Inductor's code"
         for dtype in (torch.int8, torch.uint8)
     }
     assert regions(run)
