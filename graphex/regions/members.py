@@ -222,8 +222,6 @@ def _why_not_in_triton(node: Node, op: torch._ops.OpOverloadPacket) -> str:
         return "Inductor's code takes the number -0 for 0"
     if op in _SEARCHES and any(dtype.is_floating_point for dtype in _types_read(node)):
         return "Inductor finds another place than eager for nan"
-    if op is aten.div and node.kwargs.get("rounding_mode") == "trunc":
-        return "Inductor does not round the quotient before it is cut off"
     return _why_not_narrow(node, op, "cuda")
 
 
@@ -281,6 +279,8 @@ def rounds_quotients(graph: Graph) -> bool:
     255 / 255     0.99999994 in Triton's quick division, and 0 after `trunc`
     """
     pending = [node for node in graph.nodes if (op := operator_of(node)) is not None and op.overloadpacket is aten.div]
+    if any(node.kwargs.get("rounding_mode") for node in pending):
+        return True
     seen = set(pending)
     while pending:
         for user in pending.pop().users:
