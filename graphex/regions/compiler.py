@@ -39,9 +39,9 @@ from graphex.torch_private.inductor import (
     OutputCode,
     inductor_compile,
     known_settings,
-    plain_arithmetic,
     runner_of,
     without_inductor,
+    wrapping_integers,
 )
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
 
@@ -114,7 +114,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
-        **plain_arithmetic(),
+        **wrapping_integers(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
