@@ -1,8 +1,8 @@
 """The command line `graphex`. `COMMANDS` names the module of each command, which is loaded when it is asked for.
 
 `scripts` runs and explains a user's script, and opens and compares the reports it wrote; `catalogue` lists ops, rules,
-passes and options; `cache` is about stored graphs; `machine` checks the machine and runs the benchmarks of the source
-tree. `output` holds how they print. `docs` is no command: `make docs` runs it to write tables of the documentation
+passes and options; `machine` checks the machine, has the stored graphs and runs the benchmarks of the source tree.
+`output` holds how they print. `docs` is no command: `make docs` runs it to write tables of the documentation
 from declarations.
 
 Importing a command's module imports neither torch nor rich, so that `--help` answers at once; a command imports them
@@ -29,7 +29,7 @@ COMMANDS = {
     "run": "graphex.cli.scripts",
     "explain": "graphex.cli.scripts",
     "report": "graphex.cli.scripts",
-    "cache": "graphex.cli.cache",
+    "cache": "graphex.cli.machine",
     "ops": "graphex.cli.catalogue",
     "rules": "graphex.cli.catalogue",
     "passes": "graphex.cli.catalogue",

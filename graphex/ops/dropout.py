@@ -57,7 +57,7 @@ def _fake_dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
     "graphex::dropout(Tensor x, Tensor seed, float p) -> (Tensor, Tensor)",
     fake=_fake_dropout,
     title="dropout",
-    kernel="dropout.dropout",
+    kernel="quant.dropout",
     inlines=True,
 )
 def dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from graphex.analysis.dependencies import can_raise, what_raises
 from graphex.analysis.effects import (
     UNINITIALISED,
     does_nothing,
+    is_formula,
     is_kernel,
     is_number,
     moves_between_devices,
@@ -94,15 +95,16 @@ _ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
     """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
     op = operator_of(node)
-    if op is None:
+    if op is None and not is_formula(node):
         return f"'{node.name}' calls no operator"
     if does_nothing(node) or synchronisation(node) is not None or placement(node) is not None:
         return "it is placed on a stream, or orders streams"
     if CORES in (node.meta.get("custom") or {}):
         return "it is kept to a part of the device"
-    if str(op.overloadpacket) in kept or str(op) in kept:
+    if not kept.isdisjoint(map(str, (node.target, op and op.overloadpacket))):
         return "the option 'regions_keep_out' names it"
-    return _why_not_compiled(op) or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
+    why_not_compiled = _why_not_compiled(op) if op is not None else ""
+    return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
 
 
 @cache
@@ -370,7 +372,9 @@ def _values(value: Any) -> list[Any]:
 def is_generated(node: Node) -> bool:
     """Whether Inductor writes code for the node, rather than call a kernel that is there."""
     op = operator_of(node)
-    return op is not None and is_kernel(node) and op.namespace in ("aten", "prims") and op.overloadpacket not in _CALLED
+    if op is None:
+        return is_formula(node)
+    return is_kernel(node) and op.namespace in ("aten", "prims") and op.overloadpacket not in _CALLED
 
 
 def is_view(node: Node) -> bool:
