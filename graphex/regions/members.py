@@ -93,13 +93,19 @@ _SAME_ELEMENTS = frozenset(
     }
 )
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
+_SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
-# What eager on a CPU does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
-ROUND_NUMBERS = frozenset({aten.add, aten.sub, aten.rsub, aten.pow, aten.xlogy, aten.hardshrink})
+# What eager does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
+_COMPARE = frozenset({aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge})
+_ADD = frozenset({aten.add, aten.sub, aten.rsub})
+_ROUND_NUMBERS = _COMPARE | {aten.pow, aten.xlogy, aten.hardshrink}
+_ROUND_NUMBERS_ON = {"cpu": _ROUND_NUMBERS | _ADD, "cuda": _ROUND_NUMBERS | {aten.softshrink}}
 _TAKE_NUMBERS = frozenset({aten.mul, aten.div})  # as they are
+_TAKE_NUMBERS_ON = {"cpu": _TAKE_NUMBERS, "cuda": _TAKE_NUMBERS | _ADD}
 _MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
     {aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max}
 )
+_ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
@@ -253,13 +259,16 @@ def _read_of(node: Node) -> Any:
 
 def _why_not_exact(node: Node, device: torch.device) -> str:
     op, value = operator_of(node), node.meta.get("val")
-    if op is not None and device.type == "cpu" and (reason := _why_not_in_cpp(node, op.overloadpacket)):
+    written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
+    if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
         is_boolean = value[0].dtype == torch.bool
         return "Inductor finds another place than eager among booleans" if is_boolean else ""
     if op is None or not isinstance(value, Tensor):
         return ""
+    if reason := _why_not_integer(node, op.overloadpacket, value.dtype):
+        return reason
     if value.dtype == torch.bool and node.kwargs.get("alpha", 1) != 1:
         return "Inductor writes integers for booleans, in C++ behind the end of its result"
     if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
@@ -284,6 +293,15 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     return _why_not_rounded(node, value.dtype, device)
 
 
+def _why_not_integer(node: Node, op: torch._ops.OpOverloadPacket, dtype: torch.dtype) -> str:
+    reads_floats = any(each.is_floating_point for each in _types_read(node))
+    if op is aten.threshold and not reads_floats:
+        return "Inductor's code turns integers into float32"
+    if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
+        return f"numbers that are too large for {dtype} become the largest with Inductor's code"
+    return ""
+
+
 def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> str:
     """Why Inductor would not round a result to its type, where it becomes another number or an infinite one."""
     if _is_rounding(node):
@@ -297,49 +315,98 @@ def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> st
 
 def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
     """Why the C++ code that Inductor writes for a node is wrong, or computes with other numbers than eager."""
-    read = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
-    reads_floats = any(dtype.is_floating_point for dtype in read)
+    read = _types_read(node)
     if op in _SMALLEST and torch.uint8 in read:
         return "Inductor's C++ code takes 0 for the smallest of numbers of uint8"
     if op is aten.ldexp and len(read) > 1:
         return "Inductor gives it the type of its first argument"
-    if op is aten.threshold and not reads_floats:
-        return "Inductor's C++ code turns integers into float32"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if op is aten.sum and dtype == torch.bool:
         return "Inductor's C++ code for a sum that is a boolean does not compile"
-    if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
-        return f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
-    return _why_not_narrow(node, op)
+    return _why_not_narrow(node, op, "cpu")
 
 
-def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket) -> str:
-    """Why numbers that eager rounds to 16 bits first would be others in C++ code, which computes in float32."""
+def _why_not_in_triton(node: Node, op: torch._ops.OpOverloadPacket) -> str:
+    """Why the Triton code that Inductor writes for a node computes with other numbers than eager."""
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, float)]
+    if any(arg == 0 and copysign(1, arg) < 0 for arg in numbers) or (op is aten.div and any(map(isinf, numbers))):
+        return "Inductor's code takes the number -0 for 0"
+    if op in _SEARCHES and any(dtype.is_floating_point for dtype in _types_read(node)):
+        return "Inductor finds another place than eager for nan"
+    return _why_not_narrow(node, op, "cuda")
+
+
+def _types_read(node: Node) -> set[torch.dtype]:
+    return {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
+
+
+def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> str:
+    """Why numbers that eager rounds to 16 bits first would be others in generated code, which computes in float32."""
     dtype = type_of_numbers([each.meta.get("val") for each in node.all_input_nodes])
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op is aten.rsub
     if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
         return ""
-    tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
-    wide = [value for value in tensors if value.dtype.itemsize > 2]
-    if any(value.dim() or op not in _TAKE_NUMBERS for value in wide):
+    takes = op in _TAKE_NUMBERS_ON[kind]
+    if any(_is_rounded_first(each, dtype, takes=takes, kind=kind) for each in node.all_input_nodes):
         return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    is_known = op in ROUND_NUMBERS or op in _TAKE_NUMBERS
+    is_known = takes or op in _ROUND_NUMBERS_ON[kind]
     if not is_known and any(isinf(rounded(arg, dtype)) and not isinf(arg) for arg in numbers):
         return f"it reads a number that is too large for {dtype}, and Inductor would not make it infinite"
     return ""
 
 
+def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str) -> bool:
+    """Whether eager rounds a value to `dtype` before it computes; `takes`: not if it is a number on the host.
+
+    On a GPU, sums and products with what is rounded to bfloat16 differ by rounding, and are let pass.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype.itemsize <= 2:
+        return False
+    if kind == "cpu":
+        return bool(value.dim()) or not takes
+    is_on_host = value.device.type == "cpu" or node.op == "get_attr"  # constants were the host's (`move_constants`)
+    return not takes or (dtype == torch.float16 and not value.dim() and not is_on_host)
+
+
 def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
-    """The type of 16 bits that numbers take beside these tensors on a CPU; None if it is a wider one."""
+    """The type of 16 bits that numbers take beside these tensors; None if it is a wider one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     deciding = [value.dtype for value in tensors if value.dim()] or [value.dtype for value in tensors]
-    if not deciding or any(value.device.type != "cpu" for value in tensors):
-        return None
-    dtype = reduce(torch.promote_types, deciding)
+    dtype = reduce(torch.promote_types, deciding) if deciding else None
     return dtype if dtype in _WIDENED else None
+
+
+def rounds_numbers(op: torch._ops.OpOverload, values: Iterable[object]) -> bool:
+    """Whether eager rounds the numbers that it computes with to the type of these tensors."""
+    kinds = {value.device.type for value in values if isinstance(value, Tensor)}
+    return op.overloadpacket in _ROUND_NUMBERS_ON.get("cuda" if "cuda" in kinds else "cpu", ())
+
+
+def rounds_quotients(graph: Graph) -> bool:
+    """Whether a quotient is compared, cut off or made an integer: then one that is a little too small is another one.
+
+    255 / 255     0.99999994 in Triton's quick division, and 0 after `trunc`
+    """
+    pending = [node for node in graph.nodes if (op := operator_of(node)) is not None and op.overloadpacket is aten.div]
+    if any(node.kwargs.get("rounding_mode") for node in pending):
+        return True
+    seen = set(pending)
+    while pending:
+        for user in pending.pop().users:
+            op = operator_of(user)
+            if op is None or user in seen:
+                continue
+            is_integer = _is_cast(user) and not user.meta["val"].dtype.is_floating_point
+            if is_integer or op.overloadpacket in _ROUND or op.overloadpacket in _COMPARE:
+                return True
+            if torch.Tag.pointwise in op.tags or op.overloadpacket in _CASTS or is_view(user):
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -386,14 +453,16 @@ def _is_lossy_cast(node: Node) -> bool:
 
 def _is_cast(node: Node) -> bool:
     op = operator_of(node)
-    pair: list[Any] = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    is_of_tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
-    return op is not None and op.overloadpacket in _CASTS and is_of_tensors and pair[0].dtype != pair[1].dtype
+    if op is None or op.overloadpacket not in _CASTS or not isinstance(value := node.meta.get("val"), Tensor):
+        return False
+    return _types_read(node) != {value.dtype}
 
 
 def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
-    """Whether a node of 8 bits is no cast, or one of values that are clamped first."""
+    """Whether a node of 8 bits is no cast, or one of values that are clamped first, and then perhaps rounded."""
     value = next(iter(node.all_input_nodes), None)
+    while value is not None and (op := operator_of(value)) is not None and op.overloadpacket in _ROUND:
+        value = next(iter(value.all_input_nodes), None)
     given = None if value is None else value.meta.get("val")
     if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import inf, nan
 
 import pytest
 import torch
@@ -370,6 +371,55 @@ def test_signs_of_zeros_are_eagers():
     run, x = compiled(program), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 4.0], device="cuda")
     torch.testing.assert_close(run(x), program(x), equal_nan=True)
     assert statuses(run) == ["compiled"]
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
+    def program(x, one, many, count):
+        compared = x == 0.1, x < 1.0001, x == one, x > one, count == x, nn.functional.hardshrink(x, 0.1)
+        cast = (many * 100).to(narrow).int(), (many * 2 + 256).int().to(narrow).float()
+        return compared, cast, x**2049, x ** (one * 2049)
+
+    x = torch.tensor([-1.0, 1.0, 255.0, 0.1, 0.0, -0.0, 2.0, -3.0] * 5, device="cuda").to(narrow)
+    given = (
+        x,
+        torch.tensor(1.0001, device="cuda"),
+        torch.full_like(x, 2.5701, dtype=torch.float32),
+        x.float().round().int(),
+    )
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert graphex.journal(run).regions
+
+
+def test_quotients_that_are_cut_off_or_compared_are_rounded_first():
+    def program(x, y):
+        return (
+            torch.div(x, y, rounding_mode="trunc"),
+            (x / y).floor(),
+            (x / y).int(),
+            (x / y) >= 1,
+            (x / y).add(1).long(),
+        )
+
+    x = torch.arange(1, 4000, device="cuda").float()
+    run = compiled(program)
+    assert all(map(torch.equal, run(x, x.clone()), program(x, x.clone())))
+    assert sum(region.generated for region in graphex.journal(run).regions) >= 5
+
+
+def test_what_triton_code_gets_wrong_stays_outside():
+    def program(x, count):
+        signed = 1 / torch.where(x > 0, x, -0.0), 1 / (x / -inf), 1 / torch.clamp_max(x, -0.0)
+        cast = (x * 2).to(torch.int8), (x + 1).to(torch.uint8), (x * 2).clamp(-128, 127).round().to(torch.int8)
+        found = torch.bucketize(x, x[:4].abs().sort()[0]), nn.functional.threshold(count, 1, 7)
+        return signed, cast, found, (x * 2).sin()
+
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, nan, 255.0, 300.0, -129.0, 0.0] * 5, device="cuda")
+    given = x, torch.full((9,), 2**31 - 2, dtype=torch.int32, device="cuda")
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, equal_nan=True)
+    assert graphex.journal(run).regions
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -921,7 +921,7 @@ def test_mixed_types_are_eagers():
     def program(x, y, count):
         bounded = count.clamp(min=x), y.clamp(x, x.flip(0)), torch.clamp_max(count, x)
         counted = (y > 0).sum(), y.sum(dtype=torch.bool), (count * 2).sum(dtype=torch.bool)
-        return bounded, torch.ldexp(x, y), counted, 1 / (x[1:].flip(0) + 0.0), x * y + count
+        return bounded, torch.ldexp(x, y), counted, x * y + count
 
     x = torch.tensor([1.0, -0.0, nan, 3e38, -3e38, 2.0, inf, -2.5, 0.5] * 5)
     given = x, x.flip(0).double() * 3e269, torch.tensor([9, 1, -3, 7, 200] * 9)
@@ -952,7 +952,7 @@ def test_integers_and_booleans_are_eagers():
     assert borders(run) == {
         "Inductor's C++ code takes 0 for the smallest of numbers of uint8",
         "Inductor writes integers for booleans, in C++ behind the end of its result",
-        "Inductor's C++ code turns integers into float32",
+        "Inductor's code turns integers into float32",
     }
 
 
@@ -964,7 +964,7 @@ def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
     run, x = compiled(program), torch.tensor([127.0, 128.0, -1.0, 255.0, 1e4, -129.0, 0.5, 3e38] * 5)
     torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
     assert borders(run) == {
-        f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+        f"numbers that are too large for {dtype} become the largest with Inductor's code"
         for dtype in (torch.int8, torch.uint8)
     }
     assert regions(run)
