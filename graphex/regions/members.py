@@ -24,6 +24,7 @@ from graphex.analysis import is_effectful, is_random, placement
 from graphex.analysis.dependencies import can_raise, what_raises
 from graphex.analysis.effects import (
     UNINITIALISED,
+    bodies_of,
     does_nothing,
     is_formula,
     is_kernel,
@@ -119,8 +120,26 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozens
         return "it is kept to a part of the device"
     if not kept.isdisjoint(map(str, (node.target, op and op.overloadpacket))):
         return "the option 'regions_keep_out' names it"
-    why_not_compiled = _why_not_compiled(op) if op is not None else ""
+    why_not_compiled = _why_not_compiled(op) if op is not None else _why_not_wrapped(node)
     return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
+
+
+def _why_not_wrapped(formula: Node) -> str:
+    found = (size for body in bodies_of(formula) for _, _, size in computed_indices(body.graph))
+    is_known = all(isinstance(size, int) for size in found)
+    return (
+        "" if is_known else "it reads by a computed index, which Inductor takes for positive, from a size that varies"
+    )
+
+
+def computed_indices(score: Graph) -> list[tuple[Node, int, Any]]:
+    """The indices of a score that are more than the place of a pair: what reads by them, their place, and the size."""
+    return [
+        (node, place, size)
+        for node in score.find_nodes(op="call_function", target=aten.index.Tensor)
+        for place, (index, size) in enumerate(zip(node.args[1], node.args[0].meta["val"].shape, strict=False))
+        if isinstance(index, Node) and index.op != "placeholder"
+    ]
 
 
 def is_op(name: str) -> bool:

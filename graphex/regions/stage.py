@@ -29,7 +29,15 @@ from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, node_line, placement
 from graphex.analysis.dependencies import can_raise
-from graphex.analysis.effects import declare_region, is_kernel, moves_between_devices, operator_of, synchronisation
+from graphex.analysis.effects import (
+    bodies_of,
+    declare_region,
+    is_formula,
+    is_kernel,
+    moves_between_devices,
+    operator_of,
+    synchronisation,
+)
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.memory import tail_of
 from graphex.analysis.shapes import known_contiguous
@@ -51,7 +59,7 @@ from graphex.regions.compiler import (
     why_no_kernels,
 )
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
-from graphex.regions.members import is_generated
+from graphex.regions.members import computed_indices, is_generated
 from graphex.regions.region import Region
 from graphex.rewrite.base import GraphPass, Work, evaluate, fake_mode_of, inherit
 from graphex.rewrite.partition import bring_together
@@ -90,6 +98,7 @@ class CompileRegions(GraphPass):
             self._say(work, NOTHING, reason)
             return
         move_constants(work, device)
+        wrap_indices(work.graph, device)
         seed_dropouts(work, device)
         growth = grow(work.gm, device, work.config.regions_keep_out, _tail(work, device))
         _note_borders(work, growth)
@@ -275,6 +284,34 @@ def _reads_scalar(node: Node, device: torch.device) -> bool:
     value = node.meta.get("val")
     is_there = isinstance(value, Tensor) and value.device == device
     return is_there and operator_of(node) is not None and is_kernel(node) and not moves_between_devices(node)
+
+
+def wrap_indices(graph: Graph, device: torch.device) -> None:
+    """Have the scores of `flex_attention` count negative indices from the end, which Inductor's kernel does not.
+
+    before:  score + table[i - j]            after:  k = i - j; score + table[where(k < 0, k + 128, k)]
+    """
+    if device.type == "cpu":
+        return
+    bodies = {id(body): body for node in graph.nodes if is_formula(node) for body in bodies_of(node)}
+    for body in bodies.values():
+        for node, place, size in computed_indices(body.graph):
+            if isinstance(size, int):
+                indices = list(node.args[1])  # type: ignore[arg-type]
+                indices[place] = _counted_from_the_end(body.graph, node, indices[place], size)
+                node.args = (node.args[0], indices)
+        body.recompile()
+
+
+def _counted_from_the_end(graph: Graph, before: Node, index: Any, size: int) -> Node:
+    with graph.inserting_before(before):
+        is_negative = graph.call_function(aten.lt.Scalar, (index, 0))
+        shifted = graph.call_function(aten.add.Tensor, (index, size))
+        wrapped = graph.call_function(aten.where.self, (is_negative, shifted, index))
+    for node in (is_negative, shifted, wrapped):
+        node.meta = dict(index.meta)
+    is_negative.meta["val"] = index.meta["val"] < 0
+    return wrapped
 
 
 def _tail(work: Work, device: torch.device) -> list[Node]:
