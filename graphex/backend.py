@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import BuiltinFunctionType, CodeType
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def compile_by_name(
     gm: GraphModule, example_inputs: Sequence[Any], configure: Callable[[Journal], CompilerConfig]
 ) -> Any:
     """Compile for a backend that `torch.compile` knows by name; `configure` reads its options."""
-    journal = _attached(dynamo.compiling_backend(), dynamo.compiling_code()).journal
+    journal = _attached(dynamo.compiling_backend(), dynamo.compiling_users_code()).journal
     try:
         return _compile(gm, example_inputs, configure(journal), journal, None)
     except GraphexError as error:
@@ -290,13 +290,13 @@ class _Attached:
 
     def __init__(self) -> None:
         self.journal = Journal()
-        self.codes: set[CodeType] = set()
+        self.codes: set[CodeType | BuiltinFunctionType] = set()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-def _attached(owner: object | None, code: CodeType | None = None) -> _Attached:
+def _attached(owner: object | None, code: CodeType | BuiltinFunctionType | None = None) -> _Attached:
     """The journal of `owner`, with `code` noted. An owner that takes no attributes gets one out of reach."""
     with _attaching:
         found = getattr(owner, _ATTACHED, None)

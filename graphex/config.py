@@ -273,14 +273,14 @@ class CompilerConfig:
     capture_first_call = Option(
         Flag(),
         False,
-        "Capture a key in the first call that has it, without a call before it that warms up. What needs one (a kernel "
-        "that is compiled or tuned in its first run) makes such a capture fail, and the call runs eagerly.",
+        "Capture in the first call of each combination of sizes, without a call that warms up. A kernel that is "
+        "compiled or tuned in its first run makes such a capture fail; the call then runs eagerly.",
     )
     force_recapture = Option(Flag(), False, "Capture again in every call: for finding out whether a capture is stale.")
     frozen_parameter = Option(
         Flag(),
         False,
-        "Parameters, buffers and inputs marked static are not looked at after a capture: it is yours to keep their "
+        "Parameters, buffers and inputs marked static are not checked after a capture: you must keep their "
         "memory where it is.",
     )
     clone_input = Option[bool | str](
@@ -309,7 +309,7 @@ class CompilerConfig:
     remove_cat_ops = Option(
         Flag(), True, "Compute the parts of a concatenation directly into its result instead of copying them there."
     )
-    inplace_pass = Option(Flag(), True, "Compute into memory of intermediate values that nobody needs any more.")
+    inplace_pass = Option(Flag(), True, "Compute into the memory of intermediate values that are not read any more.")
     input_inplace_pass = Option(
         Flag(), True, "Write updated inputs (caches, buffers) in place instead of computing a copy and copying it back."
     )
@@ -346,7 +346,7 @@ class CompilerConfig:
         '`seeded` on a GPU, `eager` on a CPU, with `region_numerics="eager"` and with `verify`.',
     )
     regions_keep_out = Option[tuple[str, ...]](
-        Names(), (), "Ops that stay outside of compiled regions, such as `aten.softmax` or `aten.add.Tensor`."
+        Names(), (), "Ops that stay outside of compiled regions, such as `aten._softmax` or `aten.add.Tensor`."
     )
     activation_memory_budget = Option(
         Share(),
@@ -481,7 +481,22 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
     return config
 
 
+_INDUCTORS = {  # options that torch.compile documents for its default backend, and what to write here
+    "triton.cudagraphs": "mode='eager' turns device graphs off",
+    "max_autotune": "write mode='max-autotune'",
+    "max_autotune_gemm": "write mode='max-autotune'",
+    "trace.enabled": "TORCH_COMPILE_DEBUG=1 writes the same files",
+    "trace.graph_diagram": "graphex.explain(...).save('report.html') draws graphs",
+    **dict.fromkeys(
+        ("coordinate_descent_tuning", "epilogue_fusion", "fallback_random", "freezing", "shape_padding"),
+        "set it in torch._inductor.config, which compiled regions obey",
+    ),
+}
+
+
 def _check_name(name: str) -> None:
+    if name in _INDUCTORS:
+        raise OptionError(f"'{name}' is an option of Inductor: {_INDUCTORS[name]}. See docs/options.md.")
     if name not in option_names():
         hint = did_you_mean(name, option_names(), f"the options are {', '.join(option_names())}")
         raise OptionError(f"unknown option '{name}' ({hint}). See docs/options.md.")

@@ -42,34 +42,46 @@ from graphex.errors import warn_user
 DISABLE, TUNING, LEAN_IMPORTS = "GRAPHEX_DISABLE", "GRAPHEX_TUNING", "GRAPHEX_LEAN_IMPORTS"
 REGIONS, CACHE, CACHE_MIB = "GRAPHEX_REGIONS", "GRAPHEX_CACHE", "GRAPHEX_CACHE_MIB"
 _MOST_MIB = 2048
-_NO = ("", "0", "false", "no", "off")
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _TUNING = {"": "on", "1": "on", "on": "on", "0": "off", "off": "off", "again": "again"}
 
 
 def why_off() -> str:
-    """Why nothing is to be compiled; empty if it is. Every value of the switch but a no means yes."""
+    """Why GRAPHEX_DISABLE turns graphex off; empty if it does not. Any value other than a no counts as yes."""
     given = os.environ.get(DISABLE, "")
     return "" if given.lower() in _NO else f"{DISABLE}={given} is set"
 
 
 def lean_imports() -> bool:
     """Whether torch's pattern matcher may be imported without the rest of Inductor."""
-    return os.environ.get(LEAN_IMPORTS, "on").lower() not in _NO
+    return _is_on(LEAN_IMPORTS)
 
 
 def regions_enabled() -> bool:
     """Whether regions of a graph are compiled; the option `regions` can still say no."""
-    return os.environ.get(REGIONS, "on").lower() not in _NO
+    return _is_on(REGIONS)
 
 
 def cache_enabled() -> bool:
     """Whether compiled graphs are kept for the next process; the option `cache` can still say no."""
-    return os.environ.get(CACHE, "on").lower() not in _NO
+    return _is_on(CACHE)
 
 
 def cache_asked_for() -> bool:
-    """Whether the environment says that compiled graphs are kept: those of devices without a trial are only then."""
-    return CACHE in os.environ and cache_enabled()
+    """Whether GRAPHEX_CACHE=on is set, which devices other than CPUs and CUDA GPUs need for graphs to be kept."""
+    return bool(os.environ.get(CACHE)) and cache_enabled()
+
+
+def _is_on(switch: str) -> bool:
+    """Whether a switch is on: by default, and unless the environment has a no for it. An empty value is none."""
+    return _means_on(switch, os.environ.get(switch) or "on")
+
+
+@cache
+def _means_on(switch: str, given: str) -> bool:
+    if given.lower() not in (*_YES, *_NO):
+        warn_user(f"graphex: {switch}={given} is neither on nor off, and counts as on")
+    return given.lower() not in _NO
 
 
 def cache_limit() -> int:
@@ -80,7 +92,7 @@ def cache_limit() -> int:
 @cache
 def _mebibytes(given: str) -> int:
     if given and not given.isdecimal():
-        warn_user(f"graphex: {CACHE_MIB}={given} is no whole number; {_MOST_MIB} is what it does without it")
+        warn_user(f"graphex: {CACHE_MIB}={given} is no whole number, and {_MOST_MIB} holds instead")
     return int(given) if given.isdecimal() else _MOST_MIB
 
 
@@ -93,8 +105,7 @@ def tuning() -> str:
 def _tuning(given: str) -> str:
     found = _TUNING.get(given.lower())
     if found is None:
-        text = f"graphex: {TUNING}={given} is none of on, off and again; on is what it does without it"
-        warn_user(text)
+        warn_user(f"graphex: {TUNING}={given} is none of on, off and again, and counts as on")
     return found or "on"
 
 
@@ -268,7 +279,7 @@ class Folder:
 
     @contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Hold a lock. What stands in the place of its file and is no such file is taken away."""
+        """Hold the lock of this name. Anything else than a plain file in the place of the lock file is removed."""
         if fcntl is None:
             yield
             return
@@ -356,7 +367,7 @@ def _entered(name: str, path: Path, above: int | None = None, *, follow: bool = 
 
 
 def _checked(descriptor: int, path: Path, is_right: Callable[[int], bool], otherwise: str) -> int:
-    """The descriptor, if others cannot have written what it is open on. It is closed if they can."""
+    """The descriptor, if no other user can write to its file or folder. Closes it and raises UntrustedError if not."""
     found = os.fstat(descriptor)
     reason = ""
     if not is_right(found.st_mode):
@@ -383,7 +394,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """The content behind its hash."""
+    """The content with its hash in front, for `unsealed` to check."""
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 

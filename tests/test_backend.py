@@ -210,6 +210,23 @@ def test_a_copy_that_shares_code_with_its_original_shares_the_journal(copied):
     assert graphex.journal(travelled) is graphex.journal(compiled)
 
 
+@pytest.mark.parametrize("make", [lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)), lambda: torch.nn.functional.gelu])
+def test_a_cell_that_compiles_again_finds_the_journal_of_the_first_time(make):
+    x = torch.randn(2, 4)
+    first, second = (torch.compile(make(), backend="graphex") for _ in range(2))
+    with torch.no_grad():
+        first(x), second(x)
+    assert len(graphex.journal(second).graphs) == 1
+
+
+def test_modules_of_torch_have_a_journal_each():
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4)), backend="graphex")
+    other = torch.compile(torch.nn.Linear(4, 4), backend="graphex")
+    compiled(torch.randn(2, 4))
+    assert graphex.journal(compiled).graphs
+    assert not graphex.journal(other).graphs
+
+
 def test_another_process_compiles_what_it_was_sent(tmp_path):
     compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), backend="graphex")
     wanted = compiled(torch.ones(2, 4))

@@ -15,7 +15,16 @@ from click.testing import CliRunner
 
 import graphex
 from graphex.cli import main
-from graphex.env import collector_paused, path_of_rank, rank_and_size, tuning, write_named, write_text, written_whole
+from graphex.env import (
+    collector_paused,
+    path_of_rank,
+    rank_and_size,
+    regions_enabled,
+    tuning,
+    write_named,
+    write_text,
+    written_whole,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +63,20 @@ def test_a_word_that_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning() == "on"
+
+
+@pytest.mark.parametrize(("given", "found"), [("", True), ("on", True), ("1", True), ("OFF", False), ("0", False)])
+def test_regions_are_on_or_off(monkeypatch: pytest.MonkeyPatch, given: str, found: bool) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert regions_enabled() is found
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", "none")
+    with pytest.warns(graphex.GraphexWarning, match="GRAPHEX_REGIONS=none is neither on nor off, and counts as on"):
+        assert regions_enabled()
 
 
 LAUNCHERS = {

@@ -121,7 +121,7 @@ def can_raise(node: Node) -> bool:
         return False
     if _name(op) == "_unsafe_index" and not any(map(_depends_on_inputs, node_leaves(node.args[1:]))):
         return False  # torch's own, of `interpolate` for one: it counts rows and columns, which are there
-    return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _is_of_floats(node)))
+    return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _never_divides_by_zero(node)))
 
 
 def what_raises(node: Node) -> str:
@@ -217,9 +217,11 @@ def _name(op: torch._ops.OpOverload) -> str:
     return str(op._schema.name.partition("::")[2])
 
 
-def _is_of_floats(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def _never_divides_by_zero(node: Node) -> bool:
+    """Whether a division is one of floating numbers, or one by a number that is known."""
+    value, by = node.meta.get("val"), node.args[1] if len(node.args) > 1 else None
+    is_of_floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return is_of_floats or (type(by) is int and by > 0)
 
 
 def _is_on_cpu(node: Node) -> bool:

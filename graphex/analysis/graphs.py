@@ -71,7 +71,7 @@ def attribute_of(gm: GraphModule, target: str) -> Any:
 
 
 def values_from_outside(nodes: Collection[Node]) -> list[Node]:
-    """The values that some nodes read and that are none of theirs, in the order they are read."""
+    """The values that these nodes read and do not compute, in the order they are read."""
     inside = set(nodes)
     return list(dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value not in inside))
 
@@ -157,7 +157,7 @@ def node_line(node: Node) -> str:
 
 
 def raised_in(error: BaseException) -> Frame | None:
-    """Where in the user's own code it happened: the last frame that is neither torch's nor ours."""
+    """The place in the user's code that raised an error: the last frame outside of torch and graphex."""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_THEIRS)]
     if not frames:
         return None
@@ -172,7 +172,7 @@ def placement(node: Node) -> object:
 
 
 def stream_of(node: Node) -> Hashable:
-    """The stream as a key: nodes that are placed nowhere share one, which is no other one."""
+    """The stream of a node as a dictionary key. Nodes without a placement share a key of their own."""
     found = placement(node)
     return found if isinstance(found, Hashable) else repr(found)
 
@@ -201,7 +201,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def tensor_text(dtype: torch.dtype, sizes: Iterable[Any]) -> str:
-    """A size of None is any size."""
+    """A tensor as text: ``float32[8, *]``, where a size of None is any size."""
     return f"{dtype_text(dtype)}[{', '.join('*' if size is None else str(size) for size in sizes)}]"
 
 

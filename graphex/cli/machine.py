@@ -386,12 +386,14 @@ def export(path: Path, wanted: str | None) -> None:
     """Write the stored graphs, or some of them, to one archive for another machine of the same kind."""
     from graphex.cache.store import write_archive
 
+    if not path.parent.is_dir():
+        raise click.UsageError(f"'{path.parent}' is no directory. Make it first.")
     store = _store()
     ids = [entry.id for entry in store.entries()] if wanted is None else _ids(store, wanted)
     try:
         size = write_archive(path, store, ids)
     except OSError as error:
-        raise click.ClickException(f"'{path}' cannot be written: {error}.") from error
+        raise click.ClickException(f"'{path}' cannot be written: {error.strerror}.") from error
     click.echo(f"wrote {_counted(len(ids), size)}, to {path}")
 
 

@@ -41,7 +41,7 @@ _LISTS = frozenset(option.name for option in options_of() if isinstance(option.d
 
 
 class _Script(click.Path):
-    """The path of a script. A word with a dash that is none is a mistyped option: unknown ones are the script's."""
+    """The path of a script. A word that begins with a dash is reported as a mistyped option of the command."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         word = str(value).partition("=")[0]
@@ -105,7 +105,7 @@ def explain(
     Prints a summary and writes a report for a browser (report.html). The script runs as it is, with its ARGUMENTS; the
     report covers everything in it that is compiled with backend="graphex".
 
-    Options stand before SCRIPT. What the script is to get although it looks like one of them stands after a --.
+    Options come before SCRIPT. Arguments of the script that look like one of them come after a --.
 
     \b
     graphex explain model.py
@@ -160,7 +160,7 @@ def _own_option(arguments: tuple[str, ...]) -> str:
 
 
 def _for_the_script(script: Path, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """The script's arguments. An option of the command is none, unless a `--` before it says so."""
+    """The script's arguments. Raises for one that is spelled like an option of the command, unless `--` precedes it."""
     if arguments[:1] == ("--",):
         return arguments[1:]
     if misplaced := _own_option(arguments):

@@ -4,12 +4,13 @@ torch's partitioner finds the cut that saves the fewest bytes, where what a regi
 and matrix products, convolutions and attention are never computed twice. Marks that `torch.utils.checkpoint` leaves on
 nodes are respected.
 
-graphex keeps some ops whole that Inductor takes apart before it cuts. Four kinds of values are computed again:
+graphex keeps some ops whole that Inductor takes apart before it cuts. These values are computed again:
 
     logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved
     x: bf16[tokens, words] -> f32 -> nll_loss_backward                  which reads nothing of it but its size
     x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
     x: bf16 -> f32 -> group norm: f32 -> silu_backward                  the same, from x and the saved statistics
+    x: bf16 -> f32 -> group_norm_backward                               the same, from x
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def prefer_computing_again(joint: GraphModule) -> set[str]:
         for node in joint.graph.nodes
         if (node.target in _WIDENING and _is_wider(node))
         or (node.target in _POINTWISE and _is_in_a_chain(node))
-        or (node.target in _CASTS and _is_wider(node) and _is_read_by_size(node))
+        or (node.target in _CASTS and _is_wider(node) and (_is_read_by_size(node) or _is_normalized(node)))
     ]
     for node in found:
         node.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
@@ -183,6 +184,11 @@ def _is_read_by_size(node: Node) -> bool:
     """Whether a backward is given the value and looks at nothing but its size."""
     places = ((user, _BY_SIZE.get(user.target)) for user in node.users)
     return any(place is not None and user.args[place] is node for user, place in places)
+
+
+def _is_normalized(node: Node) -> bool:
+    """Whether the derivative of a group norm reads a value: a region casts it where it is read."""
+    return any(user.target is aten.native_group_norm_backward.default for user in node.users)
 
 
 def _is_in_a_chain(node: Node) -> bool:

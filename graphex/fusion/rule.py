@@ -59,6 +59,7 @@ from graphex.torch_private.symbolic import (
     fake_like,
     no_new_guards,
     pytree,
+    quiet_fakes,
     unset_fake_temporarily,
 )
 
@@ -284,7 +285,7 @@ class Rule(AnyRule):
         self, fn: Callable[..., Any], args: Sequence[Any], mode: FakeTensorMode, table: Any = None
     ) -> GraphModule:
         """A function of this rule as a graph, traced the way the rule asks for."""
-        with unset_fake_temporarily(), mode:
+        with unset_fake_temporarily(), quiet_fakes(), mode:
             if self.joint:
                 return trace_joint(fn, args, table)
             if self.trace_fn is None or self.trace_fn is fwd_only:

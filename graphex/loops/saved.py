@@ -342,14 +342,14 @@ def _why_not(error: RuntimeError) -> str:
 
 
 def _read(path: Path, trusted: bool) -> tuple[dict[str, Any], bytes]:
+    if not path.exists():
+        raise InputError(f"there is no file '{path}' to load.")
     try:
         if trusted:
             content = path.read_bytes()
-        elif path.parent.is_dir():
+        else:
             with open_folder(path.parent.resolve()) as folder:
                 content = folder.read(path.name)
-        else:
-            raise FileNotFoundError(f"there is no folder '{path.parent}'")
         if not content.startswith(_MARK):
             raise ValueError("it was not written by graphex.save of this version")
         head, _, data = unsealed(content.removeprefix(_MARK)).partition(b"\n")

@@ -42,6 +42,7 @@ from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.routers import LiftRouters
 from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
 from graphex.records import MemoryPredicted
+from graphex.regions.members import is_op
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.adapter import as_graph_pass
 from graphex.rewrite.base import GraphPass
@@ -121,13 +122,19 @@ def stages(
 
 
 def check_names(config: CompilerConfig) -> None:
-    """Refuse names in `disable_passes` and `disable_rules` that nothing answers to."""
+    """Refuse names in `disable_passes`, `disable_rules` and `regions_keep_out` that nothing answers to."""
     for option, known in (("disable_passes", pass_names), ("disable_rules", rule_names)):
         names = known(config) if getattr(config, option) else set()  # all families of rules are loaded for their names
         for name in getattr(config, option):
             if name not in names:
                 hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+    for name in config.regions_keep_out:
+        if not is_op(name):
+            raise OptionError(
+                f"option 'regions_keep_out' names '{name}', which is no op; names are those of torch.ops, such as "
+                "'aten.mul' or 'aten.mul.Tensor'."
+            )
 
 
 def pass_names(config: CompilerConfig) -> set[str]:

@@ -40,14 +40,21 @@ from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
-from graphex.regions.members import ROUND_NUMBERS, inlined_ops, is_generated, rounded, type_of_numbers
+from graphex.regions.members import (
+    inlined_ops,
+    is_generated,
+    rounded,
+    rounds_numbers,
+    rounds_quotients,
+    type_of_numbers,
+)
 from graphex.torch_private.inductor import (
     OutputCode,
     inductor_compile,
     known_settings,
-    plain_arithmetic,
     runner_of,
     without_inductor,
+    wrapping_integers,
 )
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
@@ -120,7 +127,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
-        **plain_arithmetic(),
+        **wrapping_integers(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -129,8 +136,11 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
 
 def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     """Compile the graph of a region. Raises whatever Inductor raises."""
+    patches = dict(patches)
     inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
     started = time.perf_counter()
+    if rounds_quotients(body.graph):
+        patches |= known_settings({"eager_numerics.division_rounding": True})
     formulas = inlined_ops(body.graph)
     odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if is_odd_product(node)]
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
@@ -161,9 +171,10 @@ def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., A
 def _of_rounded_numbers(
     op: torch._ops.OpOverload, spelling: Callable[..., Any] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """The op with its numbers as eager reads them on a CPU: rounded to the type of the tensors.
+    """The op with its numbers as eager reads them: rounded to the type of the tensors.
 
-    A bfloat16 `x + 1.001` is `x + 1` there, and `x ** 257` is `x ** 256`.
+    A bfloat16 `x ** 257` is `x ** 256`, `x == 0.1` is true for the number next to 0.1, and `x + 1.001` is `x + 1` on a
+    CPU.
     """
     if taken := _rounded_numbers(op, args, kwargs):
         return op(*taken[0], **taken[1])
@@ -174,9 +185,8 @@ def _rounded_numbers(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments with numbers that are rounded to the 16 bits of a tensor; None if there is nothing to round."""
-    if op.overloadpacket not in ROUND_NUMBERS:
-        return None
-    dtype = type_of_numbers([each.meta.get("val") if isinstance(each, Node) else each for each in args])
+    values = [each.meta.get("val") if isinstance(each, Node) else each for each in args]
+    dtype = type_of_numbers(values) if rounds_numbers(op, values) else None
     if dtype is None:
         return None
     taken = [rounded(each, dtype) if type(each) in (int, float) else each for each in (*args, *kwargs.values())]

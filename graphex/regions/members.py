@@ -2,14 +2,16 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round.
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. What
+may raise because of indices that the region is given can be inside: it looks at them before it runs (`Lookup`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
@@ -77,13 +79,33 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
+# Ops that read by indices, and the place of these among their arguments; a dimension stands before the third.
+_READS_BY = {
+    aten.embedding.default: 1,
+    aten.gather.default: 2,
+    aten.index.Tensor: 1,
+    aten.index_select.default: 2,
+}
+_SAME_ELEMENTS = frozenset(
+    {
+        *(aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.transpose.int, aten.permute.default),
+        *(aten.squeeze.dim, aten.squeeze.default, aten.alias.default, aten.detach.default),
+    }
+)
+_PARTS = frozenset({aten.select.int, aten.slice.Tensor})
+_SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
-# What eager on a CPU does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
-ROUND_NUMBERS = frozenset({aten.add, aten.sub, aten.rsub, aten.pow, aten.xlogy, aten.hardshrink})
+# What eager does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
+_COMPARE = frozenset({aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge})
+_ADD = frozenset({aten.add, aten.sub, aten.rsub})
+_ROUND_NUMBERS = _COMPARE | {aten.pow, aten.xlogy, aten.hardshrink}
+_ROUND_NUMBERS_ON = {"cpu": _ROUND_NUMBERS | _ADD, "cuda": _ROUND_NUMBERS | {aten.softshrink}}
 _TAKE_NUMBERS = frozenset({aten.mul, aten.div})  # as they are
+_TAKE_NUMBERS_ON = {"cpu": _TAKE_NUMBERS, "cuda": _TAKE_NUMBERS | _ADD}
 _MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
     {aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max}
 )
+_ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
@@ -99,6 +121,14 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozens
         return "the option 'regions_keep_out' names it"
     why_not_compiled = _why_not_compiled(op) if op is not None else ""
     return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
+
+
+def is_op(name: str) -> bool:
+    """Whether there is an op of this name in `torch.ops`, with an overload (`aten.mul.Tensor`) or without."""
+    try:
+        return isinstance(operator.attrgetter(name)(torch.ops), (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    except AttributeError:
+        return False
 
 
 @cache
@@ -119,14 +149,93 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
-    if not can_raise(node):
+    if not can_raise(node) or lookups_of(node) is not None:
         return ""
     return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """Indices that have to lie in a range, so that reading by them does not raise on a CPU.
+
+    They are an input, seen through views that leave elements out (`parts`): an operator, and its other arguments.
+    """
+
+    given: Node
+    parts: tuple[tuple[torch._ops.OpOverload, tuple[Any, ...]], ...]
+    least: int
+    most: int
+
+
+def lookups_of(node: Node) -> list[Lookup] | None:
+    """The indices that a region looks at before it runs, because a node reads by them; None if they are not known then,
+    or if the node does something else.
+    """
+    op = operator_of(node)
+    if op is None or op not in _READS_BY:
+        return None
+    args: list[Any] = list(node.args)
+    place, is_wrapped, shape = _READS_BY[op], op is aten.index.Tensor, args[0].meta["val"].shape
+    if not shape:
+        return None
+    pairs = zip(shape, args[1], strict=False) if is_wrapped else [(shape[args[1] if place == 2 else 0], args[place])]
+    found: list[Lookup] = []
+    for size, index in pairs:
+        if index is None:
+            continue
+        if not isinstance(size, int) or (lookups := _lookups(index, -size if is_wrapped else 0, size - 1)) is None:
+            return None
+        found += lookups
+    return found
+
+
+def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
+    """What has to be looked at for indices in a range: nothing, if they are in it by how they are made."""
+    if index.meta["val"].dtype not in (torch.int32, torch.int64):
+        return None
+    parts: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+    while (view := _view_of(index)) is not None:
+        index, part = view
+        parts += [] if part is None else [part]
+    if not all(isinstance(each, int) for _, others in parts for each in others):
+        return None
+    if index.op == "placeholder":
+        return [Lookup(index, tuple(reversed(parts)), least, most)]
+    by = index.args[1] if index.target is aten.remainder.Scalar else None
+    return [] if type(by) is int and least <= 0 < by <= most + 1 else None
+
+
+def _view_of(node: Node) -> tuple[Node, tuple[torch._ops.OpOverload, tuple[Any, ...]] | None] | None:
+    """What a view looks at, and how it leaves elements out, if it does; None for all else."""
+    op = operator_of(node)
+    if op in _SAME_ELEMENTS or op in _PARTS:
+        value, *others = node.args
+        return value, ((op, tuple(others)) if op in _PARTS else None)  # type: ignore[return-value]
+    owner = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(owner, Node) or owner.target is not aten.unbind.int:
+        return None
+    value, dim = (*owner.args, 0)[:2]
+    return value, (aten.select.int, (dim, node.args[1]))  # type: ignore[return-value]
+
+
+def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
+    """Whether all indices of a call are in their ranges."""
+    for lookup in lookups:
+        indices = given[lookup.given]
+        for op, others in lookup.parts:
+            indices = op(indices, *others)
+        if indices.numel():
+            first, last = torch.aminmax(indices)
+            if first.item() < lookup.least or last.item() > lookup.most:
+                return False
+    return True
+
+
 def _why_not_here(node: Node, device: torch.device) -> str:
-    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device."""
-    for value in _values((node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes])):
+    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device; parts of
+    a result that nothing reads, such as the seed of attention without dropout, need not.
+    """
+    for value in _values((_read_of(node), [each.meta.get("val") for each in node.all_input_nodes])):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             if free_unbacked_symbols(value):
                 return "a size depends on data"
@@ -140,15 +249,26 @@ def _why_not_here(node: Node, device: torch.device) -> str:
     return "" if _is_on(node, device) else "its result is on the host"
 
 
+def _read_of(node: Node) -> Any:
+    """What is read of a node's result."""
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)) or any(user.target is not operator.getitem for user in node.users):
+        return value
+    return [value[index] for user in node.users if isinstance(index := user.args[1], int)]
+
+
 def _why_not_exact(node: Node, device: torch.device) -> str:
     op, value = operator_of(node), node.meta.get("val")
-    if op is not None and device.type == "cpu" and (reason := _why_not_in_cpp(node, op.overloadpacket)):
+    written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
+    if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
         is_boolean = value[0].dtype == torch.bool
         return "Inductor finds another place than eager among booleans" if is_boolean else ""
     if op is None or not isinstance(value, Tensor):
         return ""
+    if reason := _why_not_integer(node, op.overloadpacket, value.dtype):
+        return reason
     if value.dtype == torch.bool and node.kwargs.get("alpha", 1) != 1:
         return "Inductor writes integers for booleans, in C++ behind the end of its result"
     if op.overloadpacket in _BOOLEAN and value.dtype != torch.bool:
@@ -173,6 +293,15 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     return _why_not_rounded(node, value.dtype, device)
 
 
+def _why_not_integer(node: Node, op: torch._ops.OpOverloadPacket, dtype: torch.dtype) -> str:
+    reads_floats = any(each.is_floating_point for each in _types_read(node))
+    if op is aten.threshold and not reads_floats:
+        return "Inductor's code turns integers into float32"
+    if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
+        return f"numbers that are too large for {dtype} become the largest with Inductor's code"
+    return ""
+
+
 def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> str:
     """Why Inductor would not round a result to its type, where it becomes another number or an infinite one."""
     if _is_rounding(node):
@@ -186,49 +315,98 @@ def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> st
 
 def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
     """Why the C++ code that Inductor writes for a node is wrong, or computes with other numbers than eager."""
-    read = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
-    reads_floats = any(dtype.is_floating_point for dtype in read)
+    read = _types_read(node)
     if op in _SMALLEST and torch.uint8 in read:
         return "Inductor's C++ code takes 0 for the smallest of numbers of uint8"
     if op is aten.ldexp and len(read) > 1:
         return "Inductor gives it the type of its first argument"
-    if op is aten.threshold and not reads_floats:
-        return "Inductor's C++ code turns integers into float32"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if op is aten.sum and dtype == torch.bool:
         return "Inductor's C++ code for a sum that is a boolean does not compile"
-    if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
-        return f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
-    return _why_not_narrow(node, op)
+    return _why_not_narrow(node, op, "cpu")
 
 
-def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket) -> str:
-    """Why numbers that eager rounds to 16 bits first would be others in C++ code, which computes in float32."""
+def _why_not_in_triton(node: Node, op: torch._ops.OpOverloadPacket) -> str:
+    """Why the Triton code that Inductor writes for a node computes with other numbers than eager."""
+    numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, float)]
+    if any(arg == 0 and copysign(1, arg) < 0 for arg in numbers) or (op is aten.div and any(map(isinf, numbers))):
+        return "Inductor's code takes the number -0 for 0"
+    if op in _SEARCHES and any(dtype.is_floating_point for dtype in _types_read(node)):
+        return "Inductor finds another place than eager for nan"
+    return _why_not_narrow(node, op, "cuda")
+
+
+def _types_read(node: Node) -> set[torch.dtype]:
+    return {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
+
+
+def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> str:
+    """Why numbers that eager rounds to 16 bits first would be others in generated code, which computes in float32."""
     dtype = type_of_numbers([each.meta.get("val") for each in node.all_input_nodes])
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op is aten.rsub
     if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
         return ""
-    tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
-    wide = [value for value in tensors if value.dtype.itemsize > 2]
-    if any(value.dim() or op not in _TAKE_NUMBERS for value in wide):
+    takes = op in _TAKE_NUMBERS_ON[kind]
+    if any(_is_rounded_first(each, dtype, takes=takes, kind=kind) for each in node.all_input_nodes):
         return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    is_known = op in ROUND_NUMBERS or op in _TAKE_NUMBERS
+    is_known = takes or op in _ROUND_NUMBERS_ON[kind]
     if not is_known and any(isinf(rounded(arg, dtype)) and not isinf(arg) for arg in numbers):
         return f"it reads a number that is too large for {dtype}, and Inductor would not make it infinite"
     return ""
 
 
+def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str) -> bool:
+    """Whether eager rounds a value to `dtype` before it computes; `takes`: not if it is a number on the host.
+
+    On a GPU, sums and products with what is rounded to bfloat16 differ by rounding, and are let pass.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype.itemsize <= 2:
+        return False
+    if kind == "cpu":
+        return bool(value.dim()) or not takes
+    is_on_host = value.device.type == "cpu" or node.op == "get_attr"  # constants were the host's (`move_constants`)
+    return not takes or (dtype == torch.float16 and not value.dim() and not is_on_host)
+
+
 def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
-    """The type of 16 bits that numbers take beside these tensors on a CPU; None if it is a wider one."""
+    """The type of 16 bits that numbers take beside these tensors; None if it is a wider one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     deciding = [value.dtype for value in tensors if value.dim()] or [value.dtype for value in tensors]
-    if not deciding or any(value.device.type != "cpu" for value in tensors):
-        return None
-    dtype = reduce(torch.promote_types, deciding)
+    dtype = reduce(torch.promote_types, deciding) if deciding else None
     return dtype if dtype in _WIDENED else None
+
+
+def rounds_numbers(op: torch._ops.OpOverload, values: Iterable[object]) -> bool:
+    """Whether eager rounds the numbers that it computes with to the type of these tensors."""
+    kinds = {value.device.type for value in values if isinstance(value, Tensor)}
+    return op.overloadpacket in _ROUND_NUMBERS_ON.get("cuda" if "cuda" in kinds else "cpu", ())
+
+
+def rounds_quotients(graph: Graph) -> bool:
+    """Whether a quotient is compared, cut off or made an integer: then one that is a little too small is another one.
+
+    255 / 255     0.99999994 in Triton's quick division, and 0 after `trunc`
+    """
+    pending = [node for node in graph.nodes if (op := operator_of(node)) is not None and op.overloadpacket is aten.div]
+    if any(node.kwargs.get("rounding_mode") for node in pending):
+        return True
+    seen = set(pending)
+    while pending:
+        for user in pending.pop().users:
+            op = operator_of(user)
+            if op is None or user in seen:
+                continue
+            is_integer = _is_cast(user) and not user.meta["val"].dtype.is_floating_point
+            if is_integer or op.overloadpacket in _ROUND or op.overloadpacket in _COMPARE:
+                return True
+            if torch.Tag.pointwise in op.tags or op.overloadpacket in _CASTS or is_view(user):
+                seen.add(user)
+                pending.append(user)
+    return False
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
@@ -275,14 +453,16 @@ def _is_lossy_cast(node: Node) -> bool:
 
 def _is_cast(node: Node) -> bool:
     op = operator_of(node)
-    pair: list[Any] = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    is_of_tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
-    return op is not None and op.overloadpacket in _CASTS and is_of_tensors and pair[0].dtype != pair[1].dtype
+    if op is None or op.overloadpacket not in _CASTS or not isinstance(value := node.meta.get("val"), Tensor):
+        return False
+    return _types_read(node) != {value.dtype}
 
 
 def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
-    """Whether a node of 8 bits is no cast, or one of values that are clamped first."""
+    """Whether a node of 8 bits is no cast, or one of values that are clamped first, and then perhaps rounded."""
     value = next(iter(node.all_input_nodes), None)
+    while value is not None and (op := operator_of(value)) is not None and op.overloadpacket in _ROUND:
+        value = next(iter(value.all_input_nodes), None)
     given = None if value is None else value.meta.get("val")
     if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
         return True

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ from graphex.torch_private.symbolic import pytree
 aten = torch.ops.aten
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NOTHING = "nothing is compiled in regions"
+LARGEST = 2**16  # elements of a constant that is kept on the device
+# Ops that make the same tensor of the same numbers in every call.
+FACTORIES = frozenset(
+    getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros", "linspace", "eye", "scalar_tensor")
+)
 
 
 class CompileRegions(GraphPass):
@@ -179,14 +184,17 @@ def device_of(graph: Graph) -> torch.device | None:
 
 
 def move_constants(work: Work, device: torch.device) -> None:
-    """Give constants of one element, which the host holds and ops on the device read, a copy on the device.
+    """Give constants that the host holds, and ops on the device read, a copy on the device.
 
         before:  c = get_attr("c"); root = sqrt(c); y = div(x, root)           x is on the device, c on the host
         after:   y = div(x, 2.5)
 
-    What is computed from such constants alone, and copies of them to the device, are computed here, once. Arithmetic
-    reads a number, which is what eager makes of it; other ops read a copy on the device, where it means the same. A
-    device graph cannot copy from the host's memory.
+        before:  i = arange(64); j = sub(unsqueeze(i, 1), i); y = index(x, [j])
+        after:   j = get_attr("j_on_cuda"); y = index(x, [j])
+
+    What the host computes from numbers and such constants alone, and copies of it to the device, are computed here,
+    once. Arithmetic reads one element as a number, which is what eager makes of it; other ops read a copy on the
+    device, where it means the same. A device graph cannot copy from the host's memory.
     """
     if device.type == "cpu":
         return
@@ -205,17 +213,19 @@ def move_constants(work: Work, device: torch.device) -> None:
 
 
 def _constant(work: Work, node: Node, known: Mapping[Node, Tensor], device: torch.device) -> Tensor | None:
-    """The value of a node that is one element, from the memory of the host, and the same in every call."""
+    """The value of a node that is small, from the memory of the host, and the same in every call."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() or work.aliases.is_written(node):
+    if not isinstance(value, Tensor) or not _is_small(value) or work.aliases.is_written(node):
         return None
     if value.device.type != "cpu" and (value.device != device or node.op == "get_attr"):
         return None
     if node.op == "get_attr":
         constant = attribute_of(work.gm, str(node.target))
-        return constant if isinstance(constant, Tensor) else None
+        return constant if isinstance(constant, Tensor) and not value.dim() else None
     op, read = operator_of(node), node.all_input_nodes
-    if op is None or is_effectful(node) or can_raise(node) or not read or not all(each in known for each in read):
+    if op is None or is_effectful(node) or can_raise(node) or not all(each in known for each in read):
+        return None
+    if not read and (op.overloadpacket not in FACTORIES or value.device.type != "cpu"):
         return None
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: known[each])
     made: Tensor = op(*args, **kwargs)
@@ -224,15 +234,23 @@ def _constant(work: Work, node: Node, known: Mapping[Node, Tensor], device: torc
 
 def _read_number(work: Work, reader: Node, node: Node, constant: Tensor) -> bool:
     """Have arithmetic on floats read a constant as a number, if its result is of the same type then."""
-    number, dtype = constant.item(), reader.meta["val"].dtype
-    if reader.target not in ARITHMETIC or reader.kwargs or reader.args[1] is not node or not dtype.is_floating_point:
+    is_host = constant.device.type == "cpu"  # by a tensor on the device eager divides
+    if not is_host or constant.dim() or reader.target not in ARITHMETIC or reader.kwargs or reader.args[1] is not node:
         return False
+    number, dtype = constant.item(), reader.meta["val"].dtype
     other = reader.args[0].meta.get("val") if isinstance(reader.args[0], Node) else None
-    if not isinstance(other, Tensor) or not isfinite(number) or torch.result_type(other, number) != dtype:
+    if not dtype.is_floating_point or not isinstance(other, Tensor) or not isfinite(number):
+        return False
+    if torch.result_type(other, number) != dtype:
         return False
     reader.args = (reader.args[0], number)
     work.changes += 1
     return True
+
+
+def _is_small(value: Tensor) -> bool:
+    sizes = list(value.shape)
+    return all(isinstance(size, int) for size in sizes) and prod(sizes) <= LARGEST
 
 
 def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) -> None:

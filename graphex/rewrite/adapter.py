@@ -178,8 +178,9 @@ def takes_config(custom: Any) -> bool:
 
 def _rewrite_of(pair: tuple[Any, ...]) -> Rewrite:
     if len(pair) not in (2, 3) or not all(callable(part) for part in pair[:2]):
+        given = ", ".join(type(part).__name__ for part in pair)
         raise OptionError(
-            f"a tuple is a pass of the form (pattern, replacement[, filters]), got {len(pair)} items. "
+            f"a tuple is a pass of the form (pattern, replacement[, filters]), got ({given}). "
             "Put several passes in a list."
         )
     return Rewrite(*pair)

@@ -138,10 +138,13 @@ class CapturedProgram(program.GraphProgram):
             return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
+        self._look_for_gradients(args)
         key, pool = self._key(args), self._pool
         with pool.lock:
             if pool.is_running:  # by a finalizer or a signal handler, which the lock lets in
                 self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
+                return self._run(args)
+            if pool is not self._pool:  # another thread has left it meanwhile
                 return self._run(args)
             pool.is_running = True
             try:
@@ -165,7 +168,7 @@ class CapturedProgram(program.GraphProgram):
             return None
         pool = self._pool
         with pool.lock:
-            if pool.is_running:
+            if pool.is_running or pool is not self._pool:
                 return None
             pool.is_running = True
             try:
@@ -210,7 +213,7 @@ class CapturedProgram(program.GraphProgram):
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
         with pool.lock:
-            if pool.is_running or kept.outputs.was_looked_at:
+            if pool.is_running or pool is not self._pool or kept.outputs.was_looked_at:
                 return None
             pool.is_running = True
             try:
@@ -387,7 +390,6 @@ class CapturedProgram(program.GraphProgram):
         if "kept" in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
             self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
-        self._look_for_gradients(args)
         if (seen := self._seen.pop(slot.key, None)) is not None:
             self._stays = {index for index, tensor in seen.items() if tensor() is args[index]}
         keeper = None if self._saved is None else self._saved.keeper(args, self._received)
@@ -422,7 +424,10 @@ class CapturedProgram(program.GraphProgram):
         return graph
 
     def _look_for_gradients(self, args: Sequence[Any]) -> None:
-        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards."""
+        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards.
+
+        Called without the pool's lock: which one that is is found out here.
+        """
         if len(self._store):
             return
         if self._saved is not None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType
+from types import BuiltinFunctionType, CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -358,17 +358,34 @@ def called_by(backend: object) -> object:
     return called
 
 
-def code_of(compiled: object) -> CodeType | None:
-    """The code object of the user's function behind a compiled one."""
-    original = getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    if isinstance(compiled, torch.nn.Module):
-        module = compiled
-        while isinstance(module, (_OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
-            module = module._orig_mod if isinstance(module, _OptimizedModule) else module.module
-        original = module.forward
-    code = getattr(original, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+def code_of(compiled: object) -> CodeType | BuiltinFunctionType | None:
+    """The code object of the user's function behind a compiled one; a function written in C stands for itself."""
+    is_module = isinstance(compiled, torch.nn.Module)
+    original = compiled if is_module else getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    if _is_wrapper(getattr(original, "__code__", None)):
+        original = getattr(original, "__wrapped__", original)
+    while isinstance(original, (_OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
+        original = original._orig_mod if isinstance(original, _OptimizedModule) else original.module
+    if isinstance(original, torch.nn.Module):
+        original = original.forward
+    code = getattr(original, "__code__", original)
+    return code if isinstance(code, (CodeType, BuiltinFunctionType)) else None
 
+
+def compiling_users_code() -> CodeType | BuiltinFunctionType | None:
+    """The code object of the user's function that is being compiled now, as `code_of` gives it for the result."""
+    code, values = compiling_frame()
+    return code_of(values["fn"]) if _is_wrapper(code) and "fn" in values else code
+
+
+def _is_wrapper(code: CodeType | None) -> bool:
+    """Whether a code object is that of the function which Dynamo puts around torch's own modules and functions, whose
+    frames it does not compile: `Sequential` and `TransformerEncoder` share it.
+    """
+    return code is not None and code.co_filename == _WRAPPERS
+
+
+_WRAPPERS = str(private("torch._dynamo.external_utils.__file__", ""))
 
 _cache_entries: Callable[[CodeType], list[Any]] = private(
     "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",

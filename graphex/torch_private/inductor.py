@@ -13,13 +13,12 @@ one that loads compiled regions. `GRAPHEX_LEAN_IMPORTS=off` switches it off.
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -32,7 +31,7 @@ from graphex.env import lean_imports
 from graphex.errors import one_line
 from graphex.torch_private.dynamo import profiler_enabled
 from graphex.torch_private.lookup import find
-from graphex.torch_private.symbolic import FakeTensorMode
+from graphex.torch_private.symbolic import FakeTensorMode, unlogged
 
 T = TypeVar("T")
 MATCHER = "torch._inductor.pattern_matcher"
@@ -177,14 +176,13 @@ def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name in known}
 
 
-def plain_arithmetic() -> dict[str, str]:
-    """The setting that lets C++ code compute as eager does: integers wrap around, and 0 and -0 are two numbers.
+def wrapping_integers() -> dict[str, str]:
+    """The setting that lets integers of C++ code wrap around, as eager's do: else `x + 1 > x` is true to a compiler.
 
-    Else `x + 1 > x` is true to a compiler, and `x + 0.0` is x. Inductor has no setting for flags of one's own; this one
-    is a flag's value, which further flags may follow. Inductor's own are before it.
+    Inductor has no setting for flags of one's own; this one is a flag's value, which the next flag may follow.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -fsigned-zeros"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -215,19 +213,9 @@ def _where_tracing_works(compile: F) -> F:
     return cast(F, call)
 
 
-@contextmanager
-def _without_complaint() -> Iterator[None]:
+def _without_complaint() -> AbstractContextManager[None]:
     """Keep Inductor from warning that it cannot save an artefact: graphex stores code itself (`packed_code`)."""
-    log = logging.getLogger(_MODULE)
-    log.addFilter(_is_no_complaint)
-    try:
-        yield
-    finally:
-        log.removeFilter(_is_no_complaint)
-
-
-def _is_no_complaint(record: logging.LogRecord) -> bool:
-    return "artifact generation failed" not in record.getMessage()
+    return unlogged(_MODULE, lambda record: "artifact generation failed" in record.getMessage())
 
 
 @_where_tracing_works
@@ -243,7 +231,8 @@ def inductor_compile(
     `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
-    not hand out the code; Inductor's own cache is on.
+    not hand out the code; Inductor's own cache is on. Gradients are off: with them AOTAutograd would trace a backward
+    for the parameters among the inputs.
     """
     compile_inner = find("torch._inductor.compile_fx.compile_fx_inner")
     made: list[tuple[GraphModule, OutputCode]] = []
@@ -254,7 +243,7 @@ def inductor_compile(
         return code
 
     without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
-    with _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache, _without_complaint():
+    with torch.no_grad(), _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache, _without_complaint():
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             table = find("torch._inductor.decomposition.select_decomp_table")()

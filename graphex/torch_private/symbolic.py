@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import sympy  # type: ignore[import-untyped]
@@ -103,18 +104,37 @@ def no_new_guards(env: ShapeEnv | None) -> Iterator[None]:
     def refuse(condition: Any, value: Any) -> NoReturn:
         raise NewGuardError(f"it is not known for every size whether {condition} is {value}")
 
-    def is_no_refusal(record: logging.LogRecord) -> bool:
+    def is_refusal(record: logging.LogRecord) -> bool:
         """torch warns of every exception that ends a question about a size; ours is an answer, not a fault."""
-        return not isinstance(sys.exc_info()[1], NewGuardError)
+        return isinstance(sys.exc_info()[1], NewGuardError)
 
     vars(env)["_check_frozen"] = refuse
-    log = logging.getLogger(ShapeEnv.__module__)
-    log.addFilter(is_no_refusal)
+    try:
+        with unlogged(ShapeEnv.__module__, is_refusal):
+            yield
+    finally:
+        vars(env).pop("_check_frozen", None)
+
+
+@contextmanager
+def unlogged(logger: str, is_dropped: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Drop some of the records that one of torch's loggers is given by this thread."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not is_dropped(record)
+
+    log = logging.getLogger(logger)
+    log.addFilter(passes)
     try:
         yield
     finally:
-        log.removeFilter(is_no_refusal)
-        vars(env).pop("_check_frozen", None)
+        log.removeFilter(passes)
+
+
+def quiet_fakes() -> AbstractContextManager[None]:
+    """Let an op on fake tensors fail without torch's stack traces on the screen: whoever tries it handles the error."""
+    return unlogged(FakeTensor.__module__, lambda record: True)
 
 
 @contextmanager

@@ -89,6 +89,12 @@ def test_an_archive_takes_graphs_elsewhere(two, run, tmp_path, monkeypatch):  # 
     assert asked(run(function, torch.ones(2))) == ["hit"]
 
 
+def test_an_archive_in_a_folder_that_does_not_exist_is_refused(two, tmp_path):
+    assert f"'{tmp_path / 'none'}' is no directory. Make it first." in called(
+        "export", tmp_path / "none" / "a.gz", code=2
+    )
+
+
 @pytest.mark.parametrize("name", ["../evil", "78f9ac01-0.graph", "link"])
 def test_an_archive_with_anything_else_is_refused(folder, tmp_path, name):  # noqa: F811
     archive = tmp_path / "odd.tar.gz"

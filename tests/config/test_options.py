@@ -138,6 +138,12 @@ def test_the_old_name_of_a_rule_is_understood_and_answered_with_the_new_one():
     assert config.disable_rules == ("call_inplace_variant",)
 
 
+@pytest.mark.parametrize("name", ["aten.nope", "aten", "softmax", "aten.add.Tensr"])
+def test_an_op_to_keep_out_of_regions_has_to_exist(name):
+    with pytest.raises(graphex.OptionError, match=f"'{name}', which is no op"):
+        compiled(regions_keep_out=[name])(X)
+
+
 @pytest.mark.parametrize(
     ("option", "wrong", "right"),
     [("disable_passes", "remove_noop", "remove_noops"), ("disable_rules", "plain_copies", "plain_copy")],

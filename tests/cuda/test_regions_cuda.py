@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from math import inf, nan
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import graphex
@@ -131,6 +133,35 @@ def logits(x: Tensor, w: Tensor) -> Tensor:
 def head(width: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
     return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+def test_flash_attention_is_a_part_of_a_region():
+    """Its seed is a number of a type that Inductor does not compute with, and nothing reads it."""
+
+    def attended(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.tanh(nn.functional.scaled_dot_product_attention(x.sin(), x.cos(), x)) + 1
+
+    x = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
+    run = compiled(attended)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), attended(x), rtol=2e-2, atol=2e-2)
+    assert statuses(run) == ["compiled"]
+    assert not graphex.journal(run).region_borders
+
+
+def test_places_that_the_host_counts_do_not_stop_a_capture():
+    def biased(x: Tensor, table: Tensor) -> Tensor:
+        places = torch.arange(8)
+        distance = places[:, None] - places[None] + 7
+        return torch.sin(x @ x.mT) + table[distance] * torch.linspace(0, 1, 8).to(x.device)
+
+    x, table = torch.randn(8, 4, device="cuda"), torch.randn(15, device="cuda")
+    run = compiled(biased)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x, table), biased(x, table), rtol=1e-4, atol=1e-4)
+    assert not graphex.journal(run).cuts
+    assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -340,6 +371,55 @@ def test_signs_of_zeros_are_eagers():
     run, x = compiled(program), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 4.0], device="cuda")
     torch.testing.assert_close(run(x), program(x), equal_nan=True)
     assert statuses(run) == ["compiled"]
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
+    def program(x, one, many, count):
+        compared = x == 0.1, x < 1.0001, x == one, x > one, count == x, nn.functional.hardshrink(x, 0.1)
+        cast = (many * 100).to(narrow).int(), (many * 2 + 256).int().to(narrow).float()
+        return compared, cast, x**2049, x ** (one * 2049)
+
+    x = torch.tensor([-1.0, 1.0, 255.0, 0.1, 0.0, -0.0, 2.0, -3.0] * 5, device="cuda").to(narrow)
+    given = (
+        x,
+        torch.tensor(1.0001, device="cuda"),
+        torch.full_like(x, 2.5701, dtype=torch.float32),
+        x.float().round().int(),
+    )
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert graphex.journal(run).regions
+
+
+def test_quotients_that_are_cut_off_or_compared_are_rounded_first():
+    def program(x, y):
+        return (
+            torch.div(x, y, rounding_mode="trunc"),
+            (x / y).floor(),
+            (x / y).int(),
+            (x / y) >= 1,
+            (x / y).add(1).long(),
+        )
+
+    x = torch.arange(1, 4000, device="cuda").float()
+    run = compiled(program)
+    assert all(map(torch.equal, run(x, x.clone()), program(x, x.clone())))
+    assert sum(region.generated for region in graphex.journal(run).regions) >= 5
+
+
+def test_what_triton_code_gets_wrong_stays_outside():
+    def program(x, count):
+        signed = 1 / torch.where(x > 0, x, -0.0), 1 / (x / -inf), 1 / torch.clamp_max(x, -0.0)
+        cast = (x * 2).to(torch.int8), (x + 1).to(torch.uint8), (x * 2).clamp(-128, 127).round().to(torch.int8)
+        found = torch.bucketize(x, x[:4].abs().sort()[0]), nn.functional.threshold(count, 1, 7)
+        return signed, cast, found, (x * 2).sin()
+
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, nan, 255.0, 300.0, -129.0, 0.0] * 5, device="cuda")
+    given = x, torch.full((9,), 2**31 - 2, dtype=torch.int32, device="cuda")
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, equal_nan=True)
+    assert graphex.journal(run).regions
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

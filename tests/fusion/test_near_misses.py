@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+import graphex
 from graphex.records import NearMiss
 from tests.harness.compiling import Lifted, rand
 from tests.harness.idioms import angles, half, half_by_chunk, interleaved, unequal_parts
@@ -109,3 +112,22 @@ def test_a_norm_with_a_reshape_between_it_and_the_residual_is_a_candidate() -> N
     assert pairs(lifted)["add_rms_norm"] == (0, 1)
     (miss,) = [miss for miss in lifted.journal.near_misses if miss.rule == "add_rms_norm"]
     assert miss.edit == "do not reshape the value here (the model then computes something else)"
+
+
+def test_a_search_function_that_cannot_take_these_tensors_says_so_in_the_journal_alone():
+    weight, rows, targets = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 4)
+
+    def loss(weight, row, target):
+        return torch.nn.functional.mse_loss(row[None] @ weight.t(), target[None])
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    logged, handler, logger = [], logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = logged.append
+    logger.addHandler(handler)
+    try:
+        report = graphex.explain(per_sample, (weight, rows, targets))
+    finally:
+        logger.removeHandler(handler)
+    reasons = [miss.reason for miss in report.journal.near_misses]
+    assert any(reason.startswith("the search function fails on these arguments") for reason in reasons)
+    assert not logged

@@ -347,6 +347,12 @@ def test_another_file_is_refused_in_a_sentence(tmp_path, content):
         graphex.load(tmp_path / "file", Step())
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_file_that_is_not_there_is_said_to_be_missing(trusted):
+    with pytest.raises(graphex.InputError, match="there is no file"):
+        graphex.load("/tmp/none/model.graphex", Step(), trusted=trusted)
+
+
 def test_a_file_that_was_cut_off_is_refused(saved):
     saved.write_bytes(saved.read_bytes()[:-1])
     with pytest.raises(graphex.InputError, match="its content is not what was written"):

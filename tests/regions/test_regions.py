@@ -13,7 +13,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -55,6 +55,16 @@ def borders(run):
 
 def chain(x):
     return torch.sin(x * 2).cos() + x.mean(-1, keepdim=True)
+
+
+def test_an_exported_program_is_compiled_for_inference_where_gradients_are_enabled():
+    x = torch.randn(4, 16)
+    program = torch.export.export(Block().eval(), (x,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    run = graphex.compile_fx(program.module())
+    with torch.no_grad():
+        close(run(x), program.module()(x))
+    assert not any("backward" in kernel for region in regions(run) for kernel in region.kernels)
+    assert not vars(x), "marked as dynamic for whatever is compiled next"
 
 
 def test_a_chain_of_ops_is_one_region():
@@ -270,6 +280,81 @@ def test_layers_of_convolutions_alone_are_one_region(uncompiled):
     with torch.no_grad():
         close(run(x), model(x))
     assert len(regions(run)) == 1
+
+
+def looked_up(x, places):
+    first, second = places
+    by_index = torch.sin(x)[first] + torch.cos(x)[None, second[:4]][0, 0]
+    by_row = torch.index_select(x * 2, 0, second) * nn.functional.embedding(first, x)
+    return by_index.exp(), by_row, torch.gather(x.tanh(), 1, places[:1, :3].expand(5, 3)) + 1
+
+
+def outcome(fn, *args):
+    try:
+        return "", fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", ()
+
+
+def test_a_region_reads_by_indices_and_raises_what_eager_raises():
+    run, x = compiled(looked_up), torch.randn(5, 4)
+    places = torch.tensor([[0, 1, 2, 3, 3, 1], [0, 4, 2, 1, 0, 3]])
+    for place, index in ((None, 0), ((0, 5), 4), ((1, 3), 5), ((1, 5), -1), ((0, 0), 5), ((0, 5), -6), (None, 0)):
+        given = places.clone()
+        if place is not None:
+            given[place] = index
+        (reason, found), (expected, wanted) = outcome(run, x, given), outcome(looked_up, x, given)
+        assert reason == expected
+        close(found, wanted)
+    assert (len(regions(run)), borders(run)) == (1, set())
+    assert not graphex.journal(run).fallbacks
+
+
+@pytest.mark.parametrize(
+    ("make", "is_inside"),
+    [
+        (lambda x, i: i % 5, True),
+        (lambda x, i: i % 6, False),  # may be 5, which is out of range
+        (lambda x, i: x.argmax(0), False),
+        (lambda x, i: i + 1, False),
+        (lambda x, i: i[1:], True),
+    ],
+)
+def test_indices_have_to_be_given_or_in_range_by_how_they_are_made(uncompiled, make, is_inside):
+    def read(x, i):
+        return torch.sin(x)[make(x, i)] * 2 + 1
+
+    x, i = torch.randn(5, 4), torch.tensor([0, 3, 2, 1, 3])
+    run = compiled(read)
+    close(run(x, i), read(x, i))
+    assert (not borders(run)) == is_inside
+
+
+def test_a_number_behind_a_mask_is_written_inside_of_a_region(uncompiled):
+    def masked(x, rows, kept):
+        x = torch.sin(x)
+        x[rows] = 0.0
+        y = torch.cos(x)
+        y[kept] = nan
+        return x * 2, y
+
+    x, rows = torch.randn(4, 6), torch.tensor([True, False, False, True])
+    run = compiled(masked)
+    torch.testing.assert_close(run(x, rows, x > 0), masked(x, rows, x > 0), rtol=0, atol=0, equal_nan=True)
+    assert not borders(run)
+
+
+def test_many_numbers_behind_a_mask_are_not_a_choice_between_two(uncompiled):
+    def masked(x, rows, numbers):
+        x = torch.sin(x * 2)
+        x[rows] = numbers
+        return x * 2 + 1
+
+    x, rows = torch.randn(4, 6), torch.tensor([True, False, False, True])
+    run = compiled(masked)
+    numbers = torch.randn(2, 6)
+    assert torch.equal(run(x, rows, numbers), masked(x, rows, numbers))
+    assert borders(run)
 
 
 def test_views_of_results_share_memory_as_in_eager():
@@ -836,7 +921,7 @@ def test_mixed_types_are_eagers():
     def program(x, y, count):
         bounded = count.clamp(min=x), y.clamp(x, x.flip(0)), torch.clamp_max(count, x)
         counted = (y > 0).sum(), y.sum(dtype=torch.bool), (count * 2).sum(dtype=torch.bool)
-        return bounded, torch.ldexp(x, y), counted, 1 / (x[1:].flip(0) + 0.0), x * y + count
+        return bounded, torch.ldexp(x, y), counted, x * y + count
 
     x = torch.tensor([1.0, -0.0, nan, 3e38, -3e38, 2.0, inf, -2.5, 0.5] * 5)
     given = x, x.flip(0).double() * 3e269, torch.tensor([9, 1, -3, 7, 200] * 9)
@@ -867,7 +952,7 @@ def test_integers_and_booleans_are_eagers():
     assert borders(run) == {
         "Inductor's C++ code takes 0 for the smallest of numbers of uint8",
         "Inductor writes integers for booleans, in C++ behind the end of its result",
-        "Inductor's C++ code turns integers into float32",
+        "Inductor's code turns integers into float32",
     }
 
 
@@ -879,7 +964,7 @@ def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
     run, x = compiled(program), torch.tensor([127.0, 128.0, -1.0, 255.0, 1e4, -129.0, 0.5, 3e38] * 5)
     torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
     assert borders(run) == {
-        f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+        f"numbers that are too large for {dtype} become the largest with Inductor's code"
         for dtype in (torch.int8, torch.uint8)
     }
     assert regions(run)
@@ -984,6 +1069,8 @@ def test_random_programs_equal_eager(uncompiled, names, kept):
 @settings(max_examples=6)
 @given(st.lists(st.sampled_from(sorted(OPS)), min_size=10, max_size=14))
 def test_random_programs_compiled_by_inductor_are_close_to_eager(names):
+    assume("looks" not in names or "centre" not in names)  # the sum that `looks` multiplies by would be rounding alone
+
     def program(x):
         for name in names:
             x = OPS[name](x)

@@ -124,7 +124,7 @@ def _with_rules(graph: Data) -> list[Data]:
 
 
 def _idle_rules(graphs: list[Data]) -> list[Data]:
-    """A sentence for each rule that was tried and had no candidate in any graph: a user's, whose ops are absent."""
+    """A sentence for each of the user's rules that found no candidate in any graph, because its ops are absent."""
     counts = rule_counts(graphs)
     remarks = {tried["rule"]: tried["remark"] for graph in graphs for tried in graph["rules"] if tried["remark"]}
     idle = [rule for rule, (_, candidates) in counts.items() if not candidates]
@@ -206,7 +206,7 @@ def _version(graph: GraphCompiled, journal: Journal) -> Data:
 
 
 def _ends(graph: GraphCompiled, journal: Journal) -> list[GraphBroke]:
-    """The graph break at which a graph ends. One that only goes on after it has the record too, if no other has."""
+    """The graph break that ends a graph. If no graph ends there, the graph that resumes after it has the record."""
     return [each for each in journal.breaks if each.graph == graph.graph and _place(each.line) != graph.line]
 
 
@@ -274,7 +274,7 @@ def _snapshots(snapshots: Snapshots, files: dict[str, set[int]]) -> Data:
 
 
 def _node(facts: NodeFacts, module: int, place: int) -> Data:
-    """A node without what most have not: a stream, an event, memory that is not its own, other counts of device ops."""
+    """A node as data. Rare facts (stream, event, shared memory, other counts of device ops) are left out if absent."""
     data: Data = {
         "name": facts.name,
         "op": facts.op,
@@ -308,7 +308,7 @@ def source_files(lines: Mapping[str, set[int]]) -> list[dict[str, Any]]:
 
 
 def _short(path: str) -> str:
-    """A path as the user would give it: from the working directory, where it is below it."""
+    """A path relative to the working directory if it lies below it, else as it is."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
