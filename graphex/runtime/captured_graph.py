@@ -464,14 +464,18 @@ class Store:
         self._latest[slot.key] = slot, graph
         self.newest, self._newest_key = graph, slot.key
 
+    def _now(self) -> list[CapturedGraph]:
+        """All graphs there are: a backward asks in a thread of its own, while a forward may capture another."""
+        return list(self._graphs.values())
+
     def lasting_addresses(self) -> set[int]:
         """Where the graphs keep results that nothing copies, and where they read parameters."""
-        graphs = self._graphs.values()
-        return {address for graph in graphs for address in (*graph.outputs.kept_addresses, *graph.checked.known)}
+        return {address for graph in self._now() for address in (*graph.outputs.kept_addresses, *graph.checked.known)}
 
     def may_keep(self) -> bool:
         """Whether any graph keeps what it saves in place; True while there is none."""
-        return not self._graphs or any(graph.outputs.keeps_saved for graph in self._graphs.values())
+        graphs = self._now()
+        return not graphs or any(graph.outputs.keeps_saved for graph in graphs)
 
     def discard(self, graph: CapturedGraph) -> None:
         """Drop one graph, wherever it is."""
@@ -480,11 +484,11 @@ class Store:
 
     def keeper(self, tensor: Tensor) -> CapturedGraph | None:
         """The graph that has handed out a tensor and keeps its memory."""
-        return next((graph for graph in self._graphs.values() if graph.outputs.keeps(tensor)), None)
+        return next((graph for graph in self._now() if graph.outputs.keeps(tensor)), None)
 
     def holds(self, pool: Pool, number: int) -> bool:
         """Whether a graph of a pool is one of these."""
-        return any(each.pool is pool and each.number == number for each in self._graphs.values())
+        return any(each.pool is pool and each.number == number for each in self._now())
 
     def free(self, owner: int | None = None) -> None:
         """Free all graphs, or those that were captured for one owner."""
