@@ -38,7 +38,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
+    bodies_of,
     is_effectful,
+    is_formula,
     is_random,
     is_size_arithmetic,
     is_work,
@@ -109,6 +111,8 @@ def can_raise(node: Node) -> bool:
     if node.op == "call_module":
         inner = getattr(node.graph.owning_module, str(node.target), None)
         return not isinstance(inner, GraphModule) or any(map(can_raise, inner.graph.nodes))
+    if is_formula(node):
+        return any(can_raise(each) for body in bodies_of(node) for each in body.graph.nodes)
     op = operator_of(node)
     if op is None:
         return not is_size_arithmetic(node) and synchronisation(node) is None
@@ -117,7 +121,7 @@ def can_raise(node: Node) -> bool:
         return False
     if _name(op) == "_unsafe_index" and not any(map(_depends_on_inputs, node_leaves(node.args[1:]))):
         return False  # torch's own, of `interpolate` for one: it counts rows and columns, which are there
-    return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _is_of_floats(node)))
+    return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _never_divides_by_zero(node)))
 
 
 def what_raises(node: Node) -> str:
@@ -213,9 +217,11 @@ def _name(op: torch._ops.OpOverload) -> str:
     return str(op._schema.name.partition("::")[2])
 
 
-def _is_of_floats(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+def _never_divides_by_zero(node: Node) -> bool:
+    """Whether a division is one of floating numbers, or one by a number that is known."""
+    value, by = node.meta.get("val"), node.args[1] if len(node.args) > 1 else None
+    is_of_floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return is_of_floats or (type(by) is int and by > 0)
 
 
 def _is_on_cpu(node: Node) -> bool:

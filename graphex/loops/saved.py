@@ -5,7 +5,7 @@
     step = graphex.load("step.graphex", model)       in the next process, with weights that were loaded since
     step(token, position)
 
-torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`frontend.portable`).
+torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`Portable`).
 The weights are the model's: the file holds none. Guards are checked in every call; a call with other sizes raises.
 """
 
@@ -35,7 +35,7 @@ from graphex.device import kernel_runtime
 from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
 from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
-from graphex.loops.warm_up import undone
+from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
 from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
 from graphex.torch_private.dynamo import forward_hooks_for_all

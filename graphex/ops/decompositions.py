@@ -8,11 +8,13 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten._unsafe_view`          `aten.view`
 `aten._reshape_alias`        `aten.view`
 `prims.fma(a, b, c)`         `aten.add(c, aten.mul(a, b))`
+`aten.index_put([mask], v)`  `aten.where(mask, v, x)`, of one number `v`
 `aten.batch_norm`            the same, of a contiguous input, on a CPU
 ===========================  ==========================================
 
-The last is no synonym: of an input that is transposed, the CPU's batch norm returns another layout than a trace says it
-does, and a view behind it would raise.
+Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last is no synonym: of an input
+that is transposed, the CPU's batch norm returns another layout than a trace says it does, and a view behind it would
+raise.
 """
 
 from __future__ import annotations
@@ -52,7 +54,22 @@ def _batch_norm(x: Tensor, *others: Any) -> Any:
     return aten._native_batch_norm_legit_no_training.default(x.contiguous(), *others)
 
 
+def _index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """One number, written where a mask is true."""
+    mask = indices[0]
+    if len(indices) != 1 or mask is None or mask.dtype != torch.bool or mask.device != x.device or not mask.dim():
+        return NotImplemented
+    is_static = all(isinstance(size, int) for size in (*x.shape, *mask.shape))
+    if not is_static or x.shape[: mask.dim()] != mask.shape or not x.is_contiguous() or not mask.is_contiguous():
+        return NotImplemented
+    if accumulate or values.dim() or values.dtype != x.dtype:
+        return NotImplemented
+    written: Tensor = aten.where.self(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), values, x)
+    return written
+
+
 CANONICAL: Table = {
+    aten.index_put.default: _index_put,
     aten.t.default: _t,
     aten._unsafe_view.default: _unsafe_view,
     aten._reshape_alias.default: _reshape_alias,

@@ -7,6 +7,9 @@ Generated code calls `Region.boxed` with a list that is emptied, so that what no
 Inductor may pad the rows of a result. Where it does, the result is copied into the strides that the graph promises:
 later nodes, and the caller, rely on these. A capture that copies the result out of its memory anyway takes that copy
 over (`laid_out_by_caller`).
+
+On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
+the one that eager would stop at raises.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
+from graphex.regions.members import are_in_range, lookups_of
 from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
 
 Symbols = dict[Any, int]
@@ -45,7 +50,7 @@ class Unlaid:
 def lay_out(target: Tensor, value: Tensor) -> Tensor:
     """Copy a value into a tensor of its size and type with other strides."""
     if value.device.type == "cuda" and value.numel() >= LARGE and has_triton():
-        from graphex.kernels.embedding import copy_rows
+        from graphex.kernels.tokens import copy_rows
 
         if copy_rows(target, value):
             return target
@@ -92,6 +97,9 @@ class Region(torch.nn.Module):
         self._report = report
         self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
         self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+        self._placeholders = body.graph.find_nodes(op="placeholder")
+        read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
+        self._lookups = list(dict.fromkeys(lookup for lookups in read for lookup in lookups))
         self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
 
     def take(self, code: RegionCode) -> None:
@@ -104,9 +112,11 @@ class Region(torch.nn.Module):
         return launches(self.body, self.code)
 
     def forward(self, *args: Any) -> Any:
-        return self._run(list(args))
+        return self.boxed(list(args))
 
     def boxed(self, args: list[Any]) -> Any:
+        if self._lookups and not are_in_range(self._lookups, dict(zip(self._placeholders, args, strict=True))):
+            return self._uncompiled(args)  # raises what eager raises
         return self._run(args)
 
     def _first_call(self, args: list[Any]) -> Any:
