@@ -830,6 +830,21 @@ def test_a_busy_machine_is_not_believed_that_a_region_is_slower(
     assert (outcome.is_kept, outcome.is_doubtful) == (is_kept, is_doubtful)
 
 
+@pytest.mark.parametrize("op", ["relu", "_embedding_bag_forward_only"])
+def test_bags_whose_offsets_would_be_made_up_are_not_timed(op, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    given = (torch.randn(8, 4), torch.arange(6), torch.arange(0, 6, 2))
+    graph, calls = torch.fx.Graph(), []
+    inputs = [graph.placeholder(f"x{number}") for number in range(len(given))]
+    for node, value in zip(inputs, given, strict=True):
+        node.meta["val"] = value
+    taken = inputs[:1] if op == "relu" else inputs
+    graph.output(graph.call_function(getattr(torch.ops.aten, op).default, tuple(taken)))
+    code = compiler.RegionCode(calls.append, "", ("kernel",), 0.0)
+    outcome = tried(torch.fx.GraphModule(torch.nn.Module(), graph), code, "", torch.device("cpu"))
+    assert bool(calls) == (outcome.single > 0) == (op == "relu")
+
+
 # -- numbers at the ends of what there is ------------------------------------------------------------------------------
 
 
