@@ -31,7 +31,7 @@ from benchmarks.measure import synchronize
 from benchmarks.variants import Variant
 from benchmarks.workers import VariantOf
 from graphex.kernels import tuning
-from graphex.loops.report import floor_bytes
+from graphex.loops.generate import floor_bytes
 
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _MOE = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}

@@ -5,7 +5,7 @@
 The shapes are those of Llama-3-8B with a vocabulary of 32000, bfloat16. Times are microseconds of device time for one
 call, from CUDA graphs of several calls, over weights that the L2 cache does not hold. `floor` is the time of the bytes
 that must be read and written at the measured copy bandwidth. Everything is measured anew; with `--keep` the winners go
-to the tuning store, from which `python -m graphex.kernels.tuned` ships them. `--search` tries many more tiles than
+to the tuning store, from which `benchmarks/ship_tiles.py` ships them. `--search` tries many more tiles than
 graphex does, to find those that are worth trying; it takes ten seconds a shape and more.
 """
 

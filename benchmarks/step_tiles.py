@@ -5,7 +5,7 @@
 The script first measures every choice of the step alone. Then it starts from the choices that come with graphex and
 goes through them one by one. For each it captures the whole step with every candidate that was not much slower alone,
 replays these graphs alternately, and keeps the fastest. It does so `--passes` times over all choices. With `--keep`
-the winners go to the tuning store, from which `python -m graphex.kernels.tuned` ships them.
+the winners go to the tuning store, from which `benchmarks/ship_tiles.py` ships them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decoding import MODELS, Setting, Step, build, step_of
 from benchmarks.measure import machine
 from graphex.kernels import attention, linears, tuning
-from graphex.kernels.tuned import shipped
-from graphex.kernels.tuning_store import Store, conditions
+from graphex.kernels.tuning import Store, conditions, shipped
 
 REPLAYS = 20  # of a graph, before the next one is replayed
 ROUNDS = 7

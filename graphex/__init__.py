@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from graphex.evidence.explain import Report, explain
     from graphex.fusion.register import node_info, register_replacement, replacement
     from graphex.loops.decode_loop import decode_loop
-    from graphex.loops.generate import generate
-    from graphex.loops.replayer import replayer
-    from graphex.loops.report import GenerationReport, generation
+    from graphex.loops.generate import GenerationReport, generate, generation
+    from graphex.loops.replayer import replayer, warm_up
     from graphex.loops.saved import load, save
     from graphex.loops.train_step import train_step
-    from graphex.loops.warm_up import warm_up
     from graphex.records import Journal
     from graphex.rewrite.adapter import Rewrite, graph_pass
     from graphex.rewrite.base import GraphPass, Refusal, Work
@@ -98,12 +96,10 @@ _NAMES = {
     "evidence.explain": ("Report", "explain"),
     "fusion.register": ("node_info", "register_replacement", "replacement"),
     "loops.decode_loop": ("decode_loop",),
-    "loops.generate": ("generate",),
-    "loops.replayer": ("replayer",),
+    "loops.generate": ("GenerationReport", "generate", "generation"),
+    "loops.replayer": ("replayer", "warm_up"),
     "loops.train_step": ("train_step",),
-    "loops.report": ("GenerationReport", "generation"),
     "loops.saved": ("load", "save"),
-    "loops.warm_up": ("warm_up",),
     "records": ("Journal",),
     "rewrite.adapter": ("Rewrite", "graph_pass"),
     "rewrite.base": ("GraphPass", "Refusal", "Work"),

@@ -38,7 +38,9 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
+    bodies_of,
     is_effectful,
+    is_formula,
     is_random,
     is_size_arithmetic,
     is_work,
@@ -109,6 +111,8 @@ def can_raise(node: Node) -> bool:
     if node.op == "call_module":
         inner = getattr(node.graph.owning_module, str(node.target), None)
         return not isinstance(inner, GraphModule) or any(map(can_raise, inner.graph.nodes))
+    if is_formula(node):
+        return any(can_raise(each) for body in bodies_of(node) for each in body.graph.nodes)
     op = operator_of(node)
     if op is None:
         return not is_size_arithmetic(node) and synchronisation(node) is None

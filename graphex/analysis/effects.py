@@ -166,6 +166,8 @@ UNINITIALISED = frozenset(
 _PURE_MODULES = frozenset({operator.__name__, math.__name__, "_operator"})
 # Higher-order ops that call an operator, and the place of it among their arguments; those behind it are its own.
 _CALLING = {"with_effects": 1, "run_and_save_rng_state": 0, "run_with_rng_state": 1}
+# Higher-order ops that compute from their arguments alone, by a formula of theirs and those they are given.
+_FORMULAS = frozenset({"flex_attention", "flex_attention_backward"})
 _FUNCTIONAL_WRAPPERS = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
 
@@ -208,6 +210,22 @@ def bodies_of(node: Node) -> list[GraphModule]:
     return [body for body in found if isinstance(body, GraphModule)]
 
 
+def is_body(node: Node) -> bool:
+    """Whether a node names the graph that a higher-order op runs."""
+    return node.op == "get_attr" and isinstance(_submodule(node, str(node.target)), GraphModule)
+
+
+def is_formula(node: Node) -> bool:
+    """Whether a node is `flex_attention`, or its derivative, with a score that has no effects.
+
+    Compiled it is one kernel. Called as it is, it writes the scores of all pairs to memory.
+    """
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _FORMULAS:
+        return False
+    inner = (each for body in bodies_of(node) for each in body.graph.nodes if each.op.startswith("call"))
+    return not any(map(is_effectful, inner))
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws random numbers: two such nodes are never one, and dropping one shifts the rest."""
     op = operator_of(node)
@@ -237,7 +255,7 @@ def is_effectful(node: Node) -> bool:
         return True
     op = operator_of(node)
     if op is None:
-        return not is_size_arithmetic(node)
+        return not is_size_arithmetic(node) and not is_formula(node)
     if op.namespace not in PURE_NAMESPACES or op._schema.is_mutable or is_random(node):
         return True
     return bool(node.is_impure(impure_random=False))

@@ -6,7 +6,7 @@ for a script that does not call `serve`.
 
 Read `catalogue` first: the table of all names, with the place each is served from. `install` makes modules of it;
 `api` and `config` hold what torchair and npugraph_ex offer, `cached` their `cache_compile`, `npu_module` holds
-`torch.npu`. The device itself is `simulated`, with its process groups, or `mapped` to one that exists.
+`torch.npu`. The device itself is `simulated`, with its process groups, or `install` maps it to one that exists.
 """
 
 from __future__ import annotations

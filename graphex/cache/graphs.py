@@ -24,7 +24,7 @@ from graphex.analysis.aliasing import REGENERATED, RETURNED
 from graphex.analysis.dependencies import WRITES, Program, Writes
 from graphex.analysis.effects import region_of
 from graphex.analysis.graphs import ORIGINS
-from graphex.runtime.autograd import COUNTED
+from graphex.runtime.program import COUNTED
 from graphex.torch_private.symbolic import (
     FakeTensor,
     FakeTensorMode,

@@ -4,7 +4,7 @@
         <function>-<key>.key      the key, part by part, as text: what `graphex cache` shows and compares
         <function>-<key>.graph    the artefact
         <function>-<key>.hits     one byte for each time it was loaded
-        <function>-<key>.<key of a call>.call    a call of the backend that leads to this graph (`graphex.cache.calls`)
+        <function>-<key>.<key of a call>.call    a call of the backend that leads to this graph (`graphex.cache.warm`)
 
 Files are sealed by a hash, written as a whole, and read only if no other user can have written them (`graphex.env`).
 Two processes that write one entry write the same. Over the limit, the entries that were not used for the longest time

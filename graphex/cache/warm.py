@@ -1,4 +1,4 @@
-"""One graph of a compilation and the cache: it is looked up before the passes run, and kept after they have.
+"""The graphs of a compilation and the cache: each is looked up before the passes run, and kept after they have.
 
     search = look_up(compilation, name, gm, phase, static_inputs)
     if search.made is None:
@@ -7,29 +7,52 @@
 
 Every graph gets one record: a hit, a miss with the first thing that differs from what is stored, or why it cannot be
 stored. Whatever goes wrong with a file is a miss: the graph is compiled.
+
+A call of the backend is looked up before that (`look_up_call`): Dynamo's graph leads to a stored graph, and AOTAutograd
+does not trace it again.
+
+    Dynamo's graph, its inputs, modes and settings     key
+    the graph that AOTAutograd made of it              by the name of its entry
+    writes that AOTAutograd counts, static inputs      all that its wrapper did around the calls of that graph
+    constants, guards                                  made while it traced
+
+Only a graph that AOTAutograd hands over as it is has such an entry (`frontend.compiler.Portable`): one for inference,
+or the two of a training step, around which its wrapper is made again (`StoredStep`). A key is made only of what decides
+its trace for certain: torch's own functions and ops of torch's and ours, plain arguments, strided tensors. A function
+of the user's in the graph, an op of another library, a constant, a mode, hooks on saved tensors: AOTAutograd traces it,
+and the graph that comes of that is looked up.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
 from graphex import env
+from graphex.analysis import node_line
 from graphex.analysis.effects import synchronisation
 from graphex.analysis.graphs import placement
 from graphex.cache.artefacts import Artefact, Given, Made, artefact_of, made_from
-from graphex.cache.graphs import CannotStoreError
-from graphex.cache.keys import Key, devices_of, difference, key_of, nearest
+from graphex.cache.graphs import TRACE, CannotStoreError, Packer
+from graphex.cache.keys import Key, devices_of, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
 from graphex.errors import one_line
-from graphex.records import CacheAsked, RegionCompiled
+from graphex.records import CacheAsked, Record, RegionCompiled
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
+from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
+from graphex.torch_private.dynamo import dispatch_modes, dual_level, is_transformed, modes_enabled
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
 
 _WANTS_PASSES = {  # options that are about the passes themselves, or about the graph between them
@@ -220,3 +243,282 @@ def why_missed(key: Key, others: list[Key]) -> str:
     """The first thing in which a key differs from the nearest that is stored."""
     found = nearest(key, others)
     return f"nothing is stored for '{key.name}' ({key.phase})" if found is None else difference(key, found)
+
+
+# -- calls of the backend ----------------------------------------------------------------------------------------------
+
+
+PHASE = "call"
+_FUNCTIONS = (  # modules whose functions are known by their names and keep nothing of the process
+    *("torch", "torch.functional", "torch.nn.functional", "torch._VF", "_operator", "operator", "math", "builtins"),
+    *("torch._C._nn", "torch._C._special", "torch._C._fft", "torch._C._linalg"),
+)
+_NAMESPACES = ("aten", "prims", "graphex", "npu")  # ops that are known by the versions of torch and graphex
+_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_STATIC = "_dynamo_static_input_type"
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """Everything that AOTAutograd adds to an inference graph that it hands over as it is.
+
+    `counted` are the inputs of which it counts a write before each call, `dynamic` the dimensions that it marks in
+    results after it. `sizes` are those of its graph: nodes, inputs, results, devices; `traces` those of its nodes.
+    """
+
+    constants: dict[str, Any]
+    static_inputs: tuple[int, ...]
+    counted: tuple[int, ...]
+    dynamic: dict[int, set[int]]
+    sizes: tuple[int, int, int, tuple[str, ...]]
+    traces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """A call, as it is stored. `places`: which of Dynamo's nodes each of AOTAutograd's has its trace from, or -1.
+
+    `step` is there for a training step, of which this is the forward.
+    """
+
+    handed: HandedOver
+    places: list[int]
+    guards: list[Any]
+    step: StoredStep | None = None
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """The rest of a training step: its backward, which is in another entry, and all that AOTAutograd's wrapper knows.
+
+    `saved` are the records of what the forward saves.
+    """
+
+    backward: StoredCall
+    entry: str
+    wrapper: bytes
+    saved: tuple[Record, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A stored graph, as it runs here."""
+
+    phase: str
+    made: Made
+    handed: HandedOver
+    entry: str
+    bytes: int
+
+
+@dataclass
+class CallSearch:
+    """What the cache has for a call: a graph, or the two of a training step; nothing, with a reason, without them."""
+
+    compilation: Compilation
+    gm: GraphModule | None = None
+    found: tuple[Found, ...] = ()
+    step: StoredStep | None = None
+    reason: str = ""
+    key: Key | None = None
+    seconds: float = 0.0
+    mode: FakeTensorMode | None = None
+    guards: int = 0  # those of the shape environment before AOTAutograd
+
+    def note(self, found: Found, name: str) -> None:
+        """Record a graph that was found under this name."""
+        saved = self.step.saved if self.step is not None and found.phase == "forward" else ()
+        for record in (*saved, *found.made.records):
+            self.compilation.journal.add(replace(record, graph=name))
+        seconds = self.seconds / len(self.found)
+        self.compilation.journal.add(CacheAsked(name, "hit", found.entry, "", seconds, found.bytes))
+
+    def keep(self, handed: HandedOver, graph: str, step: StoredStep | None = None) -> None:
+        """Store a call that was missed; `graph` is the entry of the graph that AOTAutograd made of it."""
+        if self.key is None or self.mode is None or not graph:
+            return
+        call = replace(self.stored(handed), guards=stated_since(self.mode.shape_env, self.guards), step=step)
+        with suppress(OSError):  # said of the graph
+            Store(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
+
+    def stored(self, handed: HandedOver) -> StoredCall:
+        """A graph that AOTAutograd has made of this call, with source traces as places of Dynamo's nodes."""
+        assert self.gm is not None
+        traces = [str(node.meta.get(TRACE) or "") for node in self.gm.graph.nodes]
+        known = {trace: place for place, trace in reversed(list(enumerate(traces))) if trace}
+        return StoredCall(replace(handed, traces=()), [known.get(trace, -1) for trace in handed.traces], [])
+
+
+def look_up_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> CallSearch:
+    """Find what AOTAutograd and the passes would make of Dynamo's graph."""
+    search = CallSearch(compilation)
+    if not is_cache_on(compilation) or compilation.is_ahead:
+        return search
+    started = time.perf_counter()
+    try:
+        search.gm = _checked(gm)
+        search.key = _key(compilation, search.gm, example_inputs)
+        search.mode = _mode_of_inputs(search.gm)
+        environment = search.mode.shape_env
+        search.guards = 0 if environment is None else len(environment.guards)
+        _load_call(search)
+    except (CannotStoreError, NoFingerprintError) as error:
+        search.reason = str(error)
+    except Exception as error:  # a file, and Inductor, may raise anything; the call is traced
+        search.reason = f"what is stored cannot be used: {one_line(error)}"
+    search.seconds = time.perf_counter() - started
+    return search
+
+
+def _load_call(search: CallSearch) -> None:
+    """Load what is stored for a key and fits these sizes, or say why nothing does."""
+    assert search.key is not None
+    assert search.mode is not None
+    store = Store(search.compilation.store)
+    for id, data in store.load_calls(search.key):
+        call = pickle.loads(data)
+        if not isinstance(call, StoredCall):
+            raise ValueError("it is not a call")
+        if (broken := broken_guard(search.mode, call.guards)) is not None:
+            search.reason = f"the stored graph is for sizes with {broken}"
+            continue
+        if call.step is None:
+            found = [_made(search, store, "inference", id, call)]
+        else:
+            found = [_made(search, store, "forward", id, call)]
+            found.append(_made(search, store, "backward", call.step.entry, call.step.backward))
+        search.found, search.step, search.reason = tuple(found), call.step, ""
+        for each in found:
+            store.note_hit(each.entry)
+        return
+    search.reason = search.reason or why_missed(search.key, store.calls_alike(search.key))
+
+
+def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCall) -> Found:
+    compilation = search.compilation
+    assert search.gm is not None
+    assert search.mode is not None
+    content = store.artefact(id)
+    artefact = Artefact.from_bytes(content)
+    given = _given(call, artefact, list(search.gm.graph.nodes))
+    made = made_here(artefact, given, search.mode, compilation, compilation.name_graph(phase))
+    return Found(phase, made, call.handed, id, len(content))
+
+
+def _given(call: StoredCall, artefact: Artefact, nodes: list[Node]) -> Given:
+    """What AOTAutograd would say of its nodes: lines are those of Dynamo's."""
+    traces = ["" if place < 0 else str(nodes[place].meta.get(TRACE) or "") for place in call.places]
+    found = ["" if place < 0 else node_line(nodes[place]) for place in call.places]
+    lines = [here or before for here, before in zip(found, artefact.lines, strict=True)]
+    return Given(call.handed.constants, traces, lines)
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def _checked(gm: Any) -> GraphModule:
+    """Dynamo's graph, if nothing around it takes part in its trace. Raises CannotStoreError."""
+    if not isinstance(gm, GraphModule):
+        raise CannotStoreError("its inputs are nested")
+    if dispatch_modes() or modes_enabled():
+        raise CannotStoreError("a mode sees the ops that are traced")
+    if is_transformed() or dual_level() >= 0:
+        raise CannotStoreError("it is inside of a transform of torch.func, or of forward-mode AD")
+    if is_autocast_on():
+        raise CannotStoreError("autocast is on")
+    if torch.is_grad_enabled() and has_hooks_on_saved_tensors():
+        raise CannotStoreError("hooks on saved tensors take part in a training step")
+    if op := implemented_in_python():
+        raise CannotStoreError(f"torch's own op {op} has an implementation in Python")
+    if next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None:
+        raise CannotStoreError("it holds parameters or constants")
+    return gm
+
+
+def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any]) -> Key:
+    state = autograd_state()
+    if state is None:
+        raise CannotStoreError("this torch does not say which settings AOTAutograd has")
+    rows = list(_rows(gm, example_inputs))
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    devices = sorted({str(value.device) for value in values if isinstance(value, Tensor)})
+    check_wanted(compilation, devices)
+    parts = key_parts(devices, compilation.config, compilation.decompositions, PHASE)
+    parts["about"] = {"is whole": repr(compilation.is_whole)}
+    parts["state"] = {name: text_of(value) for name, value in state.items()}
+    return Key(compilation.origin.function, parts, rows, [node_line(node) for node in gm.graph.nodes])
+
+
+def _mode_of_inputs(gm: GraphModule) -> FakeTensorMode:
+    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    if found is None:
+        raise CannotStoreError("it takes no tensor")
+    return found
+
+
+def _rows(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
+    """Each node of Dynamo's graph as text that is equal for equal nodes."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(example_inputs):
+        raise CannotStoreError("it takes other inputs than it is given")
+    packer = _DynamoPacker(dict(zip(inputs, example_inputs, strict=True)))
+    data = packer.packed(gm.graph)
+    yield from (repr(tuple(each)) for each in data.nodes)
+    yield f"storages {data.storages}"
+    yield f"conditions {conditions(_mode_of_inputs(gm).shape_env)}"
+
+
+class _DynamoPacker(Packer):
+    """Makes the data of a graph of Dynamo's. Values stand on its inputs only: they decide all others."""
+
+    def __init__(self, inputs: dict[Node, Any]) -> None:
+        super().__init__()
+        self._inputs = inputs
+        memory = Counter(each.untyped_storage()._cdata for each in inputs.values() if isinstance(each, Tensor))
+        self._shared = {each: place for place, (each, count) in enumerate(memory.items()) if count > 1}
+
+    def target(self, node: Node) -> str:
+        if node.op in ("placeholder", "output"):
+            return str(node.target)
+        if node.op == "call_method" and hasattr(Tensor, str(node.target)):
+            return f"method {node.target}"
+        if node.op == "call_function" and (name := _function_name(node.target)):
+            return name
+        raise self.refuse(f"calls {node.target}, which may be another function in the next process")
+
+    def meta(self, node: Node) -> dict[str, Any]:
+        found = super().meta(node)
+        found.pop(TRACE, None)
+        if node in self._inputs:
+            found["val"] = self.value(node.meta.get("example_value"))
+            found["given"] = self._about(node, self._inputs[node])
+        return found
+
+    def _about(self, node: Node, value: Any) -> Any:
+        """What the fake value of an input does not say, and what AOTAutograd asks of the real one."""
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return "number"
+        if (
+            type(value) not in _TENSORS
+            or value.layout != torch.strided
+            or value.is_quantized
+            or any(getattr(value, "names", ()))
+        ):
+            raise self.refuse(f"is of type {type(value).__name__}")
+        static = node.meta.get("tensor_dict", {}).get(_STATIC)
+        memory = self._shared.get(value.untyped_storage()._cdata)
+        shares = None if memory is None else (memory, value.storage_offset(), tuple(value.shape), value.stride())
+        flags = value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()
+        return type(value).__name__, str(static), flags, shares
+
+
+def _function_name(target: Any) -> str:
+    """The name that leads to a function of torch's or an op in every process; empty without one."""
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = str(target)
+        return f"op {name}" if name.partition(".")[0] in _NAMESPACES else ""
+    module, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
+    if module not in _FUNCTIONS:
+        return ""
+    return f"function {module} {name}" if getattr(import_module(module), name, None) is target else ""

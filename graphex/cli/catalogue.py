@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from graphex.cli.output import json_option, print_json, print_table
+from graphex.cli import json_option, print_json, print_table
 from graphex.errors import did_you_mean
 
 NAMES = Path(__file__).with_name("names.json")

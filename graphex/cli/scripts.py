@@ -18,8 +18,7 @@ from typing import Any
 
 import click
 
-from graphex.cli.catalogue import why_unknown
-from graphex.cli.output import (
+from graphex.cli import (
     Group,
     check_output,
     json_option,
@@ -29,6 +28,7 @@ from graphex.cli.output import (
     waiting,
     why_not_written,
 )
+from graphex.cli.catalogue import why_unknown
 from graphex.config import config_from, options_of
 from graphex.env import path_of_rank, why_off
 from graphex.errors import InputError, did_you_mean, one_line

@@ -170,8 +170,8 @@ class Verifying(Program):
             self._settled = _Verification(self._original, self._runner, args).settle(self._program, self._use)
         return self._settled(args)
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
-        return None if self._settled is None else self._settled.replayed(args)
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
+        return None if self._settled is None else self._settled.replayed(args, seen=seen)
 
     def free(self) -> None:
         (self._settled or self._program).free()

@@ -4,7 +4,7 @@ A finished graph meets its device three times: `device_of` chooses it by the ten
 and for captures while it makes a program, and a call replays what was captured.
 
 Read `base.py` first: the interface, and the table `KINDS` of device types. `gpu.py` has what GPU-like devices share,
-then what is CUDA's own and Ascend's. A new device is a file with its class and a line in `KINDS`.
+then what is CUDA's own; `npu.py` what is Ascend's. A new device is a file with its class and a line in `KINDS`.
 """
 
 from graphex.device.base import (

@@ -211,7 +211,7 @@ class Kind:
 # A type that is not here, or that has no class, runs graphs as a host does.
 KINDS = {
     "cuda": Kind("graphex.device.gpu", "CudaDevice", has_kernels=True),
-    "npu": Kind("graphex.device.gpu", "NpuDevice"),
+    "npu": Kind("graphex.device.npu", "NpuDevice"),
     "xpu": Kind(),
 }
 

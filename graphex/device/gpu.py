@@ -1,12 +1,12 @@
-"""Devices that work like a GPU: streams, events, and graphs that are captured and replayed; CUDA's own, and Ascend's.
+"""Devices that work like a GPU: streams, events, and graphs that are captured and replayed; and CUDA's own.
 
 `torch.cuda` and `torch.npu` have the same names for all of it; `runtime` is the one of a device. A capture:
 
     capture -> lock, synchronize -> _record: begin, run, end, on the device's capture stream -> GpuReplay
                                     _end_after_failure, _recover where it went wrong
 
-`GpuStreams` are the streams and events of one compiled graph. `CudaDevice` captures CUDA graphs, `NpuDevice` ACL
-graphs, through torch_npu's public API; it has been run on the simulated device (`graphex.ascend`), not on NPU hardware.
+`GpuStreams` are the streams and events of one compiled graph. `CudaDevice` captures CUDA graphs; `npu` has the adapter
+for Ascend's.
 """
 
 from __future__ import annotations
@@ -341,41 +341,3 @@ class CudaDevice(GpuDevice):
         """The device has something to do until everything has been given to it: it never waits for the host."""
         keep_busy(_HEAD_START)
         return super().seconds(run)
-
-
-# -- Ascend NPUs: ACL graphs -------------------------------------------------------------------------------------------
-
-
-class NpuDevice(GpuDevice):
-    def __init__(self, index: int) -> None:
-        npu: Any = torch.npu  # type: ignore[attr-defined]
-        super().__init__(torch.device("npu", index), npu, npu.NPUGraph)
-
-    def cores(self) -> Cores:
-        return Cores(*self.settings())
-
-    def settings(self) -> tuple[int, int]:
-        """The cores that the current stream may use: a captured graph keeps to them."""
-        limits = self.runtime.get_stream_limit(self.stream())
-        return limits["cube_core_num"], limits["vector_core_num"]
-
-    def _record(self, graph: Any, run: Callable[[], Any], pool: Any, error_mode: str) -> Any:
-        """The capturing stream has the core limits of the caller's, which the graph keeps."""
-        self.runtime.set_stream_limit(self._capture_stream(), *self.settings())
-        return super()._record(graph, run, pool, error_mode)
-
-    def _end_after_failure(self, graph: Any, pool: Any) -> None:
-        try:
-            graph.capture_end()
-            graph.reset()
-        except RuntimeError:
-            pass  # the error that made it fail is the one to report
-
-    def stream(self) -> Any:
-        return self.current_stream()
-
-    def follow(self, stream: Any) -> None:
-        self.stream().wait_stream(stream)
-
-    def is_capturing(self) -> bool:
-        return bool(self.runtime.is_current_stream_capturing())

@@ -9,7 +9,7 @@
       | origin        why there is a graph: the function it is of, the graph break before it, the guard that failed
       | compiler      each graph: look it up in the cache, or passes, program, kernels
       v
-    programs, which `aot` hands to AOTAutograd; `portable` keeps one for a process that has neither
+    programs, which `aot` hands to AOTAutograd; one of `compiler` is kept for a process that has neither (`Portable`)
 
 `exported` is the entrance for ATen graphs that did not come through Dynamo (`compile_fx`); it checks the inputs of
 their calls. Read `aot`, then `compiler`.

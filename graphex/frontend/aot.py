@@ -17,22 +17,32 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
-from graphex.cache.calls import CallSearch, HandedOver, StoredStep
+from graphex.cache.warm import CallSearch, HandedOver, StoredStep
 from graphex.env import regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
-from graphex.frontend.compiler import ACTIVATIONS, Executables, compile_graph, load_call, saved_memory
+from graphex.frontend.compiler import (
+    ACTIVATIONS,
+    Executables,
+    Portable,
+    called,
+    compile_graph,
+    given_by_autograd,
+    handed_over,
+    load_call,
+    portable,
+    saved_memory,
+)
 from graphex.frontend.dynamo_graph import attention_kept_whole, keep_stream_calls
 from graphex.frontend.partition import partition
-from graphex.frontend.portable import Portable, called, given_by_autograd, handed_over, portable
 from graphex.ops.decompositions import decompositions
 from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import stages
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal, Record
 from graphex.rewrite.compilation import Compilation
-from graphex.runtime.autograd import COUNTED, TANGENT, carry_tangents
-from graphex.runtime.fast_replay import Bypass, Compiled
-from graphex.runtime.program import Program
+from graphex.runtime.executable import saved_and_seen
+from graphex.runtime.fast_replay import Bypass, Compiled, StepBypass
+from graphex.runtime.program import COUNTED, TANGENT, Program, carry_tangents
 from graphex.torch_private.aot import (
     aot_module_simplified,
     counted,
@@ -42,10 +52,12 @@ from graphex.torch_private.aot import (
     is_compiled_ahead,
     only_hands_over,
     packed_step,
+    plain_step,
     regenerated_outputs,
     register_as_serializable,
     static_input_indices,
     step_metadata,
+    stored_plain_step,
     unpacked_step,
     without_autograd_cache,
 )
@@ -110,10 +122,18 @@ def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilat
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs
-    stored = call.found[1].made
+    graphs = [GraphModule(found.made.gm, found.made.functional) for found in call.found]
+    bypass = StepBypass(forward, *saved_and_seen(graphs[0])) if forward.may_replay else None
     untraced = disable(backward, reason="the compiled backward is not traced")
-    step = unpacked_step(call.step.wrapper, forward, untraced, lambda: GraphModule(stored.gm, stored.functional))
-    return _with_tangents(lambda *args: step(list(args)), gm, compilation)
+    step = unpacked_step(call.step.wrapper, bypass or forward, untraced, lambda: graphs[1])
+
+    def compiled(*args: Any) -> Any:
+        return step(list(args))
+
+    if bypass is not None:
+        gradients: Any = graphs[1].graph.output_node().args[0]
+        bypass.complete(stored_plain_step(call.step.wrapper, forward.written, tuple(gradients)), backward)
+    return _with_tangents(compiled if bypass is None else bypass.around(compiled), gm, compilation)
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
@@ -160,9 +180,11 @@ class _Phases:
         self.gm, self.example_inputs, self.compilation, self.call = gm, example_inputs, compilation, call
         self.has_out = _may_write_to_out(gm)
         self._saved = saved_memory(compilation)
-        self._may_bypass = isinstance(gm, GraphModule) and not is_autocast_on()  # other modules are called with a list
+        self._is_called_flat = isinstance(gm, GraphModule)  # other modules are called with a list
+        self._may_bypass = self._is_called_flat and not is_autocast_on()
         self._steps: list[_Step] = []
         self._bypasses: list[Bypass] = []
+        self._in_autocast = is_autocast_on()
         self._portable: list[Portable | str] = []
         self._handed: list[tuple[HandedOver, str]] = []
 
@@ -170,15 +192,23 @@ class _Phases:
         step = _Step(given_by_autograd(graph) if self._may_bypass else _NOT_PLAIN, step_metadata())
         self._steps.append(step)
         step.saved = tuple(graph.graph.output_node().meta.get(ACTIVATIONS, ()))
+        seen = saved_and_seen(graph)
         step.made = self._compiled(graph, inputs, "forward")
         if not isinstance(step.given, str):
             step.given = handed_over(step.given, graph, self.gm, self.example_inputs, step.made.program.written)
-        return step.made.program
+        program = step.made.program
+        if not self._is_called_flat or not program.may_replay:
+            return program
+        step.bypass = StepBypass(program, *seen)
+        return step.bypass
 
     def backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
         gradients: Any = graph.graph.output_node().args[0]
         given = given_by_autograd(graph)
         made = self._compiled(graph, inputs, "backward")
+        if len(self._steps) == 1 and (bypass := self._steps[0].bypass) is not None:
+            about = self._steps[0].metadata, bypass.written, tuple(gradients)
+            bypass.complete(plain_step(*about, in_autocast=self._in_autocast), made.program)
         if len(self._steps) == 1 and not isinstance(given, str):
             with compile_stage("graphex_cache"):
                 self._steps[0].keep(self.call, given, made, tuple(gradients))
@@ -203,6 +233,8 @@ class _Phases:
         if len(self._bypasses) == 1:
             compiled = self._bypasses[0].around(compiled)
         elif self._steps:
+            bypass = self._steps[0].bypass
+            compiled = compiled if bypass is None or len(self._steps) > 1 else bypass.around(compiled)
             compiled = _with_tangents(compiled, self.gm, self.compilation)
         if len(self._handed) == 1 and not self._steps:
             with compile_stage("graphex_cache"):
@@ -232,6 +264,7 @@ class _Step:
     metadata: Any
     saved: tuple[Record, ...] = ()
     made: Executables | None = None
+    bypass: StepBypass | None = None
 
     def keep(self, call: CallSearch, backward: HandedOver, made: Executables, gradients: Sequence[Any]) -> None:
         """Keep a step that AOTAutograd only hands over, of fixed sizes and without passes on its joint graph."""
@@ -319,6 +352,8 @@ def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) ->
 
 
 # -- torch.compile(...).aot_compile ------------------------------------------------------------------------------------
+
+
 # Compiled without a call, and called without Dynamo. torch asks a backend for a callable that says how it is saved, and
 # turns AOTAutograd's cache on to get one made of Inductor's code. graphex saves its own artefact, so that cache is off
 # while it compiles.

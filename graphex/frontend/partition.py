@@ -4,11 +4,12 @@ torch's partitioner finds the cut that saves the fewest bytes, where what a regi
 and matrix products, convolutions and attention are never computed twice. Marks that `torch.utils.checkpoint` leaves on
 nodes are respected.
 
-graphex keeps some ops whole that Inductor takes apart before it cuts. Three kinds of values are computed again:
+graphex keeps some ops whole that Inductor takes apart before it cuts. Four kinds of values are computed again:
 
     logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved
     x: bf16[tokens, words] -> f32 -> nll_loss_backward                  which reads nothing of it but its size
     x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
+    x: bf16 -> f32 -> group norm: f32 -> silu_backward                  the same, from x and the saved statistics
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from graphex.env import regions_enabled
 from graphex.frontend.compiler import ACTIVATIONS, compile_joint
 from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack
+from graphex.rewrite.base import inherit_all
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
 from graphex.torch_private.graphs import copy_module
@@ -59,7 +61,10 @@ def partition(
     """
     note_program_writes(joint.graph, has_out=has_out)
     joint = compile_joint(joint, inputs, compilation)
-    again = prefer_computing_again(joint) if compilation.config.regions and regions_enabled() else set()
+    again: set[str] = set()
+    if compilation.config.regions and regions_enabled() and not any(_MARK in node.meta for node in joint.graph.nodes):
+        normalize_again(joint)
+        again = prefer_computing_again(joint)
     forward, backward = _cut(joint, inputs, compilation, kwargs)
     output = forward.graph.output_node()
     output.meta[RETURNED] = kwargs["num_fwd_outputs"]
@@ -93,15 +98,10 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
 
 
 def prefer_computing_again(joint: GraphModule) -> set[str]:
-    """Mark ops whose results are larger than what they are computed from, or free to compute where they are read; none
-    where a checkpoint has marked any.
-    """
-    nodes = list(joint.graph.nodes)
-    if any(_MARK in node.meta for node in nodes):
-        return set()
+    """Mark ops whose results are larger than what they are computed from, or free to compute where they are read."""
     found = [
         node
-        for node in nodes
+        for node in joint.graph.nodes
         if (node.target in _WIDENING and _is_wider(node))
         or (node.target in _POINTWISE and _is_in_a_chain(node))
         or (node.target in _CASTS and _is_wider(node) and _is_read_by_size(node))
@@ -109,6 +109,60 @@ def prefer_computing_again(joint: GraphModule) -> set[str]:
     for node in found:
         node.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
     return {node.name for node in found}
+
+
+def normalize_again(joint: GraphModule) -> None:
+    """Let a backward compute the result of a group norm from the statistics, which are saved for its derivative.
+
+        before:  y, mean, rstd = group_norm(x, w, b);  silu_backward(dz, y)
+        after:   y, mean, rstd = group_norm(x, w, b);  silu_backward(dz, x * (rstd * w) + (b - mean * (rstd * w)))
+
+    That is the arithmetic of the op itself. Only in float32: there the statistics are as exact as those it used.
+    """
+    backward: dict[Node, None] = {}
+    for node in joint.graph.nodes:
+        is_given = node.op == "placeholder" and "tangents" in node.name
+        if is_given or any(each in backward for each in node.all_input_nodes):
+            backward[node] = None
+    for norm in joint.graph.find_nodes(op="call_function", target=aten.native_group_norm.default):
+        parts = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+        readers = [node for node in backward if 0 in parts and node in parts[0].users]
+        if readers and {1, 2} <= parts.keys() and _is_plain_norm(norm):
+            with joint.graph.inserting_before(readers[0]):
+                again = _normalized(norm, parts[1], parts[2])
+            for reader in readers:
+                reader.replace_input_with(parts[0], again)
+    joint.recompile()
+
+
+def _is_plain_norm(norm: Node) -> bool:
+    """Whether a group norm is one of float32, of known sizes, with a weight and a bias, that leaves strides alone."""
+    x, weight, bias, *sizes = norm.args[:7]
+    is_known = all(isinstance(each, int) for each in sizes)
+    if not is_known or not (isinstance(weight, Node) and isinstance(bias, Node) and isinstance(x, Node)):
+        return False
+    given, result = x.meta["val"], norm.meta["val"][0]
+    return bool(result.dtype == torch.float32 and given.stride() == result.stride())
+
+
+def _normalized(norm: Node, mean: Node, rstd: Node) -> Node:
+    x, weight, bias, batch, width, _, groups, _ = norm.args
+    result = norm.meta["val"][0]
+
+    def made(target: Any, *args: Any) -> Node:
+        node = norm.graph.call_function(target, args)
+        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
+        inherit_all(node, [norm])
+        return node
+
+    def viewed(each: Any, sizes: list[Any]) -> Node:
+        return made(aten.view.default, each, sizes)
+
+    of_batch, of_width, of_both = [batch, groups, 1], [1, groups, -1], [batch, width, *[1] * (result.dim() - 2)]
+    factor = made(aten.mul.Tensor, viewed(rstd, of_batch), viewed(weight, of_width))
+    less = made(aten.mul.Tensor, viewed(mean, of_batch), factor)
+    shift = made(aten.sub.Tensor, viewed(bias, of_width), less)
+    return made(aten.add.Tensor, made(aten.mul.Tensor, x, viewed(factor, of_both)), viewed(shift, of_both))
 
 
 def _is_wider(node: Node) -> bool:

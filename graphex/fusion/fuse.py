@@ -32,8 +32,7 @@ from graphex.fusion.patterns import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.ops import SPECS, has_kernel
 from graphex.records import NearMiss, RuleTried
-from graphex.rewrite.base import Refusal, Work
-from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.base import Refusal, Work, evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}
@@ -272,6 +271,8 @@ def _downstream(node: Node, hops: int) -> list[Node]:
 
 
 # -- strides of results ------------------------------------------------------------------------------------------------
+
+
 # Results of a graph keep the strides that its user knows, whatever a rule has put in the place of what made them.
 #
 #     before:  bmm(a, b) -> transpose(0, 1) -> output                        strides (N, M * N, 1)

@@ -5,12 +5,11 @@ kernel was not written for such arguments; then the op's reference runs. Launche
 captured in a CUDA graph.
 
 How a call moves through this room: the op binds its arguments; the launcher looks a `LaunchPlan` up by their shapes and
-strides, or makes one; the plan allocates the results and launches the kernel. `tokens`, `experts`, `grouped`
-and `dropout` are families too, and `tuned/` has choices that come with graphex.
+strides, or makes one; the plan allocates the results and launches the kernel.
 
-Read `layout.py` (which strided tensors are rows to a kernel), `arithmetic.py` and `launch.py` first, then a family:
-`gated`, `quant` with `quant_options`, `norm`, `embedding`, `rotary`. `linears` and `attention` have several
-configurations for a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and
-`tuning_store.py` keeps the choice. `precompile.py` compiles the kernels of a whole graph before its first call, and
-`compiled.py` finds those that a process before has compiled.
+Read `layout.py` (tensors as rows, options as a kernel takes them), `arithmetic.py` and `launch.py` first, then a
+family: `quant`, `norm`, `tokens`, `rotary`, `experts`, `grouped`. `linears` and `attention` try several configurations
+of a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and keeps the choice;
+`tuned/` has choices that come with graphex. `compiled.py` compiles kernels in threads, and finds those that a process
+before has compiled.
 """

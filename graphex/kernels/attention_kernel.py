@@ -13,7 +13,7 @@ A decode step may bring along the token that it adds: the tuple (key, value, cos
 of key and value for each head and sequence, the angles of each sequence, and the one place in the caches where all of
 them go; where query and key are normalised first, the gains of these norms too. The query is rotated here then, and the
 token is where the running sums begin. Its row in the caches is written and never read, so no program waits for another.
-ROTATE says how a row is rotated, as in `rotary_kernel.py`:
+ROTATE says how a row is rotated, as in `rotary.py`:
 
     half          row[c] with row[c + D / 2], by angle c
     deinterleave  row[2 c] with row[2 c + 1], by angle c; the results are the halves of a row

@@ -32,7 +32,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from graphex.env import cache_directory, cache_enabled, collector_paused
-from graphex.kernels.tuning_store import Choices, Store, conditions
+from graphex.kernels.tuning import Choices, Store, conditions
 
 MOST_THREADS = 16
 OFTEN = 0.0005  # seconds that a thread works before it lets another one

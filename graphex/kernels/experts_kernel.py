@@ -16,8 +16,8 @@ import triton.language as tl
 
 from graphex.kernels.arithmetic import ordered, pdl_launch, pdl_wait
 from graphex.kernels.attention_kernel import bound
-from graphex.kernels.embedding import inside
 from graphex.kernels.linears_kernel import read_weight
+from graphex.kernels.tokens import inside
 
 
 @triton.jit

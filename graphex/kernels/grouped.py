@@ -19,12 +19,12 @@ from torch.nn.functional import grouped_mm
 
 from graphex.kernels.arithmetic import pdl_launch, pdl_wait
 from graphex.kernels.attention_kernel import bound
-from graphex.kernels.embedding import inside
 from graphex.kernels.experts_kernel import rounded
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
+from graphex.kernels.tokens import inside
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.npu_products import only
+from graphex.ops.npu_layers import only
 from graphex.ops.quant import ranged
 
 HALF = (torch.float16, torch.bfloat16)

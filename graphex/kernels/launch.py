@@ -1,4 +1,4 @@
-"""Launches of kernels: on the device, or only compiled, to be launched later.
+"""Launches of kernels: on the device, or only compiled, to be launched later; for a whole graph before its first call.
 
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
@@ -7,13 +7,23 @@
 kernel is compiled, or found, is in `compiled.py`.
 
 `run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
+
+`precompile_kernels` compiles those of a graph beside each other, instead of one after the other in its first call:
+
+    graph:   y = rms_norm_linears(x, ...); a = attention(q, ...); z = rms_norm_linears(y, ...)
+
+    here:    each distinct call goes through its launcher with fake tensors of the traced sizes, which launches nothing
+
+A launcher chooses as it will in the call, from what is known; where it will measure, all candidates are compiled.
+Symbolic sizes are taken as they were when the graph was traced.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,15 +32,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
 from graphex.kernels.arithmetic import CONTRACTED, PTX
-from graphex.kernels.compiled import compile_ahead, keep_hashes
+from graphex.kernels.compiled import MOST_THREADS, compile_ahead, compiling_in_threads, keep_hashes
 from graphex.kernels.layout import on_device_of, remember
 from graphex.kernels.tuning import Candidate
-from graphex.ops.definition import SPECS, Declined, launcher_of
-from graphex.torch_private.symbolic import FakeTensor
+from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 
@@ -190,3 +201,127 @@ class Scratch(ABC, Generic[Job]):
         if self._jobs is None:
             self._jobs = cycle(self.jobs(self._job))
         return next(self._jobs)
+
+
+# -- the kernels of a graph --------------------------------------------------------------------------------------------
+
+
+SLOW = ("graphex::rotary_attention_", "graphex::attention")
+UNKNOWN = -1  # a size that only running tells
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A tensor, as far as a launcher looks at it."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def fake(self) -> Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an op; its tensors are stand-ins."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def launch(self) -> Any:
+        args, kwargs = pytree.tree_map_only(StandIn, StandIn.fake, (self.args, self.kwargs))
+        return launcher_of(SPECS[self.op])(*args, **kwargs)
+
+    @property
+    def on(self) -> str:
+        """The sizes of its tensors: `1x4096, 6144x4096`."""
+        tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, StandIn)]
+        return ", ".join("x".join(map(str, tensor.sizes)) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The launches of calls that are alike, or why the kernel does not take them."""
+
+    call: Call
+    times: int
+    seen: Seen
+    declined: str
+
+
+@dataclass
+class Precompiled:
+    """The launches of a graph's calls, the errors in finding them, and the kernels that compiled late or not at all."""
+
+    planned: list[Planned] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    not_compiled: list[Exception] = field(default_factory=list)
+    tried_again: list[Exception] = field(default_factory=list)
+
+
+def precompile_kernels(nodes: Iterable[Node]) -> Precompiled:
+    """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
+    calls = distinct_calls(nodes)
+    made = _compiled(calls, MOST_THREADS) if calls else Precompiled()
+    if failed := made.not_compiled:
+        made = _compiled(calls, 1)
+        made.tried_again = failed
+    return made
+
+
+def _compiled(calls: dict[Call, int], threads: int) -> Precompiled:
+    made = Precompiled()
+    with FakeTensorMode(), compiling_in_threads(threads) as made.not_compiled:
+        for call in sorted(calls, key=_is_quick):
+            try:
+                with only_compiling() as seen:
+                    result = call.launch()
+            except Exception as error:
+                made.errors.append(error)
+            else:
+                declined = result.reason if isinstance(result, Declined) else ""
+                made.planned.append(Planned(call, calls[call], seen, declined))
+    order = list(calls)
+    made.planned.sort(key=lambda each: order.index(each.call))
+    return made
+
+
+def _is_quick(call: Call) -> bool:
+    """The ops that take longest to compile come first: the others are done by the time they are."""
+    return call.op not in SLOW
+
+
+def distinct_calls(nodes: Iterable[Node]) -> dict[Call, int]:
+    """The calls of a graph that have kernels, those that are alike as one, and how many there are of each."""
+    calls = [call for node in nodes if (call := _call_of(node)) is not None]
+    first = {str(call): call for call in reversed(calls)}
+    return {first[text]: times for text, times in Counter(map(str, calls)).items()}
+
+
+def _call_of(node: Node) -> Call | None:
+    """None for a node without a kernel, or with sizes that are not known before it runs."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    name = node.target.name().partition(".")[0]
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    if not devices or not has_kernel(name, devices[0]):
+        return None
+    args, kwargs = pytree.tree_map_only(Node, _standing_in, (tuple(node.args), dict(node.kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    sizes = [size for leaf in leaves if isinstance(leaf, StandIn) for size in (*leaf.sizes, *leaf.strides)]
+    return None if UNKNOWN in sizes else Call(name, args, kwargs)
+
+
+def _standing_in(node: Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return StandIn(_numbers(value.shape), _numbers(value.stride()), value.dtype, value.device)
+    return hint_of(value, UNKNOWN) if isinstance(value, torch.SymInt) else value
+
+
+def _numbers(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(hint_of(size, UNKNOWN) for size in sizes)

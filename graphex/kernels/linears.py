@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
-from graphex.kernels.layout import Rows, blocks_of, next_power_of_2, rows_of, signature
+from graphex.kernels.layout import Rows, blocks_of, is_column_vector, next_power_of_2, rows_of, signature
 from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_kernel
-from graphex.kernels.quant_options import is_column_vector
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops import linears as reference
 from graphex.ops.definition import Arguments, Declined

@@ -35,28 +35,26 @@ from graphex.kernels.arithmetic import (
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
     FEW_ROWS,
+    NO_QUANTISATION,
+    Dynamic,
+    Static,
     allocate,
     allocate_ones,
     blocks_of,
+    dynamic_of,
+    dynamic_options,
     inputs_of,
+    is_column_vector,
     memory_order,
+    quant_refusal,
     remember,
     row_tile,
     rows_of_ones,
     signature,
-)
-from graphex.kernels.quant import npu_dynamic, npu_static
-from graphex.kernels.quant_options import (
-    NO_QUANTISATION,
-    Dynamic,
-    Static,
-    dynamic_of,
-    dynamic_options,
-    is_column_vector,
-    quant_refusal,
     static_of,
     static_options,
 )
+from graphex.kernels.quant import npu_dynamic, npu_static
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
 from graphex.ops.npu import wants

@@ -1,7 +1,12 @@
-"""The quantisation kernels and their launches: one scale for each row, or a known scale; of x or of silu(gate) * up."""
+"""Kernels that treat every element alike, and their launches: silu(gate) * up, quantisation, dropout.
+
+Each input has its own strides: halves of a merged projection are read in place. A quantisation has one scale for each
+row, or a known scale, and is one of x or of silu(gate) * up. Dropout is for calls that no region holds.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,30 +29,115 @@ from graphex.kernels.arithmetic import (
     smoothed,
     static_quantised,
 )
-from graphex.kernels.gated import OrderedPlan
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
+    FLOATS,
+    Dynamic,
+    Rows,
+    Static,
     allocate,
     allocate_ones,
     blocks_of,
+    dynamic_of,
+    dynamic_options,
     flat_tile,
     grid_of,
     inputs_of,
+    quant_refusal,
     remember,
     row_tile,
     rows_of_ones,
     signature,
-)
-from graphex.kernels.quant_options import (
-    Dynamic,
-    Static,
-    dynamic_of,
-    dynamic_options,
-    quant_refusal,
     static_of,
     static_options,
 )
 from graphex.ops.definition import Arguments, Declined
+from graphex.ops.norms import BITS, FIRST, SECOND, STEP, threshold
 from graphex.ops.npu import QUANTISED, dynamic_range
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPlan(LaunchPlan):
+    """The result is laid out in an order of dimensions, or contiguous (None)."""
+
+    order: tuple[int, ...] | None
+
+
+_PLANS: dict[Any, OrderedPlan | Declined] = {}
+
+
+# -- silu(gate) * up ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "inner", "up_inner"])
+def silu_mul_kernel(
+    gate,
+    up,
+    out,
+    rows,
+    columns,
+    inner,
+    outer_stride,
+    inner_stride,
+    up_inner,
+    up_outer_stride,
+    up_inner_stride,
+    ROUND_SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    X: tl.constexpr = gate.dtype.element_ty
+    row = rows_of_block(ROWS, 1)
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    ok = (row < rows) & (column < columns)
+    start = row_start(row, inner, outer_stride, inner_stride)
+    start_up = row_start(row, up_inner, up_outer_stride, up_inner_stride)
+    g = tl.load(gate + start + column, mask=ok, other=0.0).to(tl.float32)
+    u = tl.load(up + start_up + column, mask=ok, other=0.0).to(tl.float32)
+    activated = silu(g, X == tl.float32)
+    if ROUND_SILU:
+        activated = rounded(activated, X)
+    tl.store(out + row.to(tl.int64) * columns + column, (activated * u).to(X), mask=ok)
+
+
+def _plan_silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> OrderedPlan | Declined:
+    inputs = inputs_of(gate, up, "gate and up")
+    if isinstance(inputs, Declined):
+        return inputs
+    rows, up_rows = inputs.rows, inputs.other_rows
+    if gate.is_contiguous() and up.is_contiguous() and rows.count:  # adjacent rows are one long row
+        rows = up_rows = Rows(1, gate.numel(), None, 0, gate.numel())
+    tile = flat_tile(rows.count, rows.columns)
+    integers = rows.count, rows.columns, *rows.steps, *up_rows.steps
+    constants = {"ROUND_SILU": round_silu, "ROWS": tile.rows, "BLOCK": tile.columns, "num_warps": tile.warps}
+    constants |= AS_WRITTEN
+    grid = grid_of(blocks_of(rows.columns, tile.columns), blocks_of(rows.count, tile.rows))
+    return OrderedPlan(grid, integers, constants, inputs.order)
+
+
+def _silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
+    key = signature(gate, up), round_silu
+    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_silu_mul(gate, up, round_silu))
+    if isinstance(plan, Declined):
+        return plan
+    out = allocate(gate, plan.order, gate.dtype)
+    plan.launch(silu_mul_kernel, (gate, up, out), gate)
+    return out
+
+
+def silu_mul(call: Arguments) -> Any:
+    return _silu_mul(call.gate, call.up, True)
+
+
+def npu_swiglu(call: Arguments) -> Any:
+    x, dim = call
+    if x.dim() == 0 or x.shape[dim] % 2:
+        return Declined("there are no two halves")
+    gate, up = x.chunk(2, dim)
+    return _silu_mul(gate, up, False)
+
+
+# -- quantisation ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -189,8 +279,6 @@ def static_quant_kernel(
 
 WIDEST = 8192
 
-_PLANS: dict[Any, OrderedPlan | Declined] = {}
-
 
 def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> OrderedPlan | Declined:
     inputs = inputs_of(x, up, "gate and up")
@@ -317,3 +405,40 @@ def npu_static(x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int
         dtype=result,
     )
     return _static(x, None, scales, zero_points, options)
+
+
+# -- dropout from a seed -----------------------------------------------------------------------------------------------
+
+
+DROPOUT_BLOCK, DROPOUT_WARPS = 1024, 4  # of one program
+_UNUSED, _STEP, _FIRST, _SECOND = map(tl.constexpr, (64 - BITS, STEP, FIRST, SECOND))
+
+
+@triton.jit
+def shifted(bits, by: tl.constexpr):
+    """`bits >> by`, filled up with zeros."""
+    return (bits.to(tl.uint64, bitcast=True) >> by).to(tl.int64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["least"])
+def dropout_kernel(x, seed, out, mask, numel, least, scale, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = place < numel
+    bits = (place + tl.load(seed)) * _STEP
+    bits = (bits ^ shifted(bits, 30)) * _FIRST
+    bits = (bits ^ shifted(bits, 27)) * _SECOND
+    kept = shifted(bits ^ shifted(bits, 31), _UNUSED) >= least
+    value = tl.load(x + place, mask=ok, other=0.0).to(tl.float32) * kept.to(tl.float32) * scale
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=ok)
+    tl.store(mask + place, kept, mask=ok)
+
+
+def dropout(call: Arguments) -> Any:
+    x, seed, p = call
+    if x.dtype not in FLOATS or not x.is_contiguous():
+        return Declined("x is not contiguous, or of another type than float16, bfloat16 and float32")
+    out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+    constants = {"BLOCK": DROPOUT_BLOCK, "num_warps": DROPOUT_WARPS} | AS_WRITTEN
+    plan = LaunchPlan((blocks_of(x.numel(), DROPOUT_BLOCK),), (x.numel(), threshold(p)), constants)
+    plan.launch(dropout_kernel, (x, seed, out, mask), x, (1 / (1 - p),))
+    return out, mask

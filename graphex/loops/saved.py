@@ -5,7 +5,7 @@
     step = graphex.load("step.graphex", model)       in the next process, with weights that were loaded since
     step(token, position)
 
-torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`frontend.portable`).
+torch's `aot_compile` keeps the guards and the code around the graph; graphex keeps the graph (`Portable`).
 The weights are the model's: the file holds none. Guards are checked in every call; a call with other sizes raises.
 """
 
@@ -35,11 +35,14 @@ from graphex.device import kernel_runtime
 from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
 from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
-from graphex.loops.warm_up import undone
+from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
 from graphex.torch_private.aot import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
+from graphex.torch_private.dynamo import forward_hooks_for_all
 
 _MARK = b"graphex saved function 1\n"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_FOR_ALL = ("torch.nn.modules.module._global_forward_hooks", "torch.nn.modules.module._global_forward_pre_hooks")
 _MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
 _NAMES = {"grad_mode": "whether gradients are computed (torch.no_grad)"} | {
     f"autocast({device})_{what}": f"{text} on '{device}'"
@@ -85,6 +88,7 @@ def save(
     about |= {"module": ahead.module, "names": _references(ahead.globals), "sources": ahead.sources}
     about["device"] = _device_of(backend.journal)
     about["guards"] = _named_guards(ahead, model, declared)
+    about["hooks"] = [name for name, held in _forward_hooks(model).items() if held]
     with written_whole(Path(path)) as file:
         file.write(_MARK + sealed(json.dumps(about).encode() + b"\n" + ahead.data))
     return backend.journal
@@ -105,16 +109,20 @@ def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
 class Loaded:
     """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled.
 
-    `model` is what the function takes first, if it does.
+    `model` is what the function takes first, if it does. `hooks` are the places, empty when it was saved, of hooks that
+    it would not call: the guards leave them out.
     """
 
-    def __init__(self, function: Any, model: torch.nn.Module | None) -> None:
+    def __init__(self, function: Any, model: torch.nn.Module | None, hooks: dict[str, Mapping[int, Any]]) -> None:
         self._function, self._model = function, model
+        self._hooks, self._hooks_held = hooks, list(hooks.values())
         compiled: CompiledAhead = function._artifacts.compiled_fn
         self.journal: Journal = compiled.journal
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args if self._model is None else (self._model, *args)
+        if any(self._hooks_held):
+            raise InputError(_why_not_with(self._hooks))
         try:
             return self._function(*given, **kwargs)
         except RuntimeError as error:
@@ -125,6 +133,7 @@ class Loaded:
     def without_guards(self) -> Loaded:
         """The same, and it is yours to call it only as it was saved for: nothing is checked."""
         self._function.disable_guard_check()
+        self._hooks_held = []
         return self
 
 
@@ -163,7 +172,10 @@ def load(
         except Exception as error:  # of torch's: an object that it can write, and not read
             raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
     _check_guards(path, head["guards"], function, model)
-    return Loaded(function, model if head["takes_self"] else None)
+    hooks = {name: held for name, held in _forward_hooks(model).items() if name not in head["hooks"]}
+    if any(hooks.values()):
+        raise InputError(f"'{path}': {_why_not_with(hooks)}")
+    return Loaded(function, model if head["takes_self"] else None, hooks)
 
 
 def _device_of(journal: Journal) -> str:
@@ -258,6 +270,21 @@ def _check_guards(path: str | Path, guards: list[list[str]], function: Any, mode
             here = one_line(error)
         if here != wanted:
             raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here}.")
+
+
+def _forward_hooks(model: object) -> dict[str, Mapping[int, Any]]:
+    """The forward hooks and pre-hooks of a model's modules, and of all modules, by their places."""
+    modules = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    found: dict[str, Mapping[int, Any]] = dict(zip(_HOOKS_FOR_ALL, forward_hooks_for_all(), strict=True))
+    for name, module in modules:
+        found |= {f"{name}.{kind}".lstrip("."): getattr(module, kind) for kind in _HOOKS}
+    return found
+
+
+def _why_not_with(hooks: Mapping[str, Mapping[int, Any]]) -> str:
+    name, held = next((name, held) for name, held in hooks.items() if held)
+    hook = _described(next(iter(held.values())))
+    return f"`{name}` has a hook ({hook}) that was not there when this was saved. Remove it, or save again with it."
 
 
 def _references(names: dict[str, Any]) -> dict[str, tuple[str, str]]:

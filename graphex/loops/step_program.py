@@ -36,12 +36,11 @@ from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
-from graphex.loops.observation import Observation, may_see_compiled_code
-from graphex.loops.reached import comparable, holds_tensors
+from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
 from graphex.loops.step_state import Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
-from graphex.runtime.pools import Pool
+from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required

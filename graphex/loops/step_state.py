@@ -5,8 +5,8 @@
     deferred      schedulers and averaged models, which the host steps after the device
     values        plain values that the function reads: a captured step holds for these only
 
-`found_in` finds all of it where Python code can reach it (`reached`). A device graph can hold the step of an optimizer
-that is fused or capturable, with learning rates on the device:
+`found_in` finds all of it where Python code can reach it (`observation`). A device graph can hold the step of an
+optimizer that is fused or capturable, with learning rates on the device:
 
 user    group["lr"] = 0.1                      a float, before and after each step
 step    group["lr"] = tensor on the device     filled when the float has changed: an input of the graph
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from graphex.loops.reached import Reached
+from graphex.loops.observation import Reached
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.dynamo import global_hooks
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass

@@ -1,8 +1,8 @@
 """The op library: importing it defines `torch.ops.npu.*` (where torch_npu is not installed) and `torch.ops.graphex.*`.
 
     definition                             how an op is declared, once, from its schema and its reference in plain ATen
-    norms, quant, linears, attention, experts, dropout, tokens                     the families of `torch.ops.graphex`
-    npu, npu_attention, npu_caches, npu_experts, npu_products                      torch_npu's ops
+    norms, quant, linears, attention, experts, tokens                              the families of `torch.ops.graphex`
+    npu, npu_attention, npu_layers, and those of `experts`                         torch_npu's ops
     scope                                  ops that place work on streams
     decompositions                         the table that graphs are traced with
 
@@ -19,13 +19,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from graphex.ops.definition import SPECS, OpSpec, declined, has_kernel
-from graphex.ops.npu_caches import INPLACE as CACHES
-from graphex.ops.npu_products import INPLACE as NORMS
+from graphex.ops.npu_layers import INPLACE
 
 __all__ = ["INPLACE", "SPECS", "OpSpec", "declined", "has_kernel"]
-
-INPLACE = (*CACHES, *NORMS)
-"""Ops in the namespace `npu`, functional and in place."""
 
 for _family in iter_modules(__path__):
     import_module(f"{__name__}.{_family.name}")

@@ -1,13 +1,29 @@
-"""Mixtures of experts: experts are chosen for each token, it goes through these, and their results are added."""
+"""Mixtures of experts: experts are chosen for each token, it goes through these, and their results are added.
+
+`graphex::experts` and `graphex::route` do all of it, or choose. torch_npu's ops say who goes where, and the way back:
+
+    y, expert, row = npu_moe_gating_top_k_softmax(logits, k=2)          k experts for each token
+    x2, place, by  = npu_moe_init_routing(x, row, expert, tokens)       tokens in the order of their experts
+    ends           = npu_moe_compute_expert_tokens(by, experts)
+    (x3,)          = npu_grouped_matmul([x2], [weight], group_list=ends, split_item=3, group_type=0)
+    out            = npu_moe_finalize_routing(x3, None, None, None, y, place, expert)
+
+Expanded rows are numbered expert by expert; `place[j * tokens + i]` is where the row of token i for choice j went.
+No op here asks the device for a number, so all of them can be captured.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import RowRule, op
-from graphex.torch_private.graphs import require
+from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
+from graphex.ops.definition import RowRule, op, with_kernel
+from graphex.torch_private.graphs import require, require_implemented
 
 SILU = "silu"
 CLAMPED = "clamped"
@@ -137,3 +153,316 @@ def route(
     if normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + epsilon)
     return (weights * scale if scale != 1.0 else weights).to(dtype), experts
+
+
+# -- torch_npu's ops ---------------------------------------------------------------------------------------------------
+
+
+_route = with_kernel("graphex::route")
+
+
+def _row_numbers(tokens: int, k: int, device: torch.device) -> Tensor:
+    """[tokens, k]: choices of one number are next to each other."""
+    return torch.arange(tokens * k, device=device, dtype=torch.int32).view(k, tokens).t().contiguous()
+
+
+def _fake_gating_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], k]
+    expert, row = (x.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    return x.new_empty(shape), expert, row
+
+
+@op(
+    "npu::npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_gating_softmax,
+)
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest of softmax(x), their numbers, and the numbers of their rows: (y, expert, row).
+
+    y, expert = topk(softmax(x in float32), k);  row[i, j] = j * tokens + i
+    Tokens that are `finished` get the number behind the last expert.
+    """
+    found = _route(x.reshape(-1, x.shape[-1]), None, k, "softmax", x.dtype)
+    y, expert = (each.view(*x.shape[:-1], k) for each in found)
+    expert = expert.to(torch.int32)
+    if finished is not None:
+        expert = torch.where(finished.unsqueeze(-1), x.shape[-1], expert).to(torch.int32)
+    row = _row_numbers(x.numel() // max(x.shape[-1], 1), k, x.device)
+    return y, expert, row.view(expert.shape)
+
+
+def _fake_gating(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*x.shape[:-1], k]
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
+
+
+@op(
+    "npu::npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, int k_group=1, int group_count=1,"
+    " int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, float routed_scaling_factor=1.0,"
+    " float eps=1e-20) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_gating,
+)
+def npu_moe_gating_top_k(
+    x: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k experts of each token, chosen within the best groups: (y, expert, scores).
+
+    scores = softmax(x) (norm_type 0) or sigmoid(x) (1), in float32;  chosen by scores [+ bias]
+    a group counts by its largest score (group_select_mode 0) or by its two largest (1); `k_group` groups stay
+    y      = scores of the chosen [/ (their sum + eps), for sigmoid or with renorm] * routed_scaling_factor
+
+    Without `out_flag` the third result is zeros.
+    """
+    by_largest = group_count > 1 and group_select_mode == 0
+    scores = x.to(torch.float32) if out_flag or by_largest else None
+    if scores is not None:
+        scores = scores.sigmoid() if norm_type == 1 else scores.softmax(-1)
+    if by_largest:
+        assert scores is not None
+        y, expert = _chosen_by_largest(scores, k, bias, k_group, group_count)
+        if norm_type == 1 or renorm:
+            y = y / (y.sum(-1, keepdim=True) + eps)
+        y = (y * routed_scaling_factor).to(x.dtype)
+    else:
+        correction = None if bias is None else bias.to(torch.float32)
+        how = "sigmoid" if norm_type == 1 else "softmax", x.dtype, bool(norm_type == 1 or renorm), eps
+        y, expert = _route(x, correction, k, *how, routed_scaling_factor, group_count, k_group)
+    shown = scores.clone() if scores is not None and out_flag else x.new_zeros(x.shape, dtype=torch.float32)
+    return y, expert.to(torch.int32), shown
+
+
+def _chosen_by_largest(
+    scores: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int
+) -> tuple[Tensor, Tensor]:
+    """Scores and numbers of k experts, of the groups whose largest scores are largest."""
+    choice = scores if bias is None else scores + bias.to(torch.float32)
+    groups = choice.unflatten(-1, (group_count, -1))
+    best = groups.amax(-1).topk(k_group, -1).indices
+    stay = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
+    expert = groups.masked_fill(~stay.unsqueeze(-1), -torch.inf).flatten(-2).topk(k, -1).indices
+    return scores.gather(-1, expert), expert
+
+
+def _fake_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = expert_idx.numel()
+    rows = min(active_num, x.shape[0]) * expert_idx.shape[-1]
+    place, by = (expert_idx.new_empty(count, dtype=torch.int32) for _ in range(2))
+    return x.new_empty((rows, x.shape[-1])), place, by
+
+
+@op(
+    "npu::npu_moe_init_routing(Tensor x, Tensor row_idx, Tensor expert_idx, SymInt active_num)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_fake_init_routing,
+)
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens in the order of their experts: (expanded x, place, expert of each expanded row).
+
+    order = stable argsort(expert_idx, flat)
+    expanded x[i] = x[row_idx[order[i]] % tokens];  place[row_idx[order[i]]] = i
+    """
+    by, order = expert_idx.reshape(-1).sort(stable=True)
+    row = row_idx.reshape(-1)[order].long()
+    place = torch.zeros_like(row).scatter(0, row, torch.arange(row.shape[0], device=row.device))
+    count = min(active_num, x.shape[0]) * expert_idx.shape[-1]
+    return x[row[:count] % x.shape[0]], place.to(torch.int32), by.to(torch.int32)
+
+
+def _fake_init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, expert_num: int = -1, active_num: int = -1, **options: Any
+) -> tuple[Tensor, ...]:
+    count = expert_idx.numel()
+    start, end = options.get("active_expert_range") or (0, expert_num)
+    return (
+        x.new_empty((count, x.shape[-1])),
+        expert_idx.new_empty(count, dtype=torch.int32),
+        expert_idx.new_empty(end - start, dtype=torch.int64),
+        x.new_empty(0, dtype=torch.float32),
+    )
+
+
+@op(
+    "npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None,"
+    " SymInt active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0,"
+    " int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=0,"
+    " int[2] active_expert_range=[], int row_idx_type=0) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_init_routing_v2,
+)
+def npu_moe_init_routing_v2(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = 0,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens in the order of their experts: (expanded x, place, tokens of each expert, an empty scale).
+
+    order = stable argsort(expert_idx, flat), experts out of `active_expert_range` last
+    expanded x[i] = x[order[i] // k]
+    place: where row i * k + j went (row_idx_type 0), or the row that stands at i (1)
+    tokens of each expert: counted (expert_tokens_num_type 1) or where each ends (0)
+    """
+    require_implemented(
+        quant_mode == -1 and drop_pad_mode == 0 and scale is None,
+        lambda: "npu_moe_init_routing_v2 has a reference for quant_mode=-1 and drop_pad_mode=0 alone",
+    )
+    start, end = active_expert_range or (0, expert_num)
+    flat = expert_idx.reshape(-1).long()
+    is_active = (flat >= start) & (flat < end)
+    by, order = torch.where(is_active, flat, expert_num).sort(stable=True)
+    numbers = torch.arange(flat.shape[0], device=flat.device)
+    place = order if row_idx_type == 1 else torch.zeros_like(order).scatter(0, order, numbers)
+    experts = torch.arange(start, end, device=flat.device)
+    ends = torch.searchsorted(by, experts, right=True)
+    tokens = ends if expert_tokens_num_type == 0 else ends - torch.searchsorted(by, experts)
+    return x[order // expert_idx.shape[-1]], place.to(torch.int32), tokens, x.new_empty(0, dtype=torch.float32)
+
+
+@op(
+    "npu::npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor",
+    fake=lambda sorted_expert_for_source_row, num_expert: sorted_expert_for_source_row.new_empty(
+        num_expert, dtype=torch.int32
+    ),
+)
+def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expert: int) -> Tensor:
+    """Where the rows of each expert end, in a sorted list of the experts of rows."""
+    experts = torch.arange(num_expert, device=sorted_expert_for_source_row.device, dtype=torch.int32)
+    return torch.searchsorted(sorted_expert_for_source_row, experts, right=True).to(torch.int32)
+
+
+def _fake_finalize(
+    rows: Tensor, _skip1: Any, _skip2: Any, _bias: Any, scales: Tensor | None, places: Tensor, *_: Any
+) -> Tensor:
+    k = 1 if scales is None else scales.shape[-1]
+    return rows.new_empty((places.shape[0] // k, rows.shape[-1]))
+
+
+@op(
+    "npu::npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias,"
+    " Tensor? scales, Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0) -> Tensor",
+    fake=_fake_finalize,
+    kernel="grouped.npu_moe_finalize_routing",
+)
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor,
+    skip1: Tensor | None,
+    skip2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
+    drop_pad_mode: int | None = 0,
+) -> Tensor:
+    """The rows of a token's experts, brought back and added up, in float32 and rounded once.
+
+        out[i] = [skip1[i] +] [skip2[i] +] sum over j of scales[i, j] * (row at place (i, j) [+ bias[expert (i, j)]])
+
+    drop_pad_mode 0 and 1: place (i, j) is expanded_src_to_dst_row[j * tokens + i]; 2 and 3: [i * k + j]. A place of -1
+    is none.
+    """
+    k = 1 if scales is None else scales.shape[-1]
+    wide = torch.float32
+    place = expanded_src_to_dst_row.long()
+    tokens = place.shape[0] // k
+    place = place.view(tokens, k) if (drop_pad_mode or 0) >= 2 else place.view(k, tokens).t()
+    flat = expanded_permuted_rows.reshape(-1, expanded_permuted_rows.shape[-1])
+    rows = flat[place.clamp(min=0)].to(wide)
+    if bias is not None:
+        require(export_for_source_row is not None, lambda: "bias needs export_for_source_row, the experts of tokens")
+        assert export_for_source_row is not None
+        rows = rows + bias.to(wide)[export_for_source_row.long()]
+    rows = rows.masked_fill((place < 0).unsqueeze(-1), 0.0)
+    out = rows.sum(1) if scales is None else (rows * scales.to(wide).unsqueeze(-1)).sum(1)
+    for skip in (skip1, skip2):
+        if skip is not None:
+            out = out + skip.to(wide)
+    return out.to(expanded_permuted_rows.dtype)
+
+
+_finalize = with_kernel("npu::npu_moe_finalize_routing")
+
+
+def _kept(count: int, num_out_tokens: int | None) -> int:
+    """How many rows stay: all, so many, or all but so many."""
+    if not num_out_tokens:
+        return count
+    return min(count, num_out_tokens) if num_out_tokens > 0 else max(0, count + num_out_tokens)
+
+
+def _fake_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    count = indices.numel()
+    rows = tokens.new_empty((_kept(count, num_out_tokens), tokens.shape[-1]))
+    return rows, indices.new_empty(count, dtype=torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_permute(Tensor tokens, Tensor indices, SymInt? num_out_tokens=None, bool padded_mode=False)"
+    " -> (Tensor, Tensor)",
+    fake=_fake_token_permute,
+)
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their experts, `indices` [tokens] or [tokens, k]: (rows, place).
+
+    order = stable argsort(indices, flat);  rows[i] = tokens[order[i] // k];  place[order[i]] = i
+    `num_out_tokens` rows stay, if it is positive; all but so many, if it is negative.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_permute has no reference for padded_mode")
+    flat = indices.reshape(-1)
+    order = flat.sort(stable=True).indices
+    place = torch.zeros_like(order).scatter(0, order, torch.arange(flat.shape[0], device=flat.device))
+    times = 1 if indices.dim() == 1 else indices.shape[-1]
+    return tokens[order[: _kept(flat.shape[0], num_out_tokens)] // times], place.to(torch.int32)
+
+
+@op(
+    "npu::npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None,"
+    " bool padded_mode=False, SymInt[]? restore_shape=None) -> Tensor",
+    fake=lambda permuted_tokens, sorted_indices, probs=None, *_: permuted_tokens.new_empty(
+        (sorted_indices.shape[0] // (1 if probs is None else probs.shape[-1]), permuted_tokens.shape[-1])
+    ),
+)
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> Tensor:
+    """The way back from `npu_moe_token_permute`: out[i] = sum over j of probs[i, j] * row at sorted_indices[i * k + j].
+
+    Rows that did not stay count as 0.
+    """
+    require_implemented(not padded_mode, lambda: "npu_moe_token_unpermute has no reference for padded_mode")
+    places = torch.where(sorted_indices < permuted_tokens.shape[0], sorted_indices, -1)
+    result: Tensor = _finalize(permuted_tokens, None, None, None, probs, places, None, 2)
+    return result

@@ -42,7 +42,7 @@ def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
     title="silu(gate) * up",
     gradient=Gradient(_save_silu_mul, _silu_mul_backward),
-    kernel="gated.silu_mul",
+    kernel="quant.silu_mul",
     rows=RowRule("pointwise"),
     inlines=True,
     fake=_fake_silu_mul,

@@ -254,7 +254,7 @@ def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     "npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor",
     fake=_fake_npu_swiglu,
     gradient=Gradient(_save_npu_swiglu, _npu_swiglu_backward),
-    kernel="gated.npu_swiglu",
+    kernel="quant.npu_swiglu",
 )
 def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     """The halves a, b of `self` along `dim`: (silu(a) * b) in float32, rounded once to the type of `self`."""

@@ -53,7 +53,7 @@ def _embedding_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     fake=_fake_embedding,
     gradient=Gradient(_save_embedding, _embedding_backward),
     title="embedding",
-    kernel="embedding.embedding",
+    kernel="tokens.embedding",
     rows=RowRule("lookup", ("weight", "indices")),
 )
 def embedding(weight: Tensor, indices: Tensor) -> Tensor:

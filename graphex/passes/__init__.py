@@ -5,8 +5,8 @@
     fuse                                     lift idioms to named ops, fuse named ops; `graphex.fusion` has the rules
     experts, routers                         mixtures of experts as one op, and the choice of experts as another
     projections, projection_plans            linear layers of few rows, with the norms and gates around them
-    cat                                      the parts of a concatenation are computed where they belong
-    updates, input_reinplace, reinplace      inputs, then dead intermediate values, are written in place again
+    updates, input_reinplace                 inputs are written in place again
+    reinplace                                dead values too, and the parts of a concatenation where they belong
     rotary_write, rotary_attention           late rules that need a proven write in place: rotary embedding and cache
     streams                                  events between streams, deadlocks, branches for a second stream
 

@@ -41,8 +41,7 @@ from graphex.passes.updates import (
     updated,
     why_seen,
 )
-from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
-from graphex.rewrite.metadata import PassWatch, fake_mode_of, repair
+from graphex.rewrite.base import GraphPass, PassWatch, Refusal, Work, fake_mode_of, inherit, repair
 from graphex.torch_private.graphs import (
     WRAPPER,
     WRAPPERS,
@@ -54,6 +53,8 @@ from graphex.torch_private.graphs import (
 from graphex.torch_private.symbolic import FAKED_BY
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
+
+
 # The layouts of a graph if one of its values is laid out in memory otherwise.
 #
 #     before:  new = index_copy(transpose(cache), ...); t = transpose(new); s = sum(t)      new is contiguous, t is not
@@ -121,6 +122,8 @@ def _all_alike(left: Any, right: Any) -> bool:
 
 
 # -- custom ops that write to their arguments --------------------------------------------------------------------------
+
+
 #     before:  new = auto_functionalized_v2(bump, x=..., _all_bases=[cache])[1]; copy_(cache, new)
 #     after:   bump(cache, x)
 #

@@ -30,14 +30,13 @@ from graphex.analysis.memory import predicted_peak
 from graphex.config import CompilerConfig, CustomPass
 from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.rules import users_rules
-from graphex.passes.cat import WritePartsOfCat
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.place import PlaceNodes
 from graphex.passes.projections import FoldGates, FoldProjections
-from graphex.passes.reinplace import ReuseDeadMemory
+from graphex.passes.reinplace import ReuseDeadMemory, WritePartsOfCat
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
 from graphex.passes.routers import LiftRouters

@@ -37,8 +37,7 @@ from graphex.device.base import EXTERNAL_EVENTS, ExternalEvents
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, IGNORED, LABEL, LEXICAL, NAMESPACES, PRIORITY
 from graphex.records import Refused
-from graphex.rewrite.base import GraphPass, Work
-from graphex.rewrite.metadata import MADE_BY
+from graphex.rewrite.base import MADE_BY, GraphPass, Work
 
 # -- streams and events as torch leaves them in a graph ----------------------------------------------------------------
 
@@ -159,6 +158,8 @@ def lower_torch_events(work: Work, writer: Writer) -> None:
 
 
 # -- scopes ------------------------------------------------------------------------------------------------------------
+
+
 # The scopes that are open while a graph is walked, and their settings for the nodes inside.
 
 

@@ -1,41 +1,55 @@
-"""Compiling regions: Inductor's standalone entry point, called once for regions that are alike.
+"""Compiling regions: Inductor's standalone entry point, called once for regions that are alike, and trials of its code.
 
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
 CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does. On a terminal a
 line says what is compiled, from `PATIENCE` seconds on.
+
+In a trial, compiled code is timed against the same nodes as single kernels, and stays if it is no slower. On a GPU both
+are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
+Code that launches a third less kernels than the nodes is certain to be faster there, and is taken untried. On a CPU
+both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more.
+GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
+pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import c_float
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from shutil import which
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from graphex.analysis.effects import is_kernel
+from graphex import env
+from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
+from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
-from graphex.regions.members import inlined_ops, is_generated
+from graphex.regions.members import ROUND_NUMBERS, inlined_ops, is_generated, rounded, type_of_numbers
 from graphex.torch_private.inductor import (
     OutputCode,
     inductor_compile,
     known_settings,
+    plain_arithmetic,
     runner_of,
     without_inductor,
-    wrapping_integers,
 )
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, pytree
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
 MM = torch.ops.aten.mm.default
 
@@ -106,7 +120,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
-        **wrapping_integers(),
+        **plain_arithmetic(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
@@ -136,13 +150,64 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, or for large numbers."""
-    return {op: spelling for op, spelling in SPELLINGS.items() if body.graph.find_nodes(op="call_function", target=op)}
+    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, its last bit, or if large."""
+    called = [node for node in body.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    rounding = {node.target for node in called if _rounded_numbers(node.target, node.args, node.kwargs)}
+    return {op: SPELLINGS[op] for node in called if (op := node.target) in SPELLINGS} | {
+        op: partial(_of_rounded_numbers, op, SPELLINGS.get(op)) for op in rounding
+    }
+
+
+def _of_rounded_numbers(
+    op: torch._ops.OpOverload, spelling: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """The op with its numbers as eager reads them on a CPU: rounded to the type of the tensors.
+
+    A bfloat16 `x + 1.001` is `x + 1` there, and `x ** 257` is `x ** 256`.
+    """
+    if taken := _rounded_numbers(op, args, kwargs):
+        return op(*taken[0], **taken[1])
+    return NotImplemented if spelling is None else spelling(*args, **kwargs)
+
+
+def _rounded_numbers(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments with numbers that are rounded to the 16 bits of a tensor; None if there is nothing to round."""
+    if op.overloadpacket not in ROUND_NUMBERS:
+        return None
+    dtype = type_of_numbers([each.meta.get("val") if isinstance(each, Node) else each for each in args])
+    if dtype is None:
+        return None
+    taken = [rounded(each, dtype) if type(each) in (int, float) else each for each in (*args, *kwargs.values())]
+    if all(new is old for new, old in zip(taken, (*args, *kwargs.values()), strict=True)):
+        return None
+    return tuple(taken[: len(args)]), dict(zip(kwargs, taken[len(args) :], strict=True))
 
 
 def _negated(x: Tensor) -> Any:
     """Triton subtracts from 0, so that the negative of 0 would be 0."""
     return x * -1.0 if x.dtype.is_floating_point else NotImplemented
+
+
+def _divided(x: Tensor, by: Any) -> Any:
+    """On a GPU eager multiplies by the reciprocal of a number: another last bit, which shows once it is rounded."""
+    is_plain = isinstance(by, (int, float)) and not x.dtype.is_complex
+    if x.device.type != "cuda" or not is_plain or not (x.dtype.is_floating_point or _default_is_float32()):
+        return NotImplemented
+    is_double = x.dtype == torch.float64
+    divisor = float(by) if is_double else c_float(by).value
+    if not divisor or not isfinite(divisor):
+        return NotImplemented
+    inverse = 1.0 / divisor if is_double else c_float(1.0 / divisor).value
+    if is_double or x.dtype == torch.float32:
+        return x * inverse
+    quotient = x.float() * inverse
+    return quotient.to(x.dtype) if x.dtype.is_floating_point else quotient
+
+
+def _default_is_float32() -> bool:
+    return torch.get_default_dtype() == torch.float32
 
 
 def _power(x: Tensor, exponent: Any) -> Any:
@@ -195,6 +260,8 @@ SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_max.default: _bounded,
     torch.ops.aten.clamp_min.default: _clamped,
+    torch.ops.aten.div.Scalar: _divided,
+    torch.ops.aten.div.Tensor: _divided,
     torch.ops.aten.elu.default: _elu,
     torch.ops.aten.expm1.default: _less_one,
     torch.ops.aten.hardtanh.default: _clamped,
@@ -302,12 +369,17 @@ def _fake_mode(body: GraphModule) -> FakeTensorMode:
 
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
     """Equal for two graphs that Inductor compiles to the same code."""
+    return _rows(body), tuple(sorted((name, repr(value)) for name, value in patches.items()))
+
+
+def _rows(body: GraphModule) -> Hashable:
     number = {node: index for index, node in enumerate(body.graph.nodes)}
-    rows = tuple(_row(node, number) for node in body.graph.nodes)
-    return rows, tuple(sorted((name, repr(value)) for name, value in patches.items()))
+    return tuple(_row(body, node, number) for node in body.graph.nodes)
 
 
-def _row(node: Node, number: dict[Node, int]) -> Hashable:
+def _row(body: GraphModule, node: Node, number: dict[Node, int]) -> Hashable:
+    if is_body(node):
+        return _rows(body.get_submodule(str(node.target)))  # type: ignore[arg-type]
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
     return node.op, target, repr(args), layout_key(node.meta.get("val"))
@@ -321,3 +393,121 @@ def layout_key(value: Any) -> Hashable:
         sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset())
         return sizes, str(value.dtype), str(value.device)
     return str(value)
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+COMPILED, SINGLE = "compiled", "single kernels"
+ROOM = 3  # the inputs of a trial may take this part of the free memory
+ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
+LONGEST = 1.0  # seconds, after which no round is begun
+CLOSE = 1.2  # times that differ by less may be the other way round in the next round
+SMALLEST, WIDE = 1.02, 2.0  # how much faster single kernels have to be, and in a doubtful measurement
+SPREAD = 1.5  # a usual call takes so much longer than the shortest: something else runs too
+HELD = 0.5  # the part of the time in which this thread has a core; with less, something else runs too
+CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
+KERNELS = 240  # in a graph that is timed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether compiled code is kept, and the seconds of both; 0 where they were not measured.
+
+    Doubtful seconds were measured while something else ran on the machine.
+    """
+
+    is_kept: bool = True
+    compiled: float = 0.0
+    single: float = 0.0
+    is_doubtful: bool = False
+
+
+def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
+    """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
+    if env.tuning() == "off" or any(map(is_formula, body.graph.nodes)):
+        return Outcome()
+    with torch.no_grad():
+        if device.type == "cpu":
+            return _on_cpu(body, code)
+        return _on_gpu(body, code, key, device) if torch.cuda.current_device() == (device.index or 0) else Outcome()
+
+
+def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
+    signature = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    single = sum(map(is_kernel, body.graph.nodes))
+    if launches(body, code) <= CERTAIN * single:
+        return Outcome()
+    args = made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
+    if args is None or torch.cuda.is_current_stream_capturing():
+        return Outcome()
+    times = max(2, min(LAUNCHES, KERNELS // single))
+    runs = (
+        Candidate(COMPILED, lambda: code.run(list(args)), launches=times),
+        Candidate(SINGLE, lambda: body(*args), launches=times),
+    )
+    for each in runs:
+        each.run()  # what is chosen inside of them is chosen first
+    chosen = choose("region", signature, runs, runs[0])
+    found = choice_of("region", signature)
+    seconds = {} if found is None else found.seconds
+    return Outcome(chosen.name == COMPILED, seconds.get(COMPILED, 0.0), seconds.get(SINGLE, 0.0))
+
+
+def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
+    args = made_up(body, 2**30)
+    if args is None:
+        return Outcome()
+    (compiled, single), is_doubtful = _shortest((lambda: code.run(list(args)), lambda: body(*args)))
+    return Outcome(compiled <= single * (WIDE if is_doubtful else SMALLEST), compiled, single, is_doubtful)
+
+
+def _shortest(runs: Sequence[Callable[[], object]]) -> tuple[list[float], bool]:
+    """The shortest call of each, in rounds that call each once, and whether they are doubtful.
+
+    Rounds go on for as long as the calls are close or doubtful.
+    """
+    for run in runs:
+        run()  # warms up
+    calls: list[list[float]] = [[] for _ in runs]
+    began, held = time.perf_counter(), time.thread_time()
+    for number in range(1, MOST_ROUNDS + 1):
+        for run, seconds in zip(runs, calls, strict=True):
+            called = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - called)
+        shortest, passed = list(map(min, calls)), time.perf_counter() - began
+        is_doubtful = time.thread_time() - held < HELD * passed or any(
+            median(seconds) > SPREAD * min(seconds) for seconds in calls
+        )
+        is_clear = number >= ROUNDS and max(shortest) > CLOSE * min(shortest)
+        if (is_clear and not is_doubtful) or passed > LONGEST:
+            break
+    return shortest, is_doubtful
+
+
+def made_up(body: GraphModule, room: int) -> list[Any] | None:
+    """Inputs like those the graph was traced with; None if they need more memory than there is room for."""
+    values = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if sum(_extent(value) * value.element_size() for value in tensors) > room:
+        return None
+    return [_like(value) if isinstance(value, Tensor) else _number(value) for value in values]
+
+
+def _number(value: Any) -> Any:
+    return hint_of(value, 1) if isinstance(value, torch.SymInt) else value
+
+
+def _extent(value: Tensor) -> int:
+    """How many elements of memory a tensor reaches over."""
+    pairs = [(hint_of(size, 1), hint_of(step, 1)) for size, step in zip(value.shape, value.stride(), strict=True)]
+    return 0 if any(not size for size, _ in pairs) else 1 + sum((size - 1) * step for size, step in pairs)
+
+
+def _like(value: Tensor) -> Tensor:
+    flat = torch.zeros(_extent(value), dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point and value.dtype.itemsize > 1:
+        flat.normal_(generator=torch.Generator(value.device).manual_seed(0))
+    size, stride = ([hint_of(each, 1) for each in each_of] for each_of in (value.shape, value.stride()))
+    return flat.as_strided(size, stride)

@@ -8,24 +8,52 @@
 The sets are the partitions of `graphex.rewrite.partition`: every way out of a region raises the level of what comes
 behind, so that no region waits for itself; writes and reads of one memory count as ways. A region returns values that
 live in memory of their own. Views of them, which cost nothing, are made outside.
+
+A region of equal layers is cut between them, so that one of them is compiled and serves for all:
+
+    region:  embed; [mm a; gelu; mm b; add; norm]; [mm a; gelu; mm b; add; norm]; ... ; head
+
+    cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
+
+It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would have
+written ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the
+kernel before it writes if both are in one region. Nor is a place with a value across it that does not lie in memory row
+by row: its strides are eager's, and inside of a region Inductor would choose better ones. Of the other places the one
+is taken that parts the fewest bytes of what one kernel would compute, then the one with the fewest values across it,
+and then the one where these are written without a cut too:
+
+    add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
+    add; mm(time); norm(add); | mm(norm)        parts nothing
+
+Segments are in the graph's order, so that each depends on earlier ones alone.
+
+What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
+is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
+
+    before:  ...; t = tanh(saved)  |  g = mm(...); tanh_backward(g, t)        t would be written to memory
+    after:   ...  |  t = tanh(saved); g = mm(...); tanh_backward(g, t)
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-from torch.fx import GraphModule, Node
+from torch import Tensor
+from torch.fx import GraphModule, Node, map_arg
 
 from graphex.analysis import node_line
-from graphex.analysis.effects import RegionContract, is_kernel, is_number
+from graphex.analysis.effects import RegionContract, is_body, is_formula, is_kernel, is_number, operator_of
 from graphex.analysis.graphs import extract, values_from_outside
-from graphex.analysis.memory import contract_of
+from graphex.analysis.memory import bytes_of, contract_of
+from graphex.analysis.shapes import known_contiguous
 from graphex.errors import Refusal
-from graphex.regions.layers import cut_at_layers, sunk
+from graphex.regions.compiler import layout_key
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
 
@@ -97,7 +125,7 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
     if reason := _why_not_worth_it(gm, partitions):
         return Growth([], _borders(members.outside), [], reason)
     for nodes in sunk([nodes for partition in partitions for nodes in cut_at_layers(partition)]):
-        if sum(map(is_generated, nodes)) < FEWEST:
+        if not _is_worth_it(nodes):
             continue
         planned = _plan(gm, nodes)
         (plans if isinstance(planned, RegionPlan) else refused).append(planned)  # type: ignore[arg-type]
@@ -106,17 +134,27 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
-    generated = sum(count for nodes in partitions if (count := sum(map(is_generated, nodes))) >= FEWEST)
+    generated = sum(sum(map(is_generated, nodes)) for nodes in partitions if _is_worth_it(nodes))
     kernels = sum(map(is_kernel, gm.graph.nodes))
-    if generated >= min(ENOUGH, -(-kernels // SHARE)):
+    if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
         return ""
     return f"Inductor would write code for {generated or 'none'} of {kernels} ops: too little to gain"
+
+
+def _is_worth_it(nodes: list[Node]) -> bool:
+    return sum(map(is_generated, nodes)) >= FEWEST or any(map(is_formula, nodes))
+
+
+def _taken(nodes: list[Node]) -> list[Node]:
+    """The values that a region is called with: all that it reads, except for graphs, which it has inside."""
+    return [value for value in values_from_outside(nodes) if not is_body(value)]
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
-    body, _ = extract(gm, nodes, values_from_outside(nodes), tuple(outputs), "Region")
+    graphs = [value for value in values_from_outside(nodes) if is_body(value)]
+    body, _ = extract(gm, [*graphs, *nodes], _taken(nodes), tuple(outputs), "Region")
     contract = contract_of(body)
     if isinstance(contract, Refusal):
         return contract
@@ -160,7 +198,7 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     """
     graph = gm.graph
     with graph.inserting_after(plan.nodes[-1]):
-        call = graph.call_module(name, tuple(values_from_outside(plan.nodes)))
+        call = graph.call_module(name, tuple(_taken(plan.nodes)))
     call.meta["val"] = tuple(output.meta.get("val") for output in plan.outputs)
     stands_for: dict[Node, Node] = {}
     place = call
@@ -178,3 +216,221 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     for node in reversed(plan.nodes):
         graph.erase_node(node)
     return call
+
+
+# -- equal layers ------------------------------------------------------------------------------------------------------
+
+
+LAYERS = 6  # equal layers that are worth cutting for
+READS = 4  # of memory: Inductor writes a value that is read twice and takes more of them
+ROUNDS = 16  # in which it is found out what can move; after so many nothing does
+
+
+def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
+    """The nodes of a region in segments of which many are equal; one segment if it has no equal layers."""
+    kinds = [_kind(node) for node in nodes]
+    found = _period(nodes, kinds)
+    if found is None:
+        return [nodes]
+    first, period, times = found
+    across = _across(nodes)
+    values = {offset: across[first + period + offset] for offset in range(period) if _may_cut(nodes, first + offset)}
+    offsets = [offset for offset, across_it in values.items() if not across_it.odd]
+    if not offsets:
+        return [nodes]
+    best = min(offsets, key=values.__getitem__)
+    places = (first + best + period * layer for layer in range(times + 1))
+    cuts = [place for place in places if 0 < place < len(nodes) and _may_cut(nodes, place)]
+    return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
+
+
+def sunk(segments: list[list[Node]]) -> list[list[Node]]:
+    """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
+
+    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. The parts of a tuple stay
+    with it: what a region takes are tensors.
+    """
+    place: dict[Node, int] = {}
+    for number, nodes in enumerate(segments):
+        place |= {node: place[owner] if (owner := _tuple_of(node)) in place else number for node in nodes}
+    bound = {node for node in place if not _may_move(node, place)}
+    for _ in range(ROUNDS):
+        home: dict[Node, int] = {}
+        for node in reversed(place):
+            first = place[node] if node in bound else min(home[user] for user in node.users)
+            home[node] = max(first, place[node])
+        home |= {node: home[owner] for node in place if (owner := _tuple_of(node)) in home}
+        tied = {node for node in place if home[node] > place[node] and _reads_what_stays(node, place, home)}
+        if not tied:
+            break
+        bound |= tied
+    else:
+        home = place
+    moved: list[list[Node]] = [[] for _ in segments]
+    for node in place:
+        moved[home[node]].append(node)
+    return [nodes for nodes in moved if nodes]
+
+
+def _tuple_of(node: Node) -> Node | None:
+    """The node that a node is a part of."""
+    owner = node.args[0] if node.target is operator.getitem else None
+    return owner if isinstance(owner, Node) else None
+
+
+def _may_move(node: Node, place: dict[Node, int]) -> bool:
+    """Whether a node is a part of code that Inductor writes, and all that reads it is in a region behind it."""
+    is_written = is_generated(node) or is_view(node)
+    return is_written and bool(node.users) and all(place.get(user, -1) >= place[node] for user in node.users)
+
+
+def _reads_what_stays(node: Node, place: dict[Node, int], home: dict[Node, int]) -> bool:
+    values = node.all_input_nodes
+    if not any(place.get(value) == place[node] == home[value] for value in values):
+        return False
+    return bytes_of(node) <= sum(map(bytes_of, values))
+
+
+def _period(nodes: list[Node], kinds: list[Hashable]) -> tuple[int, int, int] | None:
+    """(first, period, times): from `first` on, `times` stretches of `period` nodes that are the same ops.
+
+    The layers are found by an op of a kind that each has once: the places of such a kind are equally far apart.
+    """
+    places: dict[Hashable, list[int]] = defaultdict(list)
+    for place, (node, kind) in enumerate(zip(nodes, kinds, strict=True)):
+        if is_kernel(node):
+            places[kind].append(place)
+    best: tuple[int, int, int] | None = None
+    for at in places.values():
+        run = _equally_far(at, kinds)
+        if run is not None and (best is None or run[1] * run[2] > best[1] * best[2]):
+            best = run
+    return best
+
+
+def _equally_far(at: Sequence[int], kinds: list[Hashable]) -> tuple[int, int, int] | None:
+    """The longest stretch of places with one distance, between which the same ops stand."""
+    best: tuple[int, int, int] | None = None
+    start = 0
+    for index in range(1, len(at)):
+        period = at[index] - at[index - 1]
+        if index - 1 > start and period != at[start + 1] - at[start]:
+            start = index - 1
+        first = at[start]
+        same = kinds[at[index - 1] : at[index]] == kinds[first : first + period]
+        if not same:
+            start = index - 1
+            continue
+        times = index - start
+        if times >= LAYERS and (best is None or times > best[2]):
+            best = (first, period, times)
+    return best
+
+
+def _kind(node: Node) -> Hashable:
+    """Equal for nodes that do the same to values of the same layout, whichever these are."""
+    literals = map_arg((node.args, dict(node.kwargs)), lambda value: None)
+    return str(node.target), repr(literals), layout_key(node.meta.get("val"))
+
+
+def _may_cut(nodes: list[Node], place: int) -> bool:
+    """Whether the node at a place is a kernel that Inductor calls as it is, on operands that stay as they are."""
+    node = nodes[place]
+    return _is_called(node) and node.target is not torch.ops.aten.convolution.default
+
+
+def _is_called(node: Node) -> bool:
+    return is_kernel(node) and operator_of(node) is not None and not is_generated(node)
+
+
+class Across(NamedTuple):
+    """Values that are made before a place and read from it on: how many do not lie in memory row by row, the bytes that
+    one kernel would make and read, how many there are, and how many Inductor would compute again rather than write.
+    """
+
+    odd: int
+    parted: int
+    values: int
+    computed: int
+
+
+def _across(nodes: list[Node]) -> list[Across]:
+    """What is across each place."""
+    position = {node: place for place, node in enumerate(nodes)}
+    reads, parted = _reads(nodes), _read_by_the_same_kernel(nodes)
+    memory = [_memory_of(node, position) for node in nodes]
+    last = [max((position[user] for user in node.users if user in position), default=0) for node in nodes]
+    spans = [(start, end) for start, end in enumerate(last) if not is_view(memory[start])]
+    amounts = (
+        [(start, end, _is_odd(memory[start])) for start, end in spans],
+        [(position[node], end, _bytes(node)) for node, end in parted.items()],
+        [(start, end, 1) for start, end in spans],
+        [(start, end, reads[nodes[start]] > 1) for start, end in spans],
+    )
+    return list(map(Across, *(_sums(len(nodes), each) for each in amounts)))
+
+
+def _sums(places: int, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    """For each place, the sum of what spans (start, end, amount) of places hold that begin before it and reach it."""
+    changes = [0] * (places + 1)
+    for start, end, amount in spans:
+        if end > start:
+            changes[start + 1] += amount
+            changes[end + 1] -= amount
+    return list(accumulate(changes))
+
+
+def _is_odd(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not known_contiguous(value)
+
+
+def _bytes(node: Node) -> int:
+    """The bytes of a value, or of all parts of a tuple."""
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return sum(map(bytes_of, parts)) if isinstance(node.meta.get("val"), (list, tuple)) else bytes_of(node)
+
+
+def _read_by_the_same_kernel(nodes: list[Node]) -> dict[Node, int]:
+    """For each value that code reads which could be a part of the kernel that makes it, the place of the last of that.
+
+    It could be if as many calls of other kernels come before the one as before the other, on the longest way to each.
+    """
+    calls: dict[Node, int] = {}
+    source: dict[Node, Node] = {}  # what a view looks at
+    last: dict[Node, int] = {}
+    for place, node in enumerate(nodes):
+        read = [value for value in node.all_input_nodes if value in calls]
+        calls[node] = max((calls[value] + _is_called(value) for value in read), default=0)
+        if read and (is_view(node) or node.target is operator.getitem):
+            source[node] = source.get(read[0], read[0])
+        for maker in (source.get(value, value) for value in read):
+            if is_generated(node) and is_generated(maker) and calls[node] == calls[maker]:
+                last[maker] = place
+    return last
+
+
+def _memory_of(node: Node, position: Mapping[Node, int]) -> Node:
+    """The node of a region whose memory a view looks at; a view of what the region is given stands for itself."""
+    while is_view(node) and node.all_input_nodes and node.all_input_nodes[0] in position:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _reads(nodes: list[Node]) -> dict[Node, int]:
+    """How many values in memory Inductor reads for each: 1 for one that it writes there, more for a formula.
+
+    It writes what a library reads, what is read twice and takes many reads itself, and what no formula makes.
+    """
+    reads: dict[Node, int] = {}
+    for node in nodes:
+        count = sum(reads.get(value, 1) for value in node.all_input_nodes)
+        if is_view(node) or node.target is operator.getitem:
+            reads[node] = max(1, count)
+            continue
+        op = operator_of(node)
+        is_formula = op is not None and torch.Tag.pointwise in op.tags
+        is_written = any(is_kernel(user) and not is_generated(user) for user in node.users)
+        is_reused = len(node.users) > 1 and count > READS
+        reads[node] = count if is_formula and not is_written and not is_reused else 1
+    return reads

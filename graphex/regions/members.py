@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import cache
-from math import inf
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, reduce
+from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphex.analysis.dependencies import can_raise, what_raises
 from graphex.analysis.effects import (
     UNINITIALISED,
     does_nothing,
+    is_formula,
     is_kernel,
     is_number,
     moves_between_devices,
@@ -77,20 +78,27 @@ _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in fl
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
+# What eager on a CPU does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
+ROUND_NUMBERS = frozenset({aten.add, aten.sub, aten.rsub, aten.pow, aten.xlogy, aten.hardshrink})
+_TAKE_NUMBERS = frozenset({aten.mul, aten.div})  # as they are
+_MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
+    {aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max}
+)
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
     """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
     op = operator_of(node)
-    if op is None:
+    if op is None and not is_formula(node):
         return f"'{node.name}' calls no operator"
     if does_nothing(node) or synchronisation(node) is not None or placement(node) is not None:
         return "it is placed on a stream, or orders streams"
     if CORES in (node.meta.get("custom") or {}):
         return "it is kept to a part of the device"
-    if str(op.overloadpacket) in kept or str(op) in kept:
+    if not kept.isdisjoint(map(str, (node.target, op and op.overloadpacket))):
         return "the option 'regions_keep_out' names it"
-    return _why_not_compiled(op) or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
+    why_not_compiled = _why_not_compiled(op) if op is not None else ""
+    return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
 
 
 @cache
@@ -169,10 +177,8 @@ def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> st
     """Why Inductor would not round a result to its type, where it becomes another number or an infinite one."""
     if _is_rounding(node):
         return "it rounds a value that is cast on, and Inductor would not"
-    if dtype == torch.float16 and _is_float_cast(node) and any(map(is_generated, _readers(node))):
+    if dtype == torch.float16 and _is_beyond_float16(node, device) and any(map(is_generated, _readers(node))):
         return "numbers that are too large for float16 become infinite, and Inductor would go on with them"
-    if dtype == torch.float16 and device.type == "cpu" and _is_beyond_float16(node):
-        return "it reads a number that may be too large for float16, and Inductor would not make it infinite"
     if device.type == "cuda" and dtype.itemsize == 1 and not _is_in_range(node, torch.finfo(dtype)):
         return "numbers that are too large for 8 bits become the largest with Inductor"
     return ""
@@ -184,26 +190,58 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
     reads_floats = any(dtype.is_floating_point for dtype in read)
     if op in _SMALLEST and torch.uint8 in read:
         return "Inductor's C++ code takes 0 for the smallest of numbers of uint8"
+    if op is aten.ldexp and len(read) > 1:
+        return "Inductor gives it the type of its first argument"
     if op is aten.threshold and not reads_floats:
         return "Inductor's C++ code turns integers into float32"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
     dtype = getattr(node.meta.get("val"), "dtype", None)
+    if op is aten.sum and dtype == torch.bool:
+        return "Inductor's C++ code for a sum that is a boolean does not compile"
     if op in _CASTS and dtype in _BYTES and reads_floats and not _is_in_range(node, torch.iinfo(dtype)):
         return f"numbers that are too large for {dtype} become the largest with Inductor's C++ code"
+    return _why_not_narrow(node, op)
+
+
+def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket) -> str:
+    """Why numbers that eager rounds to 16 bits first would be others in C++ code, which computes in float32."""
+    dtype = type_of_numbers([each.meta.get("val") for each in node.all_input_nodes])
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or op is aten.rsub
+    if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
+        return ""
+    tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
+    wide = [value for value in tensors if value.dtype.itemsize > 2]
+    if any(value.dim() or op not in _TAKE_NUMBERS for value in wide):
+        return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
+    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
+    is_known = op in ROUND_NUMBERS or op in _TAKE_NUMBERS
+    if not is_known and any(isinf(rounded(arg, dtype)) and not isinf(arg) for arg in numbers):
+        return f"it reads a number that is too large for {dtype}, and Inductor would not make it infinite"
     return ""
 
 
-def _is_beyond_float16(node: Node) -> bool:
-    """Whether a node reads a number that eager casts to float16 first, and that may be too large for it."""
-    op = operator_of(node)
-    if op is None or torch.Tag.pointwise not in op.tags or op.overloadpacket in _CASTS:
-        return False
-    tensors = [value for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)]
-    if any(not value.dim() and value.dtype.itemsize > 2 for value in tensors):
-        return True
-    numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
-    return any(torch.finfo(torch.float16).max < abs(arg) < inf for arg in numbers)
+def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
+    """The type of 16 bits that numbers take beside these tensors on a CPU; None if it is a wider one."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    deciding = [value.dtype for value in tensors if value.dim()] or [value.dtype for value in tensors]
+    if not deciding or any(value.device.type != "cpu" for value in tensors):
+        return None
+    dtype = reduce(torch.promote_types, deciding)
+    return dtype if dtype in _WIDENED else None
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The number itself, or the next one of a type of 16 bits, by way of float32 as in eager; infinite if too large."""
+    near = float(number)
+    if number == 0 or not isfinite(near):
+        return number
+    for info in (torch.finfo(torch.float32), torch.finfo(dtype)):
+        unit = max(ldexp(info.eps, frexp(near)[1] - 1), info.smallest_normal * info.eps)
+        near = copysign(round(near / unit) * unit, number)
+        if abs(near) > info.max:
+            return copysign(inf, near)
+    return number if near == number else near
 
 
 def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
@@ -214,17 +252,32 @@ def _is_other_on_gpu(node: Node, op: torch._ops.OpOverloadPacket) -> bool:
 
 
 def _is_rounding(node: Node) -> bool:
-    """Whether a node casts to 16 bits what is cast on to another floating type: to Inductor nothing happens between."""
-    return _is_float_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_float_cast, _readers(node)))
+    """Whether a node casts to 16 bits what is cast on to another type: to Inductor nothing happens between."""
+    return _is_lossy_cast(node) and node.meta["val"].dtype in _WIDENED and any(map(_is_cast, _readers(node)))
 
 
-def _is_float_cast(node: Node) -> bool:
-    op = operator_of(node)
-    if op is None or op.overloadpacket not in _CASTS:
+def _is_beyond_float16(node: Node, device: torch.device) -> bool:
+    """Whether a node casts numbers to float16 that may be too large. Masks of integers are let pass on a GPU."""
+    if not _is_lossy_cast(node):
         return False
+    given = node.all_input_nodes[0].meta["val"].dtype
+    return given.is_floating_point or (device.type == "cpu" and given.itemsize > 2)
+
+
+def _is_lossy_cast(node: Node) -> bool:
+    """Whether a node casts between floating types, or integers to floating numbers that may not be the same."""
+    if not _is_cast(node):
+        return False
+    dtype, given = node.meta["val"].dtype, node.all_input_nodes[0].meta["val"].dtype
+    is_wide = given.itemsize > 1 and not given.is_complex
+    return dtype.is_floating_point and dtype != given and (given.is_floating_point or is_wide)
+
+
+def _is_cast(node: Node) -> bool:
+    op = operator_of(node)
     pair = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    types = {each.dtype for each in pair if isinstance(each, Tensor) and each.dtype.is_floating_point}
-    return len(types) == 2
+    is_of_tensors = len(pair) == 2 and all(isinstance(each, Tensor) for each in pair)
+    return op is not None and op.overloadpacket in _CASTS and is_of_tensors and pair[0].dtype != pair[1].dtype
 
 
 def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
@@ -250,7 +303,9 @@ def _values(value: Any) -> list[Any]:
 def is_generated(node: Node) -> bool:
     """Whether Inductor writes code for the node, rather than call a kernel that is there."""
     op = operator_of(node)
-    return op is not None and is_kernel(node) and op.namespace in ("aten", "prims") and op.overloadpacket not in _CALLED
+    if op is None:
+        return is_formula(node)
+    return is_kernel(node) and op.namespace in ("aten", "prims") and op.overloadpacket not in _CALLED
 
 
 def is_view(node: Node) -> bool:

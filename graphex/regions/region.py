@@ -45,7 +45,7 @@ class Unlaid:
 def lay_out(target: Tensor, value: Tensor) -> Tensor:
     """Copy a value into a tensor of its size and type with other strides."""
     if value.device.type == "cuda" and value.numel() >= LARGE and has_triton():
-        from graphex.kernels.embedding import copy_rows
+        from graphex.kernels.tokens import copy_rows
 
         if copy_rows(target, value):
             return target

@@ -5,7 +5,7 @@
 
 Regions are grown around writes in place, so this pass runs after these are restored. A region that does not compile
 stays as it is, with the reason on record. With `regions="background"` the regions are put in place at once, run their
-nodes, and get their code later (`graphex.cache.background`).
+nodes, and get their code later (`graphex.cache.artefacts`).
 
 The random numbers of dropout in a training forward come from seeds, which one op draws for all of them:
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from graphex.env import regions_enabled
 from graphex.errors import one_line
 from graphex.records import FellBack, RegionBorder, RegionCompiled
 from graphex.regions.compiler import (
+    Outcome,
     RegionCode,
     awaited_code,
     compile_region,
@@ -44,19 +46,20 @@ from graphex.regions.compiler import (
     region_key,
     settings,
     shown_on_terminal,
+    tried,
     why_no_compiler,
     why_no_kernels,
 )
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import is_generated
 from graphex.regions.region import Region
-from graphex.regions.trial import Outcome, tried
-from graphex.rewrite.base import GraphPass, Work, inherit
-from graphex.rewrite.metadata import evaluate, fake_mode_of
+from graphex.rewrite.base import GraphPass, Work, evaluate, fake_mode_of, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
 
+aten = torch.ops.aten
+ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NOTHING = "nothing is compiled in regions"
 
 
@@ -179,31 +182,34 @@ def move_constants(work: Work, device: torch.device) -> None:
     """Give constants of one element, which the host holds and ops on the device read, a copy on the device.
 
         before:  c = get_attr("c"); root = sqrt(c); y = div(x, root)           x is on the device, c on the host
-        after:   root = get_attr("root_on_cuda"); y = div(x, root)
+        after:   y = div(x, 2.5)
 
-    What the host computes from such constants alone is computed here, once. A device graph cannot copy from the host's
-    memory; as an operand such a tensor means the same on either.
+    What is computed from such constants alone, and copies of them to the device, are computed here, once. Arithmetic
+    reads a number, which is what eager makes of it; other ops read a copy on the device, where it means the same. A
+    device graph cannot copy from the host's memory.
     """
     if device.type == "cpu":
         return
     known: dict[Node, Tensor] = {}
     for node in list(work.graph.nodes):
-        constant = _constant(work, node, known)
+        constant = _constant(work, node, known, device)
         if constant is None:
             continue
         known[node] = constant
         readers = [user for user in node.users if _reads_scalar(user, device)]
-        if readers:
+        if readers := [user for user in readers if not _read_number(work, user, node, constant)]:
             _read_copy(work, node, constant.to(device), readers)
     for node in reversed(known):
         if not node.users:
             work.graph.erase_node(node)
 
 
-def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | None:
-    """The value of a node that is one element in the memory of the host, and the same in every call."""
+def _constant(work: Work, node: Node, known: Mapping[Node, Tensor], device: torch.device) -> Tensor | None:
+    """The value of a node that is one element, from the memory of the host, and the same in every call."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dim() or work.aliases.is_written(node):
+    if not isinstance(value, Tensor) or value.dim() or work.aliases.is_written(node):
+        return None
+    if value.device.type != "cpu" and (value.device != device or node.op == "get_attr"):
         return None
     if node.op == "get_attr":
         constant = attribute_of(work.gm, str(node.target))
@@ -214,6 +220,19 @@ def _constant(work: Work, node: Node, known: Mapping[Node, Tensor]) -> Tensor | 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda each: known[each])
     made: Tensor = op(*args, **kwargs)
     return made
+
+
+def _read_number(work: Work, reader: Node, node: Node, constant: Tensor) -> bool:
+    """Have arithmetic on floats read a constant as a number, if its result is of the same type then."""
+    number, dtype = constant.item(), reader.meta["val"].dtype
+    if reader.target not in ARITHMETIC or reader.kwargs or reader.args[1] is not node or not dtype.is_floating_point:
+        return False
+    other = reader.args[0].meta.get("val") if isinstance(reader.args[0], Node) else None
+    if not isinstance(other, Tensor) or not isfinite(number) or torch.result_type(other, number) != dtype:
+        return False
+    reader.args = (reader.args[0], number)
+    work.changes += 1
+    return True
 
 
 def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) -> None:
@@ -234,9 +253,10 @@ def _read_copy(work: Work, node: Node, constant: Tensor, readers: list[Node]) ->
 
 
 def _reads_scalar(node: Node, device: torch.device) -> bool:
+    """Whether an op on the device reads values that it is given, and neither copies nor returns them."""
     value = node.meta.get("val")
     is_there = isinstance(value, Tensor) and value.device == device
-    return is_there and operator_of(node) is not None and not moves_between_devices(node)
+    return is_there and operator_of(node) is not None and is_kernel(node) and not moves_between_devices(node)
 
 
 def _tail(work: Work, device: torch.device) -> list[Node]:

@@ -4,7 +4,7 @@ How a graph moves through this room:
 
     ExecutableGraph            the graph after all passes, its phase, its static inputs                 executable
       | generated              straight-line Python over kernels bound ahead                            codegen
-      |                        below autograd; version counters as the user's program has them          autograd
+      |                        below autograd; version counters as the user's program has them          program
       | divide                 around each node that a device graph cannot hold                         pieces
       v
     Program                    one protocol: call, written inputs, replayed, free                       program
@@ -12,9 +12,9 @@ How a graph moves through this room:
         CapturedProgram        the whole graph, or one piece, as device graphs                          capture
         Piecewise              captured pieces and eager ones, in turn                                  pieces
         Padding                a CapturedProgram for a few sizes, calls padded to the next one          padding
-      | LAYERS                 external streams, trial of a second stream, verification    streams, stream_trial
+      | LAYERS                 external streams, trial of a second stream, verification                  streams
       v
-    Bypass                     replays go past AOTAutograd's runtime wrappers                           fast_replay
+    Bypass, StepBypass         replays go past AOTAutograd's runtime wrappers                           fast_replay
 
 What a CapturedProgram does with a call:
 
@@ -22,7 +22,7 @@ What a CapturedProgram does with a call:
     call 2 of a key      capture: the device records the kernels of a run, on addresses that will stay
     call 3 ...           replay: fill the input buffers, launch the graph, take the results out
 
-The key (`keys`) holds the sizes and numbers of a call and the switches that choose kernels. A key may have several
+The key (`capture_plan`) holds the sizes and numbers of a call and the switches that choose kernels. It may have several
 captured graphs, one for each set of parameters. `captured_graph` keeps them, least recently used first, and frees what
 there is no room for. A replay does not wait for a key where the call is like the one before: `fast_replay` checks
 addresses and switches in one call of C++ (`native`, `fits.cpp`) and runs the replay body, which all replays share.
@@ -34,7 +34,7 @@ addresses and switches in one call of C++ (`native`, `fits.cpp`) and runs the re
               what a forward saves, and gradients, stay in it until their holders let go
 
 Captured graphs of one pool use the same memory for intermediates. So one call at a time fills, replays and takes, and a
-replay on another stream waits for the last one (`pools`). A piece hands a value to the next captured
+replay on another stream waits for the last one (`captured_graph.Pool`). A piece hands a value to the next captured
 piece at an address that is the same in every call. A value from an eager piece is copied to such an address, and back
 if the captured piece writes to it and a later reader can see that.
 

@@ -28,8 +28,9 @@ written to a copy of an input, the new value is put back first.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -327,6 +328,30 @@ class InPlace:
     owners: int = 0
 
 
+class Kept:
+    """What one replay has kept for its backward, in place of the tensors: it is in use as long as this lives."""
+
+    __slots__ = ("__weakref__", "outputs")
+
+    def __init__(self, outputs: OutputPlan) -> None:
+        self.outputs = outputs
+
+    def put_into(self, args: list[Any]) -> None:
+        """Put tensors where the list has None."""
+        missing = [index for index, value in enumerate(args) if value is None]
+        for index, tensor in zip(missing, self.outputs.look(), strict=True):
+            args[index] = tensor
+
+    def filled(self, args: Sequence[Any]) -> tuple[list[Any], frozenset[int]]:
+        """The same in a list of its own, with the graph's own tensors, which nobody may keep; and those places."""
+        kept, missing = iter(self.outputs.kept), frozenset(place for place, value in enumerate(args) if value is None)
+        return [next(kept) if value is None else value for value in args], missing
+
+
+def _nothing() -> None:
+    return None
+
+
 class OutputPlan:
     """Made once, when the graph is captured; `take` runs after every replay.
 
@@ -338,6 +363,8 @@ class OutputPlan:
         self, outputs: Sequence[Any], kinds: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
     ) -> None:
         self.given_up_to: int | None = None  # the graph of the pool that may compute in what is kept, and later ones
+        self._last_kept: Callable[[], Kept | None] = _nothing  # of the last replay
+        self.was_looked_at = True  # tensors on kept memory were handed out since the last replay
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
@@ -365,8 +392,8 @@ class OutputPlan:
                     whole = storages[storage_address(value)] = self._source(whole_storage(value, value.dtype), kind)
                 self._plan.append(Window(whole, View.like(value, int(value.storage_offset()))))
         self._copies = Copies(self._sources)
-        self._parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
-        self.needed = picker(self._parts)
+        self.parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
+        self.needed = picker(self.parts)
         self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
         is_alone = self._as_copied and len(self._plan) == 1 and kinds[0] != "handed on"
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
@@ -383,14 +410,19 @@ class OutputPlan:
         is_kept = [isinstance(step, InPlace) and step.kind in _WATCHED for step in self._plan]
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
         self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
+        self.kept_places = places[: sum(is_kept)]
+        self.keeps_unseen = self.keeps_saved and not self._in_place("shown") and type(self) is OutputPlan
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _note_kept(self, known: Owners | None = None) -> None:
-        self._kept = self._in_place(*_WATCHED)
-        with_memory = [value for value in self._kept if value.numel()]  # others cannot be overwritten
+        self.kept = self._in_place(*_WATCHED)
+        with_memory = [value for value in self.kept if value.numel()]  # others cannot be overwritten
         self._owners = Owners(with_memory, known)
-        self.are_kept_in_use = self._owners.are_more if with_memory else None
-        self.kept_addresses = list(map(Tensor.data_ptr, self._kept))
+        self.are_kept_in_use = self._are_kept_in_use if with_memory else None
+        self.kept_addresses = list(map(Tensor.data_ptr, self.kept))
+
+    def _are_kept_in_use(self) -> bool:
+        return self._last_kept() is not None or (self.was_looked_at and self._owners.are_more())
 
     def keeps(self, tensor: Tensor) -> bool:
         """Whether a tensor that was handed out is on memory that stays with the graph."""
@@ -405,7 +437,7 @@ class OutputPlan:
         alone = self._owners.alone(readers)
         self._plan = _without_owning(self._plan, alone)
         self._note_kept(self._owners)
-        lent = {address: value for value in self._kept if (address := storage_address(value)) in alone}
+        lent = {address: value for value in self.kept if (address := storage_address(value)) in alone}
         return lent, self._owners.besides(alone)
 
     def _in_place(self, *kinds: str) -> list[Tensor]:
@@ -427,15 +459,34 @@ class OutputPlan:
         """The results; `inputs` are the inputs of this call that are `needed`."""
         if self._clone is not None:
             return (self._clone(),)
-        copies = [empty() for empty in self._empties]
-        if copies:
-            self._copies.drain(copies)
+        copies = self._copied()
         if self._as_copied:
             return tuple(copies)
         given = iter(inputs)
         others = [_result(step, copies, given) for step in self._others]
-        # There are hundreds of kept ones. A new tensor on the same memory costs least without a version to share.
-        return tuple(self._in_order([*map(_new_on_its_memory, self._kept), *others]))
+        return tuple(self._in_order([*self.look(), *others]))
+
+    def _copied(self) -> list[Tensor]:
+        copies = [empty() for empty in self._empties]
+        if copies:
+            self._copies.drain(copies)
+        return copies
+
+    def look(self) -> Iterable[Tensor]:
+        """Tensors on what is kept, in the order of their places."""
+        self.was_looked_at = True
+        # There are hundreds of them. A new tensor on the same memory costs least without a version to share.
+        return map(_new_on_its_memory, self.kept)
+
+    def take_unseen(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The results, with None for those that are kept, and behind them what stands for these.
+
+        Called after a replay that nothing kept was in the way of.
+        """
+        copies, given, kept = self._copied(), iter(inputs), Kept(self)
+        others = [_result(step, copies, given) for step in self._others]
+        self._last_kept, self.was_looked_at = weakref.ref(kept), False
+        return (*self._in_order([*(None for _ in self.kept), *others]), kept)
 
     def _source(self, tensor: Tensor, kind: str) -> int:
         self._sources.append(borrowed(tensor))
@@ -457,7 +508,7 @@ class PuttingBack(OutputPlan):
     ) -> None:
         super().__init__(outputs, kinds, inputs, unlaid)
         self._written = [inputs[index] for index in put_back]
-        self.needed = picker([*put_back, *self._parts])
+        self.needed = picker([*put_back, *self.parts])
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         for given, written in zip(inputs, self._written, strict=False):

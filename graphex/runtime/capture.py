@@ -27,20 +27,22 @@ from graphex.analysis import Aliases
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
-from graphex.runtime.autograd import counts, repeated, uncounted
-from graphex.runtime.buffers import Arena, OutputPlan
-from graphex.runtime.capture_plan import CapturePlan, PieceInputs, Tail
+from graphex.runtime.buffers import Arena, Kept, OutputPlan
+from graphex.runtime.capture_plan import CapturePlan, Key, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
     CapturedGraph,
     LastRead,
+    Pool,
     SavedMemory,
     Slot,
     Store,
     capture_graph,
     free_what_was_read,
+    pool_for,
 )
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import (
+    Addresses,
     FastReplay,
     Finish,
     Picker,
@@ -50,9 +52,14 @@ from graphex.runtime.fast_replay import (
     make_replay,
     picker,
 )
-from graphex.runtime.keys import Key, KeyReader, host_outputs
-from graphex.runtime.pools import Pool, pool_for
-from graphex.torch_private.dynamo import is_seen_by_a_mode, modes_enabled, profiler_enabled, without_modes
+from graphex.runtime.program import counts, repeated, uncounted
+from graphex.torch_private.dynamo import (
+    batches_gradients,
+    is_seen_by_a_mode,
+    modes_enabled,
+    profiler_enabled,
+    without_modes,
+)
 
 REMEMBERED = 64  # keys seen once
 RECORDED = 256  # captures of a graph that leave a record; a journal does not grow with calls
@@ -152,7 +159,7 @@ class CapturedProgram(program.GraphProgram):
             return True
         return self._functional is not None and bool(self._functional.why(args))
 
-    def replayed(self, args: tuple[Any, ...]) -> Any:
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
         if program.active:
             return None
@@ -163,8 +170,8 @@ class CapturedProgram(program.GraphProgram):
             pool.is_running = True
             try:
                 graph = self._store.newest
-                if graph is None or (fast := graph.fast) is None or not fast.fits(args):
-                    return self._replayed_after_a_search(args)
+                if graph is None or (fast := graph.fast) is None or fast.seen is not seen or not fast.fits(args):
+                    return self._replayed_after_a_search(args, seen)
                 if graph.pool.keepers and _keeper_in_the_way(graph) is not None:  # gradients, in a pool that is shared
                     return None
                 results = fast.run(args)
@@ -174,7 +181,7 @@ class CapturedProgram(program.GraphProgram):
             finally:
                 pool.is_running = False
 
-    def _replayed_after_a_search(self, args: tuple[Any, ...]) -> Any:
+    def _replayed_after_a_search(self, args: tuple[Any, ...], seen: frozenset[int] | None) -> Any:
         if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
             return None
         key = self._key(args)
@@ -182,18 +189,64 @@ class CapturedProgram(program.GraphProgram):
         if graph is None or moved or graph.storage_replaced() or _keeper_in_the_way(graph) is not None:
             return None
         self._moves = 0
-        graph.fast = self._fast(graph, key)
+        graph.fast = self._fast(graph, key, seen)
         results = _without_modes(graph.fast.run, args)
         self._counter["straight"] += 1
         return results
 
-    def _fast(self, graph: CapturedGraph, key: Key) -> FastReplay:
+    def _fast(self, graph: CapturedGraph, key: Key, seen: frozenset[int] | None) -> FastReplay:
         """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
         fits = make_guard(self._guards, key, stream, graph.checked, values)
         guard = (lambda args: fits(args) and not graph.storage_replaced()) if graph.lends else fits
-        return FastReplay(guard, make_replay(graph, self._pool, stream, self._count_alone, self._finish, boxed=False))
+        keeps = seen is not None and graph.outputs.keeps_unseen and seen.isdisjoint(graph.outputs.kept_places)
+        about = graph, self._pool, stream, self._count_alone, self._finish
+        return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
+        pool = self._pool
+        if program.active or self._gave_up or self._force or batches_gradients():
+            return None
+        with pool.lock:
+            if pool.is_running or kept.outputs.was_looked_at:
+                return None
+            pool.is_running = True
+            try:
+                graph = self._store.newest
+                fast = None if graph is None else graph.fast
+                if fast is None or fast.reads is not kept.outputs or not fast.fits(args):
+                    graph = self._reader(kept, args)
+                if graph is None or graph.fast is None or _keeper_in_the_way(graph) is not None:
+                    return None
+                self._moves = 0
+                self._counter["straight"] += 1
+                return graph.fast.run(args)
+            finally:
+                pool.is_running = False
+
+    def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
+        """The graph that reads what a forward's graph keeps where it is, if there is one for this backward."""
+        filled, missing = kept.filled(args)
+        if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
+            return None
+        if self._is_watched(filled):
+            return None
+        key = self._key(filled)
+        graph, moved = self._find(key, filled)
+        if graph is None or moved or graph.storage_replaced() or not missing.issubset(graph.checked.indices):
+            return None
+        used = {*graph.copied, *graph.outputs.parts, *self._plan.written, *self._plan.hosts, *self._plan.unchecked}
+        outputs, stream = kept.outputs, self._device.stream()
+        if not used.isdisjoint(missing) or not graph.may_read(outputs):
+            return None
+        places = Addresses([index for index in graph.checked.indices if index not in missing], args)
+        fits = make_guard(self._guards, key, stream, places)
+        run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
+        guard = lambda args: fits(args) and graph.may_read(outputs) and not graph.storage_replaced()  # noqa: E731
+        graph.fast = FastReplay(guard, run, reads=outputs)
+        return graph
 
     def rehearse(self, args: list[Any]) -> None:
         """Warm up for a capture that the next call makes."""

@@ -28,16 +28,14 @@ from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
 from graphex.regions.region import Region
 from graphex.rewrite.runner import Runner
-from graphex.runtime.autograd import FunctionalProgram, counted
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import PieceInputs, Tail, output_leaves
+from graphex.runtime.captured_graph import pool_for, pool_of_steps
 from graphex.runtime.codegen import Boxed, Code, generate, regions_of, set_core_limits
 from graphex.runtime.padding import Layout, Padding
 from graphex.runtime.pieces import Division, Piece, Piecewise, divide
-from graphex.runtime.pools import pool_for, pool_of_steps
-from graphex.runtime.program import Eager, ExecutableGraph, Program
-from graphex.runtime.stream_trial import Trial, second_version
-from graphex.runtime.streams import ExternalStreams
+from graphex.runtime.program import Eager, ExecutableGraph, FunctionalProgram, Program, counted
+from graphex.runtime.streams import ExternalStreams, Trial, second_version
 from graphex.torch_private.dynamo import batches_gradients, dual_level, profiler_enabled, transform
 from graphex.torch_private.graphs import BelowAutograd
 
@@ -221,6 +219,15 @@ def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
     saved = [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
     shown = _large_results(graph.gm, returned) if graph.compilation.config.clone_output == "auto" else []
     return {**dict.fromkeys(shown, "shown"), **dict.fromkeys(saved, "kept")}
+
+
+def saved_and_seen(gm: GraphModule) -> tuple[int, list[int]]:
+    """How many results a forward has, and the saved ones in memory that the user has too: an input's, a result's."""
+    leaves = output_leaves(gm)
+    returned = gm.graph.output_node().meta.get(RETURNED, len(leaves))
+    given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    seen = _sharing_memory(gm, [*given, *leaves[:returned]])
+    return len(leaves), [place for place in range(returned, len(leaves)) if leaves[place] in seen]
 
 
 def _large_results(gm: GraphModule, returned: int) -> list[int]:

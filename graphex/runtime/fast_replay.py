@@ -13,7 +13,7 @@ the address of every input that was captured by address. That is most of what a 
 (`native`) where that is loaded, else Python, which takes inputs in runs of neighbours. Frozen parameters only have to
 be the same objects.
 
-`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do.
+`Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do, `StepBypass` those of training steps.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from torch import Tensor
 from graphex.device import Device
 from graphex.runtime import native
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.keys import Key
 from graphex.runtime.program import Program
+from graphex.torch_private.aot import PlainStep, has_hooks_on_saved_tensors
 from graphex.torch_private.cuda import Switch, states
-from graphex.torch_private.dynamo import dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
-from graphex.torch_private.memory import count_writes
+from graphex.torch_private.dynamo import disable, dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
+from graphex.torch_private.memory import count_writes, retains_graph
 
 if TYPE_CHECKING:
-    from graphex.runtime.captured_graph import CapturedGraph
-    from graphex.runtime.pools import Pool
+    from graphex.runtime.buffers import OutputPlan
+    from graphex.runtime.capture_plan import Key
+    from graphex.runtime.captured_graph import CapturedGraph, Pool
 
 Picker = Callable[[Sequence[Any]], Sequence[Any]]
 Guard = Callable[[Sequence[Any]], bool]
@@ -188,10 +189,16 @@ def _fits_in_python(
 
 @dataclass(frozen=True, slots=True)
 class FastReplay:
-    """`fits` says whether a call is like the one before; then `run` is all of it."""
+    """`fits` says whether a call is like the one before; then `run` is all of it.
+
+    `seen` are the results that are tensors even if others are `Kept`; None if all are. `reads` are the outputs of a
+    forward that a backward reads where they are, without tensors for them.
+    """
 
     fits: Guard
     run: ReplayBody
+    seen: frozenset[int] | None = None
+    reads: OutputPlan | None = None
 
 
 class Finish(NamedTuple):
@@ -208,7 +215,14 @@ class Finish(NamedTuple):
 
 
 def make_replay(
-    graph: CapturedGraph, pool: Pool, stream: Any, written: Picker | None, finish: Finish, *, boxed: bool
+    graph: CapturedGraph,
+    pool: Pool,
+    stream: Any,
+    written: Picker | None,
+    finish: Finish,
+    *,
+    boxed: bool,
+    keeps: bool = False,
 ) -> ReplayBody:
     """The replay of a captured graph on a stream: the one body that every replay runs.
 
@@ -216,7 +230,8 @@ def make_replay(
     picks the inputs to count a write of. `boxed`: the inputs come as a list, which is emptied.
     """
     launch, outputs = graph.replay.replay, graph.outputs
-    fill, take, needed = graph.fill if graph.copied else None, outputs.take, outputs.needed
+    fill, needed = graph.fill if graph.copied else None, outputs.needed
+    take = outputs.take_unseen if keeps else outputs.take
     counter, watch = finish.counter, finish.watch
     compute = None if finish.numbers is None else finish.numbers[1]
     rest = partial(_finished, finish) if finish.numbers is not None or finish.returns_one else None
@@ -309,10 +324,148 @@ class Bypass(Program):
         try:
             returned = wrapped(*args)
             if seen.args is not None:  # else another thread has found out meanwhile
-                self._is_plain = _same(seen.args, args) and _same(seen.results, returned)
+                self._is_plain = self._found_out(seen, args, returned)
         finally:
             seen.args = seen.results = None
         return returned
+
+    def _found_out(self, seen: _Seen, args: tuple[Any, ...], returned: Any) -> bool | None:
+        return _same(seen.args, args) and _same(seen.results, returned)
+
+
+class SavedValues(NamedTuple):
+    """What a forward saves, in two parts: autograd watches the values that the user could write to, by their version.
+
+    `seen` are the places of these and of the results, `in_order` puts both parts back where the backward takes them.
+    """
+
+    watched: Picker
+    others: Picker
+    in_order: Picker
+    seen: frozenset[int]
+
+
+class StepBypass(Bypass):
+    """The same for a training step: its forward and its backward.
+
+        Dynamo  ->  AOTAutograd's wrappers  ->  AOTAutograd's function for autograd     if a call is no replay
+        Dynamo  ->  replay of the forward   ->  `CompiledFunction`                      if it is
+
+    AOTAutograd looks at hundreds of saved values one by one, several times in each step. What matters of that stays:
+    autograd watches the versions of saved values that the user could write to.
+    """
+
+    def __init__(self, program: Program, results: int, shared: Sequence[int]) -> None:
+        """`results` is how many the forward has; `shared` are saved ones whose memory the user may have as well."""
+        super().__init__(program)
+        self.results, self._shared = results, frozenset(shared)
+        self._saved: SavedValues | None = None
+        self.step: PlainStep | None = None
+        self.backward: Program | None = None
+
+    def complete(self, step: PlainStep | None, backward: Program) -> None:
+        """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
+        self.step, self.backward = step, backward
+        self.constant = picker(() if step is None else step.constant)
+        self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")
+        if step is None:
+            self._is_plain = False
+
+    def around(self, wrapped: Compiled) -> Compiled:
+        replayed, is_grad_enabled = self._program.replayed, torch.is_grad_enabled
+        apply = super(torch.autograd.Function, CompiledFunction).apply  # an input that fits is none of functorch's
+
+        @functools.wraps(wrapped)
+        def forward(*args: Any) -> Any:
+            if not self._is_plain:
+                return self._watched(wrapped, args) if self._is_plain is None else wrapped(*args)
+            if not is_grad_enabled() or has_hooks_on_saved_tensors():
+                return wrapped(*args)
+            saved = self._saved
+            assert saved is not None
+            with torch.no_grad():
+                results = replayed(args, seen=saved.seen)
+            # Behind the inputs, so that each gradient has the number of its input, as in AOTAutograd's function.
+            return wrapped(*args) if results is None else apply(*args, (self, saved, results))
+
+        return forward
+
+    def _found_out(self, seen: _Seen, args: tuple[Any, ...], returned: Any) -> bool | None:
+        if self.step is None:
+            return None  # the backward is not compiled yet
+        if not _same(seen.args, args) or len(seen.results) != self.results or len(returned) != self.step.returned:
+            return False
+        if not all(isinstance(each, (Tensor, int, float)) for each in args):
+            return False  # compiled autograd's hooks come as an input, for AOTAutograd's function
+        saved = range(self.step.returned, self.results)
+        theirs = {_memory(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
+        watched = [place for place in saved if place in self._shared or _memory(seen.results[place]) in theirs]
+        others = [place for place in saved if place not in watched]
+        in_order = picker([place for place, _ in sorted(enumerate([*watched, *others]), key=itemgetter(1))])
+        places = frozenset([*range(self.step.returned), *watched])
+        self._saved = SavedValues(picker(watched), picker(others), in_order, places)
+        return True
+
+
+class CompiledFunction(torch.autograd.Function):
+    """A replayed forward as autograd sees it. AOTAutograd's has the same name, which a user finds in `grad_fn`."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        bypass, saved, results = args[-1]
+        step = bypass.step
+        kept = results[-1] if len(results) > bypass.results else None
+        ctx.bypass, ctx.in_order, ctx.held = bypass, saved.in_order, [saved.others(results), kept]
+        ctx.save_for_backward(*[each.detach() if each._is_view() else each for each in saved.watched(results)])
+        returned: tuple[Any, ...] = step.results(results)
+        ctx.mark_non_differentiable(*bypass.constant(returned))
+        ctx._materialize_non_diff_grads = False  # AOTAutograd's attribute: no zeros are made for these
+        return returned
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return (*ctx.bypass.run_backward(ctx, gradients), None)
+
+
+def _run_backward(ctx: Any, gradients: Sequence[Any]) -> Any:
+    bypass, step, held = ctx.bypass, ctx.bypass.step, ctx.held
+    watched = ctx.saved_tensors  # raises if they were written to, or are released
+    if not held:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time. Specify retain_graph=True the first time."
+        )
+    args, kept = [*ctx.in_order([*watched, *held[0]]), *step.gradients(gradients)], held[1]
+    del watched
+    is_differentiable = torch.is_grad_enabled()  # create_graph=True
+    if not retains_graph():
+        held.clear()  # nothing but the list of arguments holds them now
+        ctx.maybe_clear_saved_tensors()
+        if kept is not None and not is_differentiable:
+            results = bypass.backward.replayed_from(kept, args)
+            if results is not None:
+                return results
+    if kept is not None:
+        kept.put_into(args)
+    if is_differentiable:
+        run, connected = partial(step.call, bypass.backward, list(args)), torch.empty(0, requires_grad=True)
+        return _OnceDifferentiable.apply(run, connected, *args)
+    return step.call(bypass.backward, args)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients with a history, that have no gradients themselves: asking for these is an error, not a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Any], *args: Any) -> Any:
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("torch.compile with graphex does not support double backward.")
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _same(some: Any, others: Sequence[Any]) -> bool:

@@ -23,9 +23,8 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
 from graphex.runtime.buffers import empty_for
-from graphex.runtime.capture_plan import output_leaves, returns_one
-from graphex.runtime.keys import host_outputs
-from graphex.runtime.pools import Pool
+from graphex.runtime.capture_plan import host_outputs, output_leaves, returns_one
+from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier

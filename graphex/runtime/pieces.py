@@ -44,11 +44,10 @@ from graphex.analysis.effects import (
 from graphex.analysis.graphs import attribute_of, extract, values_from_outside
 from graphex.device import Device
 from graphex.errors import Refusal
-from graphex.runtime.autograd import counted
 from graphex.runtime.capture_plan import output_leaves, returns_one
+from graphex.runtime.captured_graph import Pool
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.pools import Pool
-from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program, counted
 from graphex.runtime.streams import (
     MemoryOfPiece,
     add_missing_events,

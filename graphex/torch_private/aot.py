@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -357,19 +357,22 @@ def only_hands_over(written: Collection[int], *, but_marks: bool = False) -> boo
     if context is None or metadata is None or context.fakify_first_call:
         return False
     try:
-        work = (
-            metadata.num_mutated_inp_runtime_indices,
-            metadata.num_outputs_aliased,
-            metadata.num_intermediate_bases,
-            metadata.dynamic_outputs and not (but_marks and _mark()),
-            metadata.is_rng_op_functionalized,
-            metadata.tokens,
-            metadata.grad_enabled_mutation is not None,
-        )
-        counted = metadata.mutated_graph_handled_indices_seen_by_autograd
+        return _is_left_as_is(metadata, written, but_marks=but_marks)
     except AttributeError:  # a torch that keeps its books in another way
         return False
-    return not any(work) and set(counted).issubset(written)
+
+
+def _is_left_as_is(metadata: Any, written: Collection[int], *, but_marks: bool = False) -> bool:
+    work = (
+        metadata.num_mutated_inp_runtime_indices,
+        metadata.num_outputs_aliased,
+        metadata.num_intermediate_bases,
+        metadata.dynamic_outputs and not (but_marks and _mark()),
+        metadata.is_rng_op_functionalized,
+        metadata.tokens,
+        metadata.grad_enabled_mutation is not None,
+    )
+    return not any(work) and set(metadata.mutated_graph_handled_indices_seen_by_autograd).issubset(written)
 
 
 def dynamic_results() -> dict[int, set[int]]:
@@ -440,13 +443,16 @@ def regenerated_outputs(outputs: int) -> dict[int, int]:
 _RESULT = "torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult"
 _CONFIG = "torch._functorch._aot_autograd.schemas.AOTConfig"
 _COUNTER = "torch._functorch.aot_autograd.AOT_COUNTER"
-_HOOKS = "torch._C._autograd._top_saved_tensors_default_hooks"
+_top_hooks = private(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda of_tracing: True,
+    lost="training steps are not kept, and go through AOTAutograd's wrapper",
+)
 
 
 def has_hooks_on_saved_tensors() -> bool:
     """Whether hooks are set that AOTAutograd may put into a training step, or this torch does not say."""
-    top = present(_HOOKS)
-    return top is None or top(True) is not None
+    return _top_hooks(True) is not None
 
 
 def step_metadata() -> Any:
@@ -535,6 +541,110 @@ class _Compiled:
 @dataclass(frozen=True)
 class _Unpacked:
     deserialize: Callable[[], GraphModule]
+
+
+# -- a training step that AOTAutograd's wrapper only hands over --------------------------------------------------------
+
+
+_TANGENT = "torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent"
+_NO_BYPASS = "training steps go through AOTAutograd's wrapper"
+_without_autocast = private("torch._C._DisableAutocast", None, lost=_NO_BYPASS)
+_transform = private("torch._C._functorch.maybe_current_level", None, lost=_NO_BYPASS)
+_is_in_thread = private("torch._C._is_key_in_tls", lambda name: False)
+_in_thread = private("torch._C._get_obj_in_tls", lambda name: None)
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """A training step around which AOTAutograd's wrapper saves values, hands results and gradients over, and no more.
+
+    `returned` is how many results the user gets; `constant` are those without a gradient, and `unsafe` those that torch
+    makes again so that they are no views. `tangents` are the results whose gradients the backward takes, with a
+    description of each. Autocast is off around the calls if it was on when they were compiled.
+    """
+
+    returned: int
+    constant: tuple[int, ...]
+    unsafe: tuple[int, ...]
+    tangents: tuple[tuple[int, Any], ...]
+    is_deterministic: bool | None
+    in_autocast: bool
+    _lay_out: Callable[[Any, Any], tuple[Any, Any]]
+
+    def results(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """The results that the user gets, of all that a forward returns."""
+        found = list(given[: self.returned])
+        for place in self.unsafe:
+            found[place] = torch.ops.aten._unsafe_view.default(found[place], found[place].shape)
+        return tuple(found)
+
+    def gradients(self, given: Sequence[Any]) -> list[Any]:
+        """The gradients that the backward takes, laid out as it was compiled for. Raises what AOTAutograd does."""
+        if _transform() is not None:
+            raise RuntimeError("a compiled backward cannot be called in vmap, grad or vjp.")
+        if self.is_deterministic is False and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "This backward was compiled without torch.use_deterministic_algorithms(True), and is called with it."
+            )
+        return [self._lay_out(given[place], about)[0] for place, about in self.tangents]
+
+    def call(self, program: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """A call of the compiled backward, in the context of the thread that has called autograd's engine."""
+        context = _in_thread("context") if _is_in_thread("context") else None
+        run = program if context is None else partial(context.run, program)
+        if not self.in_autocast:
+            return run(args)
+        with _without_autocast():
+            return run(args)
+
+
+def plain_step(
+    metadata: Any, written: Collection[int], gradients: Sequence[Any], *, in_autocast: bool
+) -> PlainStep | None:
+    """The training step that these metadata of AOTAutograd's are of, if its wrapper has nothing else to do.
+
+    `written` are the inputs that the forward writes to, `gradients` the results of the backward.
+    """
+    try:
+        wants, infos = [info.requires_grad for info in metadata.input_info], metadata.output_info
+        more = (
+            not _is_left_as_is(metadata, written),
+            len(wants) != len(gradients),
+            any(value is None for value, wanted in zip(gradients, wants, strict=False) if wanted),  # it is detached
+            metadata.num_symints_saved_for_bw,
+            metadata.num_graphsafe_rng_states,
+            metadata.dynamic_saved_tensors_idxs,
+            metadata.indices_of_inputs_that_requires_grad_with_mutations_in_bw,
+            any(hasattr(each, "attrs") for each in (*metadata.subclass_inp_meta, *metadata.subclass_tangent_meta)),
+            getattr(metadata, "num_opaque_objects_saved_for_bw", 0),
+            metadata.num_forward_returns != len(infos),
+        )
+        lay_out = present(_TANGENT)
+        if any(more) or _without_autocast is None or _transform is None or lay_out is None:
+            return None
+        places = [place for place, info in enumerate(infos) if _has_gradient(info) and _is_tensor(info)]
+        if len(places) != len(metadata.subclass_tangent_meta):
+            return None
+        constant = tuple(p for p, info in enumerate(infos) if not info.requires_grad and _is_tensor(info))
+        tangents = tuple(zip(places, metadata.subclass_tangent_meta, strict=True))
+        unsafe = tuple(metadata.unsafe_view_out_indices)
+        return PlainStep(len(infos), constant, unsafe, tangents, metadata.deterministic, in_autocast, lay_out)
+    except AttributeError:  # a torch that keeps its books in another way
+        return None
+
+
+def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence[Any]) -> PlainStep | None:
+    """The same for a step of `packed_step`'s, which is never one in autocast. `data` must be of this user's."""
+    return plain_step(pickle.loads(data), written, gradients, in_autocast=False)
+
+
+def _is_tensor(info: Any) -> bool:
+    return issubclass(info.raw_type, torch.Tensor)
+
+
+def _has_gradient(info: Any) -> bool:
+    """Whether the backward takes a gradient of a result: not of a view that was made in `no_grad`, in later torch."""
+    return bool(getattr(info, "requires_grad_for_backward", info.requires_grad))
 
 
 # -- tracing a function to an ATen graph: forward alone, or forward and backward together ------------------------------

@@ -81,6 +81,11 @@ _hooks_for_all: tuple[dict[int, Any], ...] = (
 )
 
 
+def forward_hooks_for_all() -> tuple[dict[int, Any], dict[int, Any]]:
+    """The forward hooks and pre-hooks for all modules that there are now, or will be."""
+    return _hooks_for_all[0], _hooks_for_all[1]
+
+
 def global_hooks() -> list[Any]:
     """Hooks that run around every call of any module, and every step of any optimizer."""
     return [hook for held in _hooks_for_all for hook in held.values()]

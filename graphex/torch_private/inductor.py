@@ -177,13 +177,14 @@ def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name in known}
 
 
-def wrapping_integers() -> dict[str, str]:
-    """The setting that lets integers of C++ code wrap around, as eager's do: else `x + 1 > x` is true to a compiler.
+def plain_arithmetic() -> dict[str, str]:
+    """The setting that lets C++ code compute as eager does: integers wrap around, and 0 and -0 are two numbers.
 
-    Inductor has no setting for flags of one's own; this one is a flag's value, which the next flag may follow.
+    Else `x + 1 > x` is true to a compiler, and `x + 0.0` is x. Inductor has no setting for flags of one's own; this one
+    is a flag's value, which further flags may follow. Inductor's own are before it.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -fsigned-zeros"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphex.device import device_of
-from graphex.device.gpu import NpuDevice
+from graphex.device.npu import NpuDevice
 from tests.device.contract import *  # noqa: F403
 from tests.device.contract import Given
 

@@ -12,8 +12,7 @@ import torch
 import graphex
 from graphex.ascend.catalogue import NAMES, SCHEMAS, SWITCHES, modules
 from graphex.ascend.config import NPUGRAPH_EX, TORCHAIR
-from graphex.ascend.install import TRANSFER
-from graphex.ascend.mapped import with_device_mapped
+from graphex.ascend.install import TRANSFER, with_device_mapped
 from graphex.ops import SPECS
 from tests.harness.processes import in_folder
 
@@ -231,7 +230,7 @@ def test_npu_can_be_another_name_for_a_device_that_exists(tmp_path):
 
 KEPT = """
 import torch
-from graphex.ascend.mapped import keep_accelerator
+from graphex.ascend.install import keep_accelerator
 
 keep_accelerator(torch.device("cuda", 0))
 assert torch.accelerator.current_accelerator() == torch.device("cuda", 0)

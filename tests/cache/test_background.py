@@ -62,7 +62,7 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch):
     standing_in = Elsewhere()
-    monkeypatch.setattr(import_module("graphex.cache.background"), "compiled_elsewhere", standing_in)
+    monkeypatch.setattr(import_module("graphex.cache.artefacts"), "compiled_elsewhere", standing_in)
     yield standing_in
     standing_in.end()
 
@@ -192,7 +192,7 @@ def test_sizes_that_vary_are_waited_for(monkeypatch, elsewhere):
 
 def test_the_code_comes_back_as_bytes(monkeypatch):
     """What the other process does, done in this one."""
-    background = import_module("graphex.cache.background")
+    background = import_module("graphex.cache.artefacts")
 
     class Here:
         def __init__(self, command, **options):

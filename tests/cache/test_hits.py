@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from graphex.regions.trial import Outcome
+from graphex.regions.compiler import Outcome
 from tests.harness.cached import asked
 from tests.harness.processes import python
 

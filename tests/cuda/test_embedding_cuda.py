@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from graphex.kernels.embedding import MOST_INDICES
+from graphex.kernels.tokens import MOST_INDICES
 from graphex.ops import declined
 from graphex.ops.tokens import COPIED, INDICES
 from tests.harness.processes import run

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 import graphex
 from tests.harness.capture import count, reasons, replays
@@ -98,7 +99,8 @@ def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
     def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
         root = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float) * 3)
         rounds = torch.log(torch.tensor(511.0))
-        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.ceil(torch.tanh(x) / rounds * 127)
+        limit = torch.tensor(x.shape[-1] - 7).type_as(x)
+        return torch.sin(x) / root.to(x.dtype) + torch.cos(x), torch.where(x > 0, limit, torch.tanh(x) / rounds)
 
     x = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16)
     run = compiled(scaled)
@@ -109,6 +111,19 @@ def test_what_the_host_computes_from_constants_does_not_stop_a_capture():
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32])
+def test_a_quotient_by_a_number_has_eagers_last_bit(dtype):
+    def divided(x: Tensor) -> list[Tensor]:
+        numbers = [x / 6.24, x / 3, x / -0.1, x / torch.tensor(7.0), x / torch.tensor(0.3)]
+        return [*numbers, torch.ceil(x.double() / 0.7), x / 0.0, x / 1e-45, x / 1e300]
+
+    x = (torch.randn(4096, device="cuda") * 100).to(dtype)
+    run = compiled(divided)
+    for _ in range(CALLS):
+        torch.testing.assert_close(run(x), divided(x), rtol=0, atol=0, equal_nan=True)
+    assert statuses(run) == ["compiled"]
+
+
 def logits(x: Tensor, w: Tensor) -> Tensor:
     return nn.functional.linear(nn.functional.layer_norm(torch.tanh(x).sin(), (512,)), w)
 
@@ -116,6 +131,39 @@ def logits(x: Tensor, w: Tensor) -> Tensor:
 def head(width: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 128, 512, device="cuda", dtype=torch.bfloat16)
     return x, torch.randn(width, 512, device="cuda", dtype=torch.bfloat16) * 0.05
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_flexible_attention_is_captured_as_a_part_of_a_region(trains):
+    def attended(x: Tensor, table: Tensor) -> Tensor:
+        biased = lambda score, batch, head, i, j: torch.where(i >= j, score + table[i - j], -torch.inf)  # noqa: E731
+        return torch.tanh(flex_attention(x.sin(), x.cos(), x, score_mod=biased)) + x
+
+    x = torch.randn(2, 2, 128, 32, device="cuda", requires_grad=trains)
+    table = torch.randn(128, device="cuda")
+    run = compiled(attended)
+    for _ in range(CALLS):
+        found, wanted = run(x, table), attended(x, table)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+        if trains:
+            pair = (torch.autograd.grad(each.sum(), x)[0] for each in (found, wanted))
+            torch.testing.assert_close(*pair, rtol=1e-2, atol=1e-2)
+    assert set(statuses(run)) <= {"compiled", "reused"}
+    assert not any("flex_attention" in record.op for record in graphex.journal(run).region_borders)
+    assert not graphex.journal(run).cuts
+
+
+def test_a_constant_that_is_returned_is_a_tensor_of_its_own_in_every_call():
+    def given(x: Tensor) -> tuple[Tensor, Tensor]:
+        limit = torch.tensor(3.0).type_as(x)
+        return torch.sin(x) * limit + torch.cos(x), limit.expand(4)
+
+    x = torch.randn(4, 8, device="cuda")
+    run = compiled(given)
+    for _ in range(CALLS):
+        y, limit = run(x)
+        torch.testing.assert_close((y, limit), given(x))
+        limit[0].fill_(7.0)
 
 
 @pytest.mark.parametrize("clone_output", ["auto", True, False])

@@ -16,7 +16,7 @@ import graphex
 from graphex.debug.history import GraphHistory
 from graphex.evidence.report.model import report_data
 from graphex.records import RegionCompiled
-from graphex.regions.trial import Outcome
+from graphex.regions.compiler import Outcome
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU alone is the subject")
 

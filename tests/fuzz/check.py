@@ -228,7 +228,7 @@ def session() -> Iterator[Session]:
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
     with (
         mock.patch("torch._dynamo.guards.profile_guard_manager", return_value=0.0),
-        mock.patch("graphex.passes.cat.WORTHWHILE", 1),
+        mock.patch("graphex.passes.reinplace.WORTHWHILE", 1),
         torch._dynamo.config.patch(**limits),
         warnings.catch_warnings(),
     ):

@@ -70,7 +70,7 @@ FOUND_LATER: dict[str, Bug] = {
     "every layout is the same to a no-op": condition("passes.clean.same_layout", True),
     "every layout is the same to a reused buffer": condition("analysis.memory.same_layout", True),
     "nothing is random": condition("analysis.effects.is_random", False),
-    "every cat joins rows": condition("passes.cat._dim", 0),
+    "every cat joins rows": condition("passes.reinplace._dim", 0),
     "all calls are equal": condition("passes.clean.value_key", 0),
     "in-place variants are mixed up": variants_mixed_up,
     "any power is one": any_power_is_one,

@@ -31,7 +31,7 @@ if torch.cuda.is_available():
 
 from graphex.kernels import attention, tuning  # noqa: E402
 from graphex.kernels import compiled as hashes  # noqa: E402
-from graphex.kernels.precompile import distinct_calls, precompile_kernels  # noqa: E402
+from graphex.kernels.launch import distinct_calls, precompile_kernels  # noqa: E402
 
 OPS = torch.ops.graphex
 INDICES = count(1)

@@ -19,12 +19,11 @@ pytest.importorskip("triton", reason="needs triton (Linux)")
 
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.ship_tiles import main as export
 from graphex.device import gpu
 from graphex.errors import GraphexWarning
-from graphex.kernels import tuned, tuning, tuning_store
-from graphex.kernels.tuned.__main__ import main as export
-from graphex.kernels.tuning import Candidate, Tuner
-from graphex.kernels.tuning_store import Store
+from graphex.kernels import tuning
+from graphex.kernels.tuning import Candidate, Store, Tuner
 
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
 
@@ -236,15 +235,18 @@ def test_the_cache_directory_is_the_users(monkeypatch, tmp_path):
 
 def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "cache"))
-    store = Store(tuning_store.conditions("Some GPU 9"))
+    store = Store(tuning.conditions("Some GPU 9"))
     store.add("linears", "1x8", {"name": "fast", "us": {"fast": 1.0}})
     package = tmp_path / "package"
     assert CliRunner().invoke(export, ["Some GPU 9", "--to", str(package)]).exit_code == 0
     store.add("attention", "2x8", {"name": "slow", "us": {}})
     assert CliRunner().invoke(export, ["Some GPU 9", "--to", str(package)]).exit_code == 0
-    monkeypatch.setattr(tuned, "HERE", package)
-    assert tuned.shipped("Some GPU 9") == {"linears": {"1x8": {"name": "fast"}}, "attention": {"2x8": {"name": "slow"}}}
-    assert tuned.shipped("Another GPU") == {}
+    monkeypatch.setattr(tuning, "SHIPPED", package)
+    assert tuning.shipped("Some GPU 9") == {
+        "linears": {"1x8": {"name": "fast"}},
+        "attention": {"2x8": {"name": "slow"}},
+    }
+    assert tuning.shipped("Another GPU") == {}
 
 
 class RecordingDevice:

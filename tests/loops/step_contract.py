@@ -8,11 +8,13 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
@@ -216,6 +218,85 @@ def test_the_learning_rate_is_an_input_of_the_graph(make, where):
     assert all(isinstance(group["lr"], float) for group in optimizers[0].param_groups)
     assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
     same_state(mine, theirs)
+
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "SGD with Nesterov's momentum": lambda given: torch.optim.SGD(given, 0.05, momentum=0.9, nesterov=True),
+    "Adam with amsgrad": lambda given: torch.optim.Adam(given, 0.01, amsgrad=True),
+    "Adam with amsgrad, foreach": lambda given: torch.optim.Adam(given, 0.01, amsgrad=True, foreach=True),
+    "Adagrad": lambda given: torch.optim.Adagrad(given, 0.05, lr_decay=0.1),
+    "RMSprop": lambda given: torch.optim.RMSprop(given, 0.01, momentum=0.5, centered=True),
+    "NAdam": lambda given: torch.optim.NAdam(given, 0.01),
+    "RAdam": lambda given: torch.optim.RAdam(given, 0.01),
+    "Adamax": lambda given: torch.optim.Adamax(given, 0.01),
+    "Adadelta": lambda given: torch.optim.Adadelta(given, 0.5),
+    "ASGD": lambda given: torch.optim.ASGD(given, 0.05),
+    "Rprop": lambda given: torch.optim.Rprop(given, 0.01),
+    "Adafactor": lambda given: torch.optim.Adafactor(given, 0.05),
+    "Muon": lambda given: torch.optim.Muon([each for each in given if each.dim() == 2], 0.05),
+    "LBFGS": lambda given: torch.optim.LBFGS(given, 0.1, max_iter=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_steps_as_in_eager_or_says_why_it_is_not_captured(make, where):
+    def training(decorate: Callable[..., Any]) -> tuple[list[float], nn.Module, Any]:
+        model = model_on(where, mlp)
+        optimizer = make(list(model.parameters()))
+        scheduler = StepLR(optimizer, 6, 0.5)
+
+        @decorate
+        def step(x, y):
+            def closure() -> Tensor:
+                model.zero_grad()
+                loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            return optimizer.step(closure)
+
+        losses = []
+        for batch in points(where, 12):
+            losses.append(float(step(*batch)))
+            scheduler.step()
+        return losses, model, step
+
+    found, mine, step = training(lambda step: graphex.train_step(step, compile=False))
+    wanted, theirs, _ = training(lambda step: step)
+    close(found, wanted)
+    same_state(mine, theirs)
+    assert (count(step, "replays") > 0) != (reasons(step) != [])
+
+
+def test_two_models_and_two_optimizers_train_against_each_other_in_one_replay(where):
+    def training(decorate: Callable[..., Any]) -> tuple[list[Any], list[nn.Module], Any]:
+        makes, judges = model_on(where, lambda: nn.Linear(4, 4)), model_on(where, lambda: nn.Linear(4, 1))
+        of_maker, of_judge = adam(makes), torch.optim.SGD(judges.parameters(), 0.1, momentum=0.9)
+
+        @decorate
+        def step(x, y):
+            made = makes(torch.randn_like(x)).tanh()
+            of_judge.zero_grad()
+            right = functional.softplus(-judges(x)).mean() + functional.softplus(judges(made.detach())).mean()
+            right.backward()
+            nn.utils.clip_grad_value_(judges.parameters(), 0.05)
+            of_judge.step()
+            of_maker.zero_grad()
+            wrong = functional.softplus(-judges(made)).mean()
+            wrong.backward()
+            of_maker.step()
+            return right.detach(), wrong.detach()
+
+        torch.manual_seed(3)
+        return [tuple(map(float, step(*batch))) for batch in points(where)], [makes, judges], step
+
+    found, mine, step = training(lambda step: graphex.train_step(step, compile=False))
+    wanted, theirs, _ = training(lambda step: step)
+    close(found, wanted)
+    for some, others in zip(mine, theirs, strict=True):
+        same_state(some, others)
+    assert [count(step, "captured"), *reasons(step)] == [1]
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
@@ -827,29 +908,60 @@ def test_a_hook_on_an_accumulator_is_called_in_every_step(kind, where):
     assert len(called) == STEPS
 
 
-@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
-@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_with_dropout_runs_as_it_is(use_reentrant, where):
-    """Its backward puts the generator back, to draw the numbers of the forward again; a replay draws others."""
-    losses = {}
-    for is_captured in (False, True):
-        model = model_on(where, lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+class Checkpointed(nn.Module):
+    """A part with dropout that a checkpoint computes again."""
 
-        def step(x, y, model=model, optimizer=optimizer):
-            h = checkpoint(model[:2], x.requires_grad_(), use_reentrant=use_reentrant)
-            loss = functional.cross_entropy(model[2](h), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.head = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), nn.Linear(8, 3)
+        self._how = {"use_reentrant": use_reentrant}
 
-        run = graphex.train_step(step, compile=False) if is_captured else step
-        torch.manual_seed(3)
-        losses[is_captured] = [float(run(*batch)) for batch in points(where)]
-    close(losses[True], losses[False])
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.part, x.requires_grad_(), **self._how))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_gradient_is_that_of_the_mask_its_checkpoint_drew(is_compiled, where):
+    model = model_on(where, lambda: nn.Sequential(nn.Linear(1, 64, bias=False), nn.Dropout(0.5)))
+    run = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="graphex")
+    if not is_compiled:
+        run = partial(checkpoint, model, use_reentrant=False)
+    nn.init.ones_(model[0].weight)
+
+    def step(x):
+        out = run(x)
+        out.sum().backward()
+        gradient = model[0].weight.grad.clone()
+        model[0].weight.grad = None
+        return out.detach(), gradient
+
+    replayed = graphex.train_step(step, compile=False)
+    found = [replayed(torch.ones(1, 1, device=where)) for _ in range(STEPS)]
+    assert all(torch.equal(out[0], gradient[:, 0]) for out, gradient in found)
+    assert len({tuple(out.flatten().tolist()) for out, _ in found}) == STEPS
+
+
+def test_a_step_with_an_operator_of_higher_order_runs_as_it_is(where):
+    def step(x):
+        return run_and_save_rng_state(torch.ops.aten.add.Tensor, x, x)[1]
+
+    run, x = graphex.train_step(step, compile=False), torch.ones(3, device=where)
+    assert all(torch.equal(run(x), x + x) for _ in range(STEPS))
     assert reasons(run) == ["the step seeds a random generator, or puts its state back"]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_with_dropout_runs_as_it_is(use_reentrant, compile, where):
+    """Its backward puts the generator back, to draw the numbers of the forward again; a replay draws others."""
+    mine, theirs = (model_on(where, lambda: Checkpointed(use_reentrant=use_reentrant)) for _ in range(2))
+    options = {"region_dropout": "eager"} if compile else {}
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), compile=compile, options=options)
+    close(trained(step, points(where)), trained(written_out(theirs, adam(theirs)), points(where)))
+    same_state(mine, theirs)
+    assert reasons(step)[-1] == "the step seeds a random generator, or puts its state back"
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.nn.modules.module import register_module_forward_hook
 
 import graphex
 from graphex.cache.graphs import packed_graph, unpacked_graph
@@ -76,6 +77,44 @@ def test_a_call_in_another_mode_is_an_error_that_names_the_mode(saved, gradients
     with torch.set_grad_enabled(gradients), torch.autocast("cpu", enabled=autocast):
         with pytest.raises(graphex.InputError, match=f"in another mode of torch: {sentence}"):
             loaded(torch.randn(4, 8), torch.zeros(4, 8))
+
+
+def _doubled(module: nn.Module, *args: object) -> Tensor | None:
+    return args[-1] * 2 if isinstance(args[-1], Tensor) else None
+
+
+HOOKS = {
+    "linear._forward_hooks": lambda model: model.linear.register_forward_hook(_doubled),
+    "linear._forward_pre_hooks": lambda model: model.linear.register_forward_pre_hook(_doubled),
+    "_forward_hooks": lambda model: model.register_forward_hook(_doubled),
+    "torch.nn.modules.module._global_forward_hooks": lambda _: register_module_forward_hook(_doubled),
+}
+
+
+@torch.no_grad()
+def test_a_hook_that_was_not_there_when_it_was_saved_is_refused_and_named(saved):
+    x = torch.randn(4, 8), torch.zeros(4, 8)
+    for place, register in HOOKS.items():
+        model = Step()
+        loaded = graphex.load(saved, model)
+        hook = register(model)
+        with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
+            loaded(*x)
+        with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
+            graphex.load(saved, model)
+        hook.remove()
+        torch.testing.assert_close(loaded(x[0], torch.zeros(4, 8)), model(x[0], torch.zeros(4, 8)))
+
+
+@torch.no_grad()
+def test_a_hook_that_was_there_when_it_was_saved_is_called(tmp_path):
+    x = torch.randn(4, 8), torch.zeros(4, 8)
+    models = Step(), Step()
+    for model in models:
+        model.linear.register_forward_hook(_doubled)
+    graphex.save(models[0], x, tmp_path / "hooked.graphex")
+    loaded = graphex.load(tmp_path / "hooked.graphex", models[1])
+    torch.testing.assert_close(loaded(x[0], torch.zeros(4, 8)), models[1](x[0], torch.zeros(4, 8)))
 
 
 @torch.no_grad()

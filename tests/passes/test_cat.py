@@ -103,7 +103,7 @@ def test_sizes_that_are_known_only_when_running_are_refused():
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run = torch.compile(f, backend="graphex", fullgraph=True)
-        with torch.no_grad(), mock.patch("graphex.passes.cat.WORTHWHILE", 1):
+        with torch.no_grad(), mock.patch("graphex.passes.reinplace.WORTHWHILE", 1):
             torch.testing.assert_close(run(X), f(X), rtol=0, atol=0)
     assert any("not known" in record.reason for record in graphex.journal(run).refusals if record.rule == RULE)
 

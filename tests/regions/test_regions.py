@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from math import inf, nan
 
@@ -15,10 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import graphex
 from graphex.regions import compiler, stage
-from graphex.regions.trial import tried
+from graphex.regions.compiler import tried
 from tests.harness import host_ops
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
@@ -136,6 +139,128 @@ def test_layers_are_not_cut_where_inductor_chooses_a_layout(uncompiled):
     for region in regions(run):
         text = " ".join(region.lines)
         assert ("self.norm(x)" in text) == ("self.inside(normed)" in text)
+
+
+class Told(nn.Module):
+    """A layer that begins with a product which reads nothing of the layer before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.norm, self.up, self.down = (
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+        )
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        scale = self.told(c)
+        normed = self.norm(x) * scale
+        return x + self.down(torch.relu(self.up(normed)))
+
+
+def test_layers_are_not_cut_between_what_one_kernel_computes(uncompiled):
+    """The sum at the end of a layer and the norm of the next, although a product stands between them."""
+    layers, x, c = nn.ModuleList(Told() for _ in range(8)), torch.randn(3, 16), torch.randn(3, 8)
+
+    def told(x, c):
+        for layer in layers:
+            x = layer(x, c)
+        return x
+
+    run = compiled(told)
+    with torch.no_grad():
+        close(run(x, c), told(x, c))
+    assert sum(region.status == "reused" for region in regions(run)) >= 5
+    assert ["self.norm(x)" in " ".join(region.lines) for region in regions(run)] == [True] * 8 + [False]
+
+
+class Patches(nn.Module):
+    """Layers on what a convolution has made: eager's strides are those of channels first, through all of them."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.enter, self.blocks, self.rows = nn.Conv2d(3, 16, 2, 2), nn.ModuleList(Block() for _ in range(8)), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).flatten(2).transpose(1, 2)
+        x = x.contiguous() if self.rows else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("rows", "reused"), [(True, 5), (False, 0)])
+def test_layers_are_cut_where_values_lie_row_by_row(uncompiled, rows, reused):
+    model, x = Patches(rows), torch.randn(2, 3, 8, 8)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert (sum(region.status == "reused" for region in regions(run)) >= 5) == (reused >= 5)
+
+
+def test_layers_are_cut_where_inductor_writes_what_is_across(uncompiled):
+    """The sum of half a step would not be written by itself, the norm that ends a layer is."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 0.5 * torch.relu(self.first(self.norms[0](x)))
+            x = x + 0.5 * self.second(self.norms[1](x))
+            return self.norms[2](x)
+
+    model, x = nn.Sequential(*(Half() for _ in range(8))), torch.randn(3, 16)
+    run = compiled(model)
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert sum(region.status == "reused" for region in regions(run)) >= 5
+    layer = next(region for region in regions(run) if region.status == "reused")
+    assert "self.first(" in layer.lines[0]
+
+
+def attended(x, score):
+    return flex_attention(torch.tanh(x), x, x * 2, score_mod=score) @ x.mT
+
+
+def doubled(score, batch, head, i, j):
+    return torch.where(i >= j, score * 2, -inf)
+
+
+def test_flexible_attention_is_a_part_of_a_region(uncompiled):
+    x = torch.randn(1, 2, 16, 4)
+    run = compiled(partial(attended, score=doubled))
+    close(run(x), scaled_dot_product_attention(torch.tanh(x) * 2, x, x * 2, is_causal=True) @ x.mT)
+    assert any("flex_attention(" in line for region in regions(run) for line in region.lines)
+    assert not any("calls no operator" in reason for reason in borders(run))
+
+
+def test_the_score_of_flexible_attention_is_a_part_of_a_regions_key(uncompiled, monkeypatch):
+    keys, compile_region = set(), stage.compile_region
+
+    def noted(body, patches):
+        keys.add(compiler.region_key(body, patches))
+        return compile_region(body, patches)
+
+    monkeypatch.setattr(stage, "compile_region", noted)
+    found = []
+    for score in (doubled, lambda score, *places: doubled(score, *places), lambda score, *places: score * 2):
+        compiled(partial(attended, score=score))(torch.randn(1, 2, 16, 4))
+        found.append(len(keys))
+    assert found[0] == found[1] < found[2]
+
+
+def test_a_score_that_reads_by_an_index_stays_outside_on_a_cpu(uncompiled):
+    def biased(x, table):
+        return attended(x, lambda score, batch, head, i, j: score + table[j])
+
+    x, table = torch.randn(1, 2, 16, 4), torch.zeros(16)
+    run = compiled(biased)
+    close(run(x, table), scaled_dot_product_attention(torch.tanh(x), x, x * 2) @ x.mT)
+    assert any(record.op == "flex_attention" for record in graphex.journal(run).region_borders)
 
 
 def test_layers_of_convolutions_alone_are_one_region(uncompiled):
@@ -607,7 +732,7 @@ def test_a_busy_machine_is_not_believed_that_a_region_is_slower(
 ):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")
     clock, steps = Clock(held), itertools.cycle(compiled_takes)
-    monkeypatch.setattr("graphex.regions.trial.time", clock)
+    monkeypatch.setattr("graphex.regions.compiler.time", clock)
 
     def passes(seconds: float) -> None:
         clock.now += seconds * 1e-3
@@ -671,11 +796,58 @@ def test_numbers_too_large_for_float16_become_infinite():
     run, x = compiled(program), torch.tensor([1e5, -1e5, 3.0, 65510.0, 1.0, 2.0, 0.5, -0.0])
     number = torch.tensor(1e30)
     torch.testing.assert_close(run(x, number), program(x, number), equal_nan=True)
-    assert "it reads a number that may be too large for float16, and Inductor would not make it infinite" in borders(
-        run
-    )
-    assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in borders(run)
+    reasons = borders(run)
+    assert "it reads numbers that eager rounds to torch.float16, and Inductor would not" in reasons
+    assert "numbers that are too large for float16 become infinite, and Inductor would go on with them" in reasons
     assert regions(run)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
+    def program(x, one, many, count):
+        added = x + 1.0001, 1.0001 - x, torch.sub(x, 0.1), torch.add(x, x, alpha=1.0001), x + 1e-12
+        compared = x == 0.1, x < 1.0001, x == one, x > one, nn.functional.hardshrink(x, 0.1)
+        cast = (many * 100).to(narrow).int(), (many * 2 + 256).int().to(narrow).float(), count.to(narrow) * 0.5
+        return (
+            added,
+            compared,
+            cast,
+            x**2049,
+            x - one,
+            torch.rsub(x, one),
+            x * one,
+            x / one,
+            x * 0.1,
+            x - many,
+            x * count,
+        )
+
+    x = torch.tensor([-1.0, 1.0, 255.0, 0.1, 0.0, -0.0, 2.0, -3.0] * 5).to(narrow)
+    given = x, torch.tensor(1.0001), torch.full((40,), 2.5701), torch.arange(40) * 2000
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    reason = f"it reads numbers that eager rounds to {narrow}, and Inductor would not"
+    assert {record.reason: record.count for record in graphex.journal(run).region_borders}[reason] == 5
+    assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
+    assert regions(run)
+
+
+def test_mixed_types_are_eagers():
+    def program(x, y, count):
+        bounded = count.clamp(min=x), y.clamp(x, x.flip(0)), torch.clamp_max(count, x)
+        counted = (y > 0).sum(), y.sum(dtype=torch.bool), (count * 2).sum(dtype=torch.bool)
+        return bounded, torch.ldexp(x, y), counted, 1 / (x[1:].flip(0) + 0.0), x * y + count
+
+    x = torch.tensor([1.0, -0.0, nan, 3e38, -3e38, 2.0, inf, -2.5, 0.5] * 5)
+    given = x, x.flip(0).double() * 3e269, torch.tensor([9, 1, -3, 7, 200] * 9)
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
+    assert borders(run) == {
+        "Inductor gives it the type of its first argument",
+        "Inductor's C++ code for a sum that is a boolean does not compile",
+    }
 
 
 def test_integers_and_booleans_are_eagers():
@@ -765,6 +937,7 @@ def test_whether_bytes_are_nonzero_is_a_byte():
 
 
 # -- programs nobody thought of ----------------------------------------------------------------------------------------
+
 
 OPS = {
     "sin": torch.sin,

@@ -16,7 +16,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
 from graphex.analysis.graphs import origins
-from graphex.rewrite.metadata import stamp_origins
+from graphex.rewrite.base import stamp_origins
 from graphex.rewrite.partition import Partitioner
 from tests.harness.compiling import trace
 

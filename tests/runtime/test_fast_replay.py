@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import graphex
 from graphex.runtime import capture, native
+from graphex.runtime.capture_plan import Key, KeyReader
 from graphex.runtime.fast_replay import Addresses, ReplayGuards, make_guard
-from graphex.runtime.keys import Key, KeyReader
 from graphex.torch_private.cuda import states, switches_for
 from tests.harness.capture import agree, compile_it, count, in_threads, same, statuses
 from tests.harness.tape import TapeDevice

@@ -19,8 +19,7 @@ import pytest
 from graphex import env
 from graphex.env import LARGEST, cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
-from graphex.kernels.tuning import Candidate, Tuner
-from graphex.kernels.tuning_store import Store
+from graphex.kernels.tuning import Candidate, Store, Tuner
 from graphex.runtime import native
 
 NOBODY = 65534

@@ -55,8 +55,7 @@ def _lift(module: str, *about: str) -> Family:
 
 
 FUSIONS: tuple[Family, ...] = (
-    _fusion("after_add_rms_norm", "npu::npu_add_rms_norm"),
-    _fusion("batch_matmul", "aten::bmm"),
+    _fusion("npu", "npu::npu_add_rms_norm", "aten::bmm"),
     _fusion("lifted_norms", "graphex::rms_norm", "graphex::dynamic_quant", "graphex::static_quant"),
     _fusion("rotary", "graphex::rotary"),
 )

@@ -28,15 +28,13 @@ POINTERS = {
 }
 
 
-MODULES = {
-    "norm": ("norm", "norm_kernel"),
-    "quant": ("quant", "dynamic_quant_kernel", "static_quant_kernel"),
-    "gated": ("gated", "silu_mul_kernel"),
-    "embedding": ("embedding", "embedding_kernel"),
-    "dropout": ("dropout", "dropout_kernel"),
-    "experts": ("experts", "few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
-    "grouped": ("grouped", "grouped_kernel", "finalize_kernel"),
-    "rotary": ("rotary", "rotary_kernel"),
+KERNELS = {
+    "norm": ("norm_kernel",),
+    "quant": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
+    "tokens": ("embedding_kernel",),
+    "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
+    "grouped": ("grouped_kernel", "finalize_kernel"),
+    "rotary": ("rotary_kernel",),
 }
 
 
@@ -121,9 +119,9 @@ def all_compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> 
     """The code of each launch of an op."""
     kernel = SPECS[name].kernel
     assert kernel is not None
-    module, *kernels = MODULES[kernel.partition(".")[0]]
+    module = kernel.partition(".")[0]
     home = importlib.import_module(f"graphex.kernels.{module}")
-    compilers = {kernel: Compiler(getattr(home, kernel)) for kernel in kernels}
+    compilers = {kernel: Compiler(getattr(home, kernel)) for kernel in KERNELS[module]}
     for kernel_name, compiler in compilers.items():
         monkeypatch.setattr(home, kernel_name, compiler)
     assert not isinstance(launcher(name)(*sample.args, **sample.options), Declined)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphex.kernels.embedding import MOST_INDICES
+from graphex.kernels.tokens import MOST_INDICES
 from graphex.ops.definition import SPECS, Declined
 from graphex.ops.tokens import COPIED, INDICES
 from tests.harness.kernels.compare import launcher

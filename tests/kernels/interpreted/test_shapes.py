@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from graphex.kernels import layout, norm, rotary
-from graphex.kernels.embedding import copy_rows
+from graphex.kernels.tokens import copy_rows
 from graphex.ops.definition import SPECS, Declined
 from tests.harness.kernels.compare import assert_close_to_reference, launcher, tensors
 

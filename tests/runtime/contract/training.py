@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphex
-from tests.harness.capture import compile_it, reasons, replays
+from tests.harness.capture import compile_it, count, in_threads, reasons, replays
 
 Run = Callable[..., Tensor]
 IN_USE = "2 calls were made while those of an earlier one were in use"
@@ -138,6 +142,241 @@ def test_a_graph_is_kept_for_a_second_backward_and_for_gradients_of_gradients(wh
             wanted = torch.autograd.grad(theirs, list(model.parameters()), retain_graph=True)
             found = torch.autograd.grad(mine, list(model.parameters()), retain_graph=True)
             torch.testing.assert_close(found, wanted)
+
+
+# -- replays past AOTAutograd's wrappers -----------------------------------------------------------------------------
+
+
+def replayed_step(where: str) -> tuple[Run, nn.Module]:
+    """A compiled model, and the model, after steps until forward and backward are replayed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled = compile_it(model)
+    for _ in range(4):
+        torch.autograd.grad(compiled(torch.randn(3, 4, device=where)).sum(), list(model.parameters()))
+    return compiled, model
+
+
+def gradients_agree(compiled: Run, model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(compiled(x).sum(), parameters)
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).sum(), parameters))
+
+
+def test_replays_of_forward_and_backward_go_past_the_wrappers(where):
+    compiled, model = replayed_step(where)
+    before, replayed = count(compiled, "straight"), replays(compiled)
+    for _ in range(3):
+        gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+    assert count(compiled, "straight") - before == replays(compiled) - replayed == 6
+
+
+def test_layers_that_share_their_code_go_past_the_wrappers(where):
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Sigmoid()) for _ in range(2)).to(where)
+    run = torch.compile(lambda layer, x: layer(x), backend="graphex", dynamic=False)
+    for _ in range(8):
+        for layer in layers:
+            gradients_agree(partial(run, layer), layer, torch.randn(3, 4, device=where))
+    assert count(run, "straight") > 2 * 8
+    assert reasons(run) == []
+
+
+def test_hooks_on_saved_tensors_see_what_a_replay_saves(where):
+    compiled, model = replayed_step(where)
+    seen: list[Tensor] = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda each: seen.append(each) or each.clone(), lambda each: each
+        ):
+            gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+        found = len(seen)
+        gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+        assert len(seen) == found > 0
+
+
+def test_a_weight_that_is_written_to_before_the_backward_is_an_error(where):
+    compiled, model = replayed_step(where)
+    loss = compiled(torch.randn(3, 4, device=where)).sum()
+    with torch.no_grad():
+        model[3].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    gradients_agree(compiled, model, torch.randn(3, 4, device=where))
+
+
+def test_a_result_that_is_saved_and_written_to_is_an_error(where):
+    run = compile_it(lambda x: (x.exp(), x.argmax()))
+    for number in range(6):
+        x = torch.randn(4, device=where, requires_grad=True)
+        result, place = run(x)
+        assert not place.requires_grad
+        assert place == x.argmax()
+        if number % 2:
+            result.detach().mul_(2)
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+                result.sum().backward()
+        else:
+            result.sum().backward()
+            torch.testing.assert_close(x.grad, x.detach().exp())
+    assert replays(run) >= 5
+
+
+def test_a_backward_is_run_again_only_if_its_graph_is_retained(where):
+    compiled, model = replayed_step(where)
+    for _ in range(2):
+        x, parameters = torch.randn(3, 4, device=where), list(model.parameters())
+        loss = compiled(x).sum()
+        wanted = torch.autograd.grad(model(x).sum(), parameters)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters, retain_graph=True), wanted)
+        torch.testing.assert_close(torch.autograd.grad(loss, parameters), wanted)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, parameters)
+
+
+@pytest.mark.parametrize("retained", [None, False], ids=["retained", "released"])
+def test_gradients_of_gradients_are_an_error(where, retained):
+    run = compile_it(lambda x: (x * 2).sigmoid().square().sum())  # nothing that is saved needs a gradient
+    for _ in range(4):
+        x = torch.randn(3, device=where, requires_grad=True)
+        (found,) = torch.autograd.grad(run(x), x, create_graph=count(run, "straight") > 0, retain_graph=retained)
+    assert found.requires_grad
+    with pytest.raises(RuntimeError, match="double backward"):
+        (found.sum() + x.sum()).backward()
+
+
+def test_many_gradients_at_once_are_those_of_eager(where):
+    compiled, model = replayed_step(where)
+    for _ in range(2):
+        x, at_once = torch.randn(3, 4, device=where), torch.randn(5, 3, 1, device=where)
+        wanted = torch.autograd.grad(model(x), list(model.parameters()), at_once, is_grads_batched=True)
+        found = torch.autograd.grad(compiled(x), list(model.parameters()), at_once, is_grads_batched=True)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_autograd_sees_the_same_node_in_a_replay_and_in_other_calls(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).to(where)
+    compiled, seen, given = compile_it(model), [], []
+    for _ in range(5):
+        result = compiled(torch.full((3, 4), math.nan, device=where))
+        result.grad_fn.register_prehook(lambda gradients: given.append(len(gradients)))
+        into = [None if node is None else node.name() for node, _ in result.grad_fn.next_functions]
+        loss = result.sum()
+        with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError) as raised:
+            with torch.autograd.set_detect_anomaly(True):
+                loss.backward()
+        seen.append((result.grad_fn.name(), into, str(raised.value)))
+        del result, loss, raised
+    assert count(compiled, "straight") > 0
+    assert seen == seen[:1] * 5
+    assert given == [1] * 5
+
+
+class Several(nn.Module):
+    """Two results with gradients, and two without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.first(x).sigmoid()
+        return hidden * 2, self.second(hidden).tanh(), hidden.argmax(-1), hidden.detach() + 1
+
+
+def test_some_gradients_of_some_results_in_any_layout(where):
+    model = Several().to(where)
+    compiled = compile_it(model)
+    layouts = (torch.randn(4, 3).to(where).t(), torch.randn(1, 4).to(where).expand(3, 4), torch.randn(3, 4).to(where))
+    for number in range(9):
+        x, place, given = torch.randn(3, 4, device=where), number % 2, layouts[number % 3]
+        mine, theirs = compiled(x), model(x)
+        torch.testing.assert_close(mine, theirs)
+        assert [each.requires_grad for each in mine] == [True, True, False, False]
+        wanted = torch.autograd.grad(theirs[place], [model.first.weight], given)
+        del theirs, x
+        mine = mine[place]
+        torch.testing.assert_close(torch.autograd.grad(mine, [model.first.weight], given), wanted)
+        del mine
+    assert count(compiled, "straight") >= 8
+    assert reasons(compiled) == []
+
+
+def test_a_backward_lets_go_of_what_it_has_read(where):
+    compiled, model = replayed_step(where)
+    x = torch.randn(3, 4, device=where)
+    read = weakref.ref(x)
+    loss = compiled(x).sum()
+    del x
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert read() is not None
+    torch.autograd.grad(loss, list(model.parameters()))
+    assert read() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_model_computes_it_again(where, reentrant):
+    compiled, model = replayed_step(where)
+    for _ in range(3):
+        x = torch.randn(3, 4, device=where, requires_grad=True)
+        wanted = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+        checkpoint(compiled, x, use_reentrant=reentrant).sum().backward()
+        torch.testing.assert_close((x.grad, *(each.grad for each in model.parameters())), wanted)
+        model.zero_grad()
+
+
+def test_threads_train_models_of_their_own_and_one_backward_runs_beside_the_next_forward(where):
+    models = [nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)).to(where) for _ in range(3)]
+    block, batches = torch.compile(lambda model, x: model(x), backend="graphex", dynamic=False), torch.randn(20, 3, 4)
+    wanted = [torch.autograd.grad(model(batches.to(where)).sum(), list(model.parameters())) for model in models]
+    for model in models:  # torch 2.11 does not compile in one thread while another calls what is compiled
+        torch.autograd.grad(block(model, batches[0].to(where)).sum(), list(model.parameters()))
+
+    @torch.enable_grad()
+    def train(model: nn.Module) -> None:
+        with ThreadPoolExecutor(1) as beside:
+            running = [beside.submit(block(model, x).sum().backward) for x in batches.to(where)]
+        for each in running:
+            each.result()
+
+    in_threads(train, models)
+    found = [tuple(parameter.grad for parameter in model.parameters()) for model in models]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert count(block, "straight") > 0
+
+
+def test_a_forward_that_is_dropped_without_a_backward_is_in_nobodys_way(where):
+    compiled, model = replayed_step(where)
+    before = count(compiled, "straight")
+    for _ in range(3):
+        compiled(torch.randn(3, 4, device=where))
+    held = compiled(torch.randn(3, 4, device=where))
+    gradients_agree(compiled, model, x := torch.randn(3, 4, device=where))
+    del held
+    gradients_agree(compiled, model, x)
+    assert count(compiled, "straight") - before == 4 + 2  # not the call while the results of another were held
+    assert reasons(compiled) == []
+
+
+def test_compiled_autograd_takes_the_backward_of_a_replay(where):
+    compiled, model = replayed_step(where)
+    x = torch.randn(3, 4, device=where)
+    loss, wanted = compiled(x).sum(), torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(wanted))
+    model.zero_grad()
+    gradients_agree(compiled, model, x)
+    assert reasons(compiled) == []
+
+
+def test_autocast_around_the_backward_changes_nothing(where):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1)).to(where)
+    compiled, x, kind = compile_it(model), torch.randn(3, 4, device=where), torch.device(where).type
+    for held in (False, False, False, True, False):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            theirs, mine = model(x).sum(), compiled(x).sum()
+            wanted = torch.autograd.grad(theirs, list(model.parameters()))
+            found = torch.autograd.grad(mine, list(model.parameters()), retain_graph=held)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_a_forward_without_a_backward_is_replayed(where):

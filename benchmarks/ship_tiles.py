@@ -1,4 +1,6 @@
-"""Write what was measured on a device into the package: `python -m graphex.kernels.tuned [DEVICE ...] [--to FOLDER]`.
+"""Writes what was measured on a device into the package, as a choice that comes with graphex.
+
+    PYTHONPATH=. python benchmarks/ship_tiles.py [DEVICE ...] [--to FOLDER]
 
 Without a name it is the current device. Only the names of the winners are kept: the times of another day and machine
 are not what a user would measure.
@@ -7,19 +9,23 @@ are not what a user would measure.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from graphex.env import write_text
-from graphex.kernels.tuned import HERE
-from graphex.kernels.tuning_store import Choices, Store, conditions, file_name, parsed
+from graphex.kernels.tuning import SHIPPED, Choices, Store, conditions, file_name, parsed
 
 
 @click.command(help=__doc__)
 @click.argument("devices", nargs=-1)
-@click.option("--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=HERE, help="Where to write.")
+@click.option(
+    "--to", "folder", type=click.Path(file_okay=False, path_type=Path), default=SHIPPED, help="Where to write."
+)
 def main(devices: tuple[str, ...], folder: Path) -> None:
     if not devices and not torch.cuda.is_available():
         raise click.UsageError("there is no GPU here; name the device whose choices are meant")
