@@ -368,16 +368,29 @@ def combine_kernel(
 
 
 @triton.jit
-def best_of(value, place, SIZE: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """The places of the COUNT largest values, the largest first, in SLOTS of which the others are -1."""
+def best_of(keys, SIZE: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """The places of the COUNT largest keys, the largest first, in SLOTS of which the others are -1. The lower half of a
+    key is the place, counted from the last.
+    """
     slot = tl.arange(0, SLOTS)
     found = tl.full((SLOTS,), -1, tl.int64)
-    keys = ordered(value, place, SIZE - 1)
+    HALF: tl.constexpr = 0xFFFF if keys.dtype == tl.int32 else 0xFFFFFFFF
+    LEAST: tl.constexpr = -0x7FFFFFFF if keys.dtype == tl.int32 else -0x7FFFFFFFFFFFFFFF
     for each in tl.static_range(COUNT):
         best = tl.max(keys, axis=0)
-        found = tl.where(slot == each, SIZE - 1 - (best & 0xFFFFFFFF), found)
-        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+        found = tl.where(slot == each, (SIZE - 1 - (best & HALF)).to(tl.int64), found)
+        keys = tl.where(keys == best, LEAST, keys)
     return found
+
+
+@triton.jit
+def short_keys(logits, place, there, LAST: tl.constexpr):
+    """`ordered` of numbers of 16 bits, as numbers of 32: one instruction finds the largest of a warp's."""
+    bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
+    bits = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    wide = logits.to(tl.float32)  # the interpreter compares the bits of short ones
+    bits = tl.where(wide == 0.0, 0, tl.where(wide == wide, bits, 0x7FFF))  # two zeros are equal
+    return tl.where(there, (bits << 16) | (-place + LAST), -0x7FFFFFFF)
 
 
 @triton.jit
@@ -394,7 +407,7 @@ def in_best_groups(
     two = (keys == first) | (keys == second)
     total = tl.sum(tl.where(two, members, 0.0), axis=1)
     group = tl.arange(0, GROUPS)
-    best = best_of(total, group, GROUPS, TOP_GROUPS, GROUP_SLOTS)
+    best = best_of(ordered(total, group, GROUPS - 1), GROUPS, TOP_GROUPS, GROUP_SLOTS)
     kept = tl.max((best[:, None] == group[None, :]).to(tl.int32), axis=0) > 0
     return tl.reshape(tl.where(kept[:, None], members, float("-inf")), (EXPERTS,))
 
@@ -423,20 +436,25 @@ def route_kernel(
     token = tl.program_id(0).to(tl.int64)
     each = tl.arange(0, EXPERTS)
     there = each < count
-    scores = tl.load(logits + token * stride + each, mask=there, other=float("-inf")).to(tl.float32)
+    given = tl.load(logits + token * stride + each, mask=there, other=float("-inf"))
+    scores = given.to(tl.float32)
     pdl_launch(PDL)
     if SCORES == "softmax":
         scores = tl.exp(scores - tl.max(scores, axis=0))
         scores = scores / tl.sum(scores, axis=0)
     elif SCORES == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-scores))
-    choice = scores
-    if bias is not None:
-        choice += tl.load(bias + each, mask=there, other=0.0).to(tl.float32)
-    if GROUPS > 1:
-        choice = in_best_groups(choice, there, EXPERTS, GROUPS, TOP_GROUPS, GROUP_SLOTS)
-    choice = tl.where(there, choice, float("-inf"))
-    found = best_of(choice, each, EXPERTS, COUNT, SLOTS)
+    # Scores are in the order of their logits, where nothing else counts.
+    if given.dtype.primitive_bitwidth == 16 and bias is None and GROUPS == 1:
+        keys = short_keys(given, each, there, EXPERTS - 1)
+    else:
+        choice = scores
+        if bias is not None:
+            choice += tl.load(bias + each, mask=there, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            choice = in_best_groups(choice, there, EXPERTS, GROUPS, TOP_GROUPS, GROUP_SLOTS)
+        keys = ordered(tl.where(there, choice, float("-inf")), each, EXPERTS - 1)
+    found = best_of(keys, EXPERTS, COUNT, SLOTS)
     slot = tl.arange(0, SLOTS)
     ok = slot < COUNT
     values = tl.sum(tl.where(found[:, None] == each[None, :], scores[None, :], 0.0), axis=1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
-from graphex.kernels.layout import Rows, blocks_of, is_column_vector, rows_of, signature
+from graphex.kernels.layout import Rows, blocks_of, is_column_vector, next_power_of_2, rows_of, signature
 from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_kernel
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops import linears as reference
@@ -44,6 +44,7 @@ class Job:
     biases: Sequence[Tensor | None]
     residual: Tensor | None
     gated: str = ""
+    kept: bool = False  # the norm is a result, too, the last
 
     @property
     def rows(self) -> int:
@@ -54,7 +55,8 @@ class Job:
 
     def results(self) -> list[Tensor]:
         made = self.weights[:1] if self.gated else self.weights
-        return [w.new_empty((*self.x.shape[:-1], w.shape[0])) for w in made]
+        widths = (*(w.shape[0] for w in made), *([self.x.shape[-1]] if self.kept else []))
+        return [self.weights[0].new_empty((*self.x.shape[:-1], width)) for width in widths]
 
 
 class Prepared(Protocol):
@@ -96,6 +98,8 @@ def _library(job: Job, start: Start = launch) -> list[Tensor]:
         return []
     done = with_prologue_done(job)
     results = reference.linears(done.x, done.weights, done.biases, done.residual)
+    if job.kept:
+        return [*results, done.x]
     if job.gated == "silu":
         return [called("graphex::silu_mul", *results)]
     return [reference.gate_mul(results[0], results[1], job.gated)] if job.gated else results
@@ -138,7 +142,7 @@ class Gemv:
         return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
 
     def prepare(self, job: Job) -> Prepared:
-        columns = job.x.shape[-1]
+        columns, parts = job.x.shape[-1], _parts(job, self.bn)
         constants = {
             "PROLOGUE": job.prologue,
             "GATED": job.gated,
@@ -147,18 +151,21 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
+            "CAST_FIRST": job.kept and job.cast_first,
+            "KEPT": next_power_of_2(blocks_of(columns, parts[0].blocks)) if job.kept else 0,
             "num_warps": self.warps,
         }
-        parts = _parts(job, self.bn)
 
         def run(job: Job, start: Start = launch) -> list[Tensor]:
-            outs = job.results()
+            outs, normed = job.results(), None
+            if job.kept:
+                *outs, normed = outs
             for part in parts:
-                tensors = job.x, job.up, job.gain, job.residual
+                tensors = job.x, job.up, job.gain, job.residual, normed
                 lists = tuple(job.weights[part.chunk]), tuple(job.biases[part.chunk]), tuple(outs[part.results])
                 arguments = (*tensors, *lists, part.sizes, part.strides, columns, job.eps, job.offset)
                 start(gemv_kernel, (part.blocks,), arguments, constants)
-            return outs
+            return outs if normed is None else [*outs, normed]
 
         return run
 
@@ -198,7 +205,7 @@ class Skinny:
                 return self._prepare(plain)(plain, start)
             done = with_prologue_done(job)
             prepared = prepared or self._prepare(done)  # the strides of the results of one kernel are always the same
-            return prepared(done, start)
+            return [*prepared(done, start), *([done.x] if job.kept else [])]
 
         return run
 
@@ -394,6 +401,7 @@ def description(job: Job) -> str:
     ]
     words += ["bias"] if any(b is not None for b in job.biases) else []
     words += ["residual"] if job.residual is not None else []
+    words += ["and the norm"] if job.kept else []
     words += ["unaligned"] if any(w.stride(0) % 8 or not is_aligned(w) for w in job.weights) else []
     return " ".join(words)
 
@@ -404,9 +412,9 @@ def _run(call: Arguments, prologue: str = "none") -> Any:
     x = call.gate if prologue == "silu_mul" else call.x
     norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
     up, gain, residual = given("up", None), given("gain", None), given("residual", None)
-    gated = given("activation", "")
-    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated)
-    key = prologue, gated, len(job.weights), signature(*job.tensors())
+    gated, kept = given("activation", ""), given("keeps_norm", False)
+    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated, kept)
+    key = prologue, gated, kept and job.cast_first, kept, len(job.weights), signature(*job.tensors())
     result = run_job(job, x, key, _PREPARED, _prepare)
     return result[0] if gated and not isinstance(result, Declined) else result
 

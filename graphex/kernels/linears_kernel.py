@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu
+from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu, weighted
 
 
 @triton.jit
@@ -97,11 +97,34 @@ def _input(x, up, gain, offset, k, K, PROLOGUE: tl.constexpr, EVEN_K: tl.constex
 
 
 @triton.jit
+def _store_norm(x, gain, offset, rstd, normed, k, K, CAST_FIRST: tl.constexpr):
+    """Some columns of the norm, rounded where the reference rounds."""
+    X: tl.constexpr = x.dtype.element_ty
+    W: tl.constexpr = X if gain is None else gain.dtype.element_ty
+    Y: tl.constexpr = normed.dtype.element_ty
+    ok = k < K
+    source, factor = tl.load(x + k, mask=ok, other=0.0).to(tl.float32), None
+    if gain is not None:
+        factor = tl.load(gain + k, mask=ok, other=0.0).to(tl.float32)
+    tl.store(normed + k, weighted(source, rstd, factor, None, offset, X, W, Y, CAST_FIRST, True).to(Y), mask=ok)
+
+
+@triton.jit
+def by_thread(products, SUMMED: tl.constexpr):
+    """Sums of so many neighbours: what one load of a thread brings is one number to it then."""
+    if SUMMED == 1:
+        return products
+    else:
+        return tl.sum(tl.reshape(products, (products.shape[0], products.shape[1] // SUMMED, SUMMED)), 2)
+
+
+@triton.jit
 def gemv_kernel(
     x,  # the gate, where the input is silu(gate) * up
     up,
     gain,
     residual,
+    normed,  # where the norm itself goes, if it is wanted
     weights,
     biases,
     outs,
@@ -117,6 +140,8 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    KEPT: tl.constexpr,  # columns of the norm that each program writes
     PDL: tl.constexpr,
 ):
     which, weight, size, stride, block = own_weight(tl.program_id(0), weights, sizes, strides, BN, GATED)
@@ -128,8 +153,10 @@ def gemv_kernel(
     if GATED != "":
         let_through = weights[1] + tl.minimum(n, size - 1).to(tl.int64)[:, None] * strides[1]
     k0 = tl.arange(0, BK)
-    products = tl.zeros((BN, BK), tl.float32)
-    more_products = tl.zeros((BN, BK), tl.float32)
+    # Two products at a time want many registers, and then few programs are on a multiprocessor.
+    SUMMED: tl.constexpr = 1 if GATED == "" else 8
+    products = tl.zeros((BN, BK // SUMMED), tl.float32)
+    more_products = products
     squares = tl.zeros((BK,), tl.float32)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         k = tile * BK + k0
@@ -137,10 +164,11 @@ def gemv_kernel(
         value, source = _input(x, up, gain, offset, k, K, PROLOGUE, EVEN_K)
         if PROLOGUE == "rms_norm":
             squares += source * source
-        products += w.to(tl.float32) * value[None, :]  # summed after the loop, in which no thread waits for another
+        # The sums of what a thread has. All else is summed after the loop, in which no thread waits for another.
+        products += by_thread(w.to(tl.float32) * value[None, :], SUMMED)
         if GATED != "":
             w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
-            more_products += w.to(tl.float32) * value[None, :]
+            more_products += by_thread(w.to(tl.float32) * value[None, :], SUMMED)
     pdl_launch(PDL)
     total = tl.sum(products, 1)
     up_total = tl.sum(more_products, 1)
@@ -148,6 +176,8 @@ def gemv_kernel(
         rstd = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         total *= rstd
         up_total *= rstd
+        if normed is not None:
+            _store_norm(x, gain, offset, rstd, normed, tl.program_id(0) * KEPT + tl.arange(0, KEPT), K, CAST_FIRST)
     if GATED != "":
         total = gated(total, up_total, biases, n, n < size, GATED)
     for i in tl.static_range(len(outs)):

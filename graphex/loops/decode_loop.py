@@ -62,6 +62,11 @@ class FixedCall:
     def is_captured(self) -> bool:
         return self._replay is not None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next call is a replay."""
+        return self._rehearsed and self.is_captured
+
     def __call__(self) -> Any:
         if not self._rehearsed:
             with compiling:
@@ -116,28 +121,27 @@ class DecodeLoop:
     def __init__(self, step: Step, device: Device, *, max_steps: int, ahead: int = AHEAD) -> None:
         self._step, self._device, self._max_steps = step, device, max_steps
         self._ahead = ahead if device.captures else 1
+        self._waiting: deque[Reading] = deque()
+        self._spare: list[Reading] = []
         self.steps = 0  # that were read
         self.finished = False
 
     def __iter__(self) -> Iterator[Tensor]:
-        waiting: deque[Reading] = deque()
-        spare: list[Reading] = []
-        launched = 0
-        while not self.finished and (waiting or launched < self._max_steps):
-            while launched < self._max_steps and len(waiting) < self._ahead:
-                waiting.append(self._launch(spare))
-                launched += 1
-            reading = waiting.popleft()
+        while not self.finished and (self._waiting or self.steps < self._max_steps):
+            self.launch()
+            reading = self._waiting.popleft()
             tokens, self.finished = reading.wait()
-            spare.append(reading)
+            self._spare.append(reading)
             self.steps += 1
             yield tokens
 
-    def _launch(self, spare: list[Reading]) -> Reading:
-        tokens, finished = self._step()
-        reading = spare.pop() if spare else Reading(tokens, self._device)
-        reading.send(tokens, finished)
-        return reading
+    def launch(self) -> None:
+        """Launch steps until so many are ahead."""
+        while len(self._waiting) < min(self._ahead, self._max_steps - self.steps):
+            tokens, finished = self._step()
+            reading = self._spare.pop() if self._spare else Reading(tokens, self._device)
+            reading.send(tokens, finished)
+            self._waiting.append(reading)
 
 
 class Reading:

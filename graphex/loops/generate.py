@@ -277,18 +277,18 @@ class Generation:
 
     def run(self, logits: Tensor, started: float) -> Any:
         """From the logits after the prompt to what `model.generate` returns."""
-        steps, finished = 1, self._first(logits)
-        first = time.perf_counter()
-        is_captured = False
-        if not finished and self._wanted.max_steps > 1 and not self._time_is_up():
-            part = self._session.captured_part(self._wanted)
-            loop = self._loop(part)
+        reading = self._first(logits)
+        loop = self._begun() if self._wanted.max_steps > 1 else None
+        tokens, finished = reading.wait()
+        self._put(tokens)
+        steps, first = 1, time.perf_counter()
+        if loop is not None and not finished and not self._time_is_up():
             for tokens in loop:
                 steps += 1
                 self._put(tokens)
                 if loop.finished or self._time_is_up():
                     break
-            is_captured = part.is_captured
+        is_captured = steps > 1 and self._part.is_captured
         self._kept.cut(steps)
         if self._streamer is not None:
             self._streamer.end()
@@ -297,12 +297,21 @@ class Generation:
         self._journal.add(Generated("generation", *sizes, first - started, seconds, is_captured))
         return self._result(steps)
 
-    def _first(self, logits: Tensor) -> bool:
+    def _first(self, logits: Tensor) -> Reading:
+        """The tokens after the prompt, on their way to the host."""
         reading = Reading(self._session.token[:, 0], self._session.device)
         reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
-        tokens, finished = reading.wait()
-        self._put(tokens)
-        return finished
+        return reading
+
+    def _begun(self) -> DecodeLoop:
+        """The steps after the first token, some of which are launched behind it. Whether a capture is still right is
+        asked of all of the model: the device is at the prompt meanwhile.
+        """
+        self._part = self._session.captured_part(self._wanted)
+        loop = self._loop(self._part)
+        if self._part.is_ready and self._ahead > 1:
+            loop.launch()
+        return loop
 
     def _loop(self, part: FixedCall) -> DecodeLoop:
         def captured() -> tuple[Tensor, Tensor]:

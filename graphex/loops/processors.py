@@ -122,7 +122,7 @@ class _Chosen:
         self._mask: Tensor | None = None
 
     def mask(self, scores: Tensor) -> Tensor:
-        if self._mask is None:
+        if self._mask is None or self._mask.shape[0] != scores.shape[-1]:  # the vocabulary may have grown
             self._mask = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self._tokens)
         return self._mask
 
@@ -209,13 +209,14 @@ def _sequence_bias(given: Any, device: torch.device) -> Process:
         for tokens, bias in given.sequence_bias.items()
         if len(tokens) > 1
     ]
-    once: list[Tensor] = []
+    of_size: dict[int, Tensor] = {}
 
     def process(sequence: Sequence, scores: Tensor) -> Tensor:
-        if not once:
+        size = scores.shape[-1]
+        if size not in of_size:
             given._prepare_bias_variables(scores)  # raises for tokens that the model does not have
-            once.append(given.length_1_bias if single else torch.zeros(scores.shape[-1], device=scores.device))
-        bias = torch.zeros_like(scores) + once[0]
+            of_size[size] = given.length_1_bias if single else torch.zeros(size, device=scores.device)
+        bias = torch.zeros_like(scores) + of_size[size]
         # Some releases of transformers pass over sequences that are longer than the tokens so far.
         more = 0 if hasattr(given, "multi_token_biases") else 1
         for prefix, token, value in longer:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from graphex.backend import Backend
 from graphex.config import config_from
@@ -47,8 +48,9 @@ from graphex.loops.processors import (
     stop_on_device,
 )
 from graphex.loops.step_state import modes
-from graphex.records import Journal
+from graphex.records import FellBack, Journal
 from graphex.torch_private.dynamo import compiled_version
+from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds"}
 PLAIN = (bool, int, float, str, type(None))  # other arguments of the model: each value is a compiled step of its own
@@ -217,7 +219,8 @@ class Sessions:
         """A session that fits. After an error or an interruption it is not used again."""
         model = self._model()
         assert model is not None  # the caller holds it
-        types = tuple(each.dtype for each in tensors_of(model))
+        tensors = tensors_of(model)
+        types = tuple(each.dtype for each in tensors)
         key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
         with self._lock:
             found = self._idle.pop(key, [])
@@ -227,12 +230,15 @@ class Sessions:
         if session is None:
             session = Session(model, wanted, options)
             self._made.add(session)
+        session.tensors = tensors
         try:
             yield session
         except BaseException:
             session.device.synchronize()
             session.free()
             raise
+        finally:
+            session.tensors = []  # a session does not keep what goes with the model
         with self._lock:
             if session.newest is not None:
                 self._last = weakref.ref(session)
@@ -258,18 +264,40 @@ class Sessions:
 
 
 def tensors_of(model: Any) -> list[Tensor]:
-    """The parameters and buffers of a model, before every generation: torch's own iterators also make their names."""
-    found: list[Tensor] = []
+    """The tensors that the modules of a model hold, before every generation: parameters, buffers, and attributes that
+    are neither, by themselves or in a list, tuple or dict. One that is made of others stands for these.
+    """
+    found: list[Any] = []
     modules, seen = [model], {id(model)}
     while modules:
         module = modules.pop()
-        for held in (module._parameters, module._buffers):
-            found += [each for each in held.values() if each is not None]
+        found += module._parameters.values()
+        found += module._buffers.values()
+        own = vars(module)
+        for name in own.keys() - _EVERY_MODULES:
+            held = own[name]
+            if isinstance(held, (list, tuple, dict)):
+                found += held.values() if isinstance(held, dict) else held
+            else:
+                found.append(held)
         for part in module._modules.values():
             if part is not None and id(part) not in seen:
                 seen.add(id(part))
                 modules.append(part)
-    return found
+    tensors = (each for each in found if isinstance(each, Tensor))
+    return [part for each in tensors for part in ((each,) if type(each) in _OF_ONE else _parts(each))]
+
+
+_EVERY_MODULES = frozenset(vars(Module()))  # attributes that hold no tensors of a user's
+_OF_ONE = (Tensor, Parameter)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a subclass is made of; itself, if it is made of none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def sessions_of(model: Any) -> Sessions:
@@ -312,6 +340,16 @@ def _keeps_some_logits(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
+def _angles_by_length(model: Any) -> str:
+    """The kind of a rotary embedding whose angles depend on the longest position of a call; empty if there is none."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):  # as transformers asks for it
+                return kind
+    return ""
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -332,6 +370,7 @@ class Session:
         self.done = torch.zeros((), dtype=torch.bool, device=where)
         self.mask = None if wanted.mask is None else wanted.mask.new_ones((batch, wanted.room))
         self.position = None if wanted.position is None else torch.zeros_like(wanted.position[..., :1])
+        self.tensors: list[Tensor] = []  # of the model, in the generation that goes on
         self._extra = wanted.extra
         backend = Backend(config_from({"force_eager": True, **(options or {})}))
         self.journal = backend.journal
@@ -361,6 +400,10 @@ class Session:
         self.cache.clear()
         self.cache.begin(wanted.past)
         length = bucket(wanted.input_ids.shape[1])
+        if compiled and (kind := _angles_by_length(self._model)):
+            why = f"the angles of a rotary embedding ('{kind}') depend on the length of the prompt, and it is padded"
+            self.journal.fall_back(FellBack("generation", "the prompt is not compiled", why))
+            compiled = False
         if compiled and wanted.plain_prompt and _keeps_some_logits(self._model) and self.cache.takes(length):
             return self._compiled_prefill(wanted, length)
         if wanted.past:
@@ -508,7 +551,7 @@ class Session:
 
     def _addresses(self) -> tuple[int, ...]:
         """Where the weights are: a capture is right for these."""
-        return tuple([each.data_ptr() for each in tensors_of(self._model)])
+        return tuple([each.data_ptr() for each in self.tensors])
 
     def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
         """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""

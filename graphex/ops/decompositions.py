@@ -9,6 +9,7 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten._reshape_alias`        `aten.view`
 `prims.fma(a, b, c)`         `aten.add(c, aten.mul(a, b))`
 `aten.index_put([mask], v)`  `aten.where(mask, v, x)`, of one number `v`
+`aten.bmm(a, b)`             `aten.mul(a, b)`, where it sums nothing
 `aten.batch_norm`            the same, of a contiguous input, on a CPU
 ===========================  ==========================================
 
@@ -46,6 +47,18 @@ def _reshape_alias(x: Tensor, size: list[int], stride: list[int]) -> Tensor:
     return viewed
 
 
+def _bmm(a: Tensor, b: Tensor) -> Any:
+    """Frequencies times positions, in every model with a rotary embedding: a part of the kernel that needs them then.
+
+    A size that is symbolic is not asked for, which would be a guard. A product that would lie in memory in another
+    order stays.
+    """
+    if not all(isinstance(each, int) for each in (*a.shape, *b.shape, *a.stride(), *b.stride())) or a.shape[2] != 1:
+        return NotImplemented
+    made: Tensor = aten.mul.Tensor(a, b)
+    return made if made.is_contiguous() else NotImplemented
+
+
 def _batch_norm(x: Tensor, *others: Any) -> Any:
     """Batch norm in inference."""
     formats = (torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim()))
@@ -73,6 +86,7 @@ CANONICAL: Table = {
     aten.t.default: _t,
     aten._unsafe_view.default: _unsafe_view,
     aten._reshape_alias.default: _reshape_alias,
+    aten.bmm.default: _bmm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm,
 }
 

@@ -158,7 +158,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tens
 
 @op(
     "graphex::rms_norm_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
-    "Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    "Tensor[] weights, Tensor?[] biases, bool keeps_norm=False) -> Tensor[]",
     kernel="linears.rms_norm_linears",
     rows=RowRule("last_dim", ("x",)),
 )
@@ -170,17 +170,19 @@ def rms_norm_linears(
     cast_before_weight: bool,
     weights: Sequence[Tensor],
     biases: Biases,
+    keeps_norm: bool = False,
 ) -> list[Tensor]:
     """Linear layers of an RMSNorm.
 
         n, _ = rms_norm(x, gain, eps, weight_offset, cast_before_weight)
         y    = linears(n, weights, biases)
+        y    = [*y, n]                                  if it keeps the norm
 
-    The weights have the type of the norm. A kernel may leave out the roundings of n.
+    The weights have the type of the norm. A kernel may leave out the roundings of n, but for the n that is a result.
     """
     check_norm(x, gain)
     normed, _ = _rms_norm(x, gain, eps, weight_offset, cast_before_weight)
-    return linears(normed, weights, biases)
+    return [*linears(normed, weights, biases), *([normed.contiguous()] if keeps_norm else [])]
 
 
 @op(

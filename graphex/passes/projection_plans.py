@@ -194,12 +194,15 @@ class Residual:
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them."""
+    """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them; `kept`
+    is the result of a norm that others read too.
+    """
 
     linears: list[Linear]
     x: Node
     before: Node | None = None
     residual: Residual | None = None
+    kept: Node | None = None
 
     @property
     def place(self) -> Node:
@@ -220,6 +223,7 @@ class Planner:
         self.motion = Motion(work)
         self.candidates: dict[str, set[Node]] = defaultdict(set)
         self.added: set[Node] = set()  # residual adds that belong to a plan
+        self.kept: set[Node] = set()  # results of norms that a plan keeps for others
 
     def plans(self, linears: list[Linear]) -> Iterator[FoldPlan]:
         by_input: dict[Node, list[Linear]] = defaultdict(list)
@@ -279,7 +283,7 @@ class Planner:
     def _plan(self, group: list[Linear]) -> FoldPlan:
         x = group[0].x
         before = self._norm(x, group) or self._gated(x, group)
-        plan = FoldPlan(group, x, before)
+        plan = FoldPlan(group, x, before, kept=x if x in self.kept and before is not None else None)
         for linear in group:
             found = self._residual(linear, plan)
             if isinstance(found, FoldPlan):
@@ -315,13 +319,24 @@ class Planner:
         for part in node.users if node is not y else ():
             if part is not y and part.users:
                 return Refusal(f"the norm's rstd, '{part.name}', is used too", node)
-        if (stranger := next((user for user in readers(y) if user not in own), None)) is not None:
-            return Refusal(f"the result of '{node.name}' is also {used_by(stranger)}", node)
+        strangers = [user for user in readers(y) if user not in own]
+        if strangers and not (len(group) == 1 and self._is_kept(node, y, first, strangers)):
+            return Refusal(f"the result of '{node.name}' is also {used_by(strangers[0])}", node)
         if (apart := elsewhere(node, first)) is not None:
             return replace(apart, node=node)
         if node.all_input_nodes[0].meta["val"].dtype != y.meta["val"].dtype:
             return Refusal(f"the result of '{node.name}' is of another type than its input", node)
         return None
+
+    def _is_kept(self, node: Node, y: Node, first: Node, strangers: list[Node]) -> bool:
+        """Whether the op of a layer can return the norm for those who read it besides: all after it, and no layers,
+        which would make the norm once more. It is the layer that chooses experts, which all read the norm.
+        """
+        is_norm = node.target is ops.rms_norm.default and known_contiguous(y.meta["val"])
+        if not is_norm or y in self.kept or any(user < first or linear_at(user) is not None for user in strangers):
+            return False
+        self.kept.add(y)
+        return True
 
     def _residual(self, linear: Linear, plan: FoldPlan) -> FoldPlan | None:
         """The plan with what is added to the only use of a layer's result."""
@@ -336,7 +351,7 @@ class Planner:
         if self._refused(RESIDUAL, self._is_claimed(found.add), self._unfit_residual(linear, plan, found, x)):
             return None
         self.added.add(found.add)
-        return FoldPlan(plan.linears, x, plan.before, found)
+        return replace(plan, x=x, residual=found)
 
     def _unfit_residual(self, linear: Linear, plan: FoldPlan, found: Residual, x: Node) -> Refusal | None:
         add, value, other = found.add, found.add.meta["val"], found.other.meta["val"]

@@ -3,6 +3,9 @@
     before:  y = rms_norm(x, g); q = linear(y, wq); k = linear(y, wk); v = linear(y, wv)
     after:   q, k, v = rms_norm_linears(x, g, ..., [wq, wk, wv], [None, None, None])
 
+    before:  y = rms_norm(x, g); logits = linear(y, w); e = experts(y, ...)
+    after:   logits, y = rms_norm_linears(x, g, ..., [w], [None], True); e = experts(y, ...)
+
     before:  h = silu_mul(gate, up); s = r + linear(h, w)
     after:   s, = silu_mul_linears(gate, up, [w], [None], r)
 
@@ -166,7 +169,7 @@ class _Folding:
         if plan.before.target is ops.silu_mul.default:
             return (given["gate"], given["up"], weights, biases, *residual)
         first = (given[name] for name in ("x", "weight", "eps", "weight_offset", "cast_before_weight"))
-        return (*first, weights, biases)
+        return (*first, weights, biases, *([] if plan.kept is None else [True]))
 
     def _value(self, op: Node) -> list[Any]:
         """The op's results as (fake) tensors. Layers that are alike are asked once: the answer takes a while."""
@@ -179,7 +182,7 @@ class _Folding:
     # -- the rest of the graph ---------------------------------------------------------------------------------------
 
     def _connect(self, plan: FoldPlan, op: Node) -> None:
-        place = op
+        place = op if plan.kept is None else self._keep(plan.kept, op)
         for index, linear in enumerate(plan.linears):
             with self.graph.inserting_after(place):
                 place = part = self.graph.call_function(operator.getitem, (op, index))
@@ -190,7 +193,23 @@ class _Folding:
                 self._replace(plan.residual.add, part)
             else:
                 self._hand_on(linear.node, part)
-        _erase_unused(_replaced(plan))
+        _erase_unused([*_replaced(plan), *([] if plan.kept is None else [plan.kept])])
+
+    def _keep(self, norm: Node, op: Node) -> Node:
+        """Let others have the norm of the op. Reshapes of it stood before the op, for its layers, and go behind it."""
+        last = len(op.meta["val"]) - 1
+        with self.graph.inserting_after(op):
+            place = part = self.graph.call_function(operator.getitem, (op, last))
+        inherit_all(part, [norm])
+        part.meta["val"] = op.meta["val"][last]
+        self._replace(norm, part)
+        pending = [user for user in part.users if user < op]
+        while pending:
+            reshape = pending.pop(0)
+            place.append(reshape)
+            place = reshape
+            pending += [user for user in reshape.users if user < op]
+        return place
 
     def _hand_on(self, product: Node, part: Node) -> None:
         """Let the users of a product have the layer's result: reshaped as they want it, both are one row of memory."""
@@ -234,7 +253,8 @@ class _Folding:
         self._note(LINEARS, products, op, read)
         if plan.before is not None:
             rule = NORM if plan.before.target is ops.rms_norm.default else GATED
-            self._note(rule, [plan.before], op, f"'{plan.before.name}' is read by these layers alone")
+            alone = "alone" if plan.kept is None else "first"
+            self._note(rule, [plan.before], op, f"'{plan.before.name}' is read by these layers {alone}")
         if plan.residual is not None:
             why = f"'{plan.residual.other.name}' is added to the only use of the layer's result"
             self._note(RESIDUAL, [plan.residual.add], op, why)
@@ -389,7 +409,7 @@ def _fold_gate(work: Work, mode: FakeTensorMode, gate: _Gate) -> None:
     node, layers = gate.product, gate.layers
     given, call = arguments(layers), arguments(node)
     weights, biases = (_two(work, mode, gate, given[name]) for name in ("weights", "biases"))
-    first = [value for name, value in given.items() if name not in ("weights", "biases", "residual")]
+    first = [value for name, value in given.items() if name not in ("weights", "biases", "residual", "keeps_norm")]
     args = (*first, weights, biases, gate.activation)
     made = result = _made(work, mode, _WITH_GATE[layers.target], args, [layers, *gate.inner, node], layers)
     if node.target is ops.silu_mul_linears.default:

@@ -263,3 +263,52 @@ def test_a_batch_norm_of_what_is_transposed_can_be_viewed():
 
     model, x = Norm().eval(), torch.randn(3, 5, 8)
     torch.testing.assert_close(torch.compile(model, backend="graphex")(x), model(x))
+
+
+def products_of(f, *inputs, **options):
+    """Results equal eager's, strides too where they say something; and the ops of the graph that multiply."""
+    seen: list[str] = []
+
+    def look(gm, example_inputs, config):
+        seen.extend(
+            str(node.target) for node in gm.graph.nodes if "bmm" in str(node.target) or "mul" in str(node.target)
+        )
+
+    torch._dynamo.reset()
+    found = compiled(f, options={"post_grad_custom_post_pass": look}, **options)(*inputs)
+    wanted = f(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert found.is_contiguous() == wanted.is_contiguous()
+    return seen
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_batch_matmul_that_sums_nothing_is_a_product_of_elements(batch, dtype):
+    def angles(frequencies: Tensor, positions: Tensor) -> Tensor:
+        return frequencies[None, :, None].expand(positions.shape[0], -1, 1) @ positions[:, None, :].to(dtype)
+
+    positions = torch.arange(2 * batch).view(batch, 2)
+    assert products_of(angles, torch.randn(8).to(dtype), positions) == ["aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((2, 3, 2), (2, 2, 3)),
+        ((2, 3, 0), (2, 0, 3)),
+        pytest.param((3, 2, 1), (2, 3, 1), id="in another order of memory"),
+    ],
+)
+@torch.no_grad()
+def test_other_batch_matmuls_stay(a, b):
+    left, right = torch.randn(a), torch.randn(b)
+    if a[0] != b[0]:
+        left, right = left.permute(1, 0, 2), right.permute(0, 2, 1).contiguous()
+    assert products_of(torch.bmm, left, right) == ["aten.bmm.default"]
+
+
+@torch.no_grad()
+def test_the_size_that_a_batch_matmul_sums_is_no_guard():
+    assert products_of(torch.bmm, torch.randn(2, 3, 4), torch.randn(2, 4, 3), dynamic=True) == ["aten.bmm.default"]

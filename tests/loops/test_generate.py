@@ -330,6 +330,39 @@ def test_plain_arguments_of_a_model_reach_every_step_and_others_are_left_to_tran
         assert_same(scaled, prompt(), scales=(-1.0,), **GREEDY)
 
 
+@pytest.mark.parametrize("steering", ["tensor", [0], {0: 0}], ids=["alone", "in a list", "in a dict"])
+def test_a_tensor_that_is_no_parameter_may_be_replaced(model, steering):
+    """A vector that steers a layer, for instance."""
+    layer, alone = model.model.layers[0], steering == "tensor"
+    inner = layer.mlp.forward
+    layer.mlp.forward = lambda x: inner(x) + (layer.steering if alone else layer.steering[0])
+    for seed in range(3):
+        vector = 4 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(seed))
+        layer.steering = vector if alone else type(steering)([vector] if steering == [0] else {0: vector})
+        assert_same(model, prompt(), **GREEDY)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_prompt_whose_angles_depend_on_its_length_is_not_padded(rope):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 40}
+    given = {"rope_type": rope, "factor": 4.0, "rope_theta": 10000.0, **(factors if rope == "longrope" else {})}
+    model = built("llama", rope_parameters=given, max_position_embeddings=40)
+    wanted = {**GREEDY, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    theirs = model.generate(prompt(length=30), **wanted).logits
+    for _ in range(3):
+        ours = looped(model, prompt(length=30), graphex_prefill=True, **wanted).logits
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert all(f"('{rope}') depend on the length" in reason for reason in reasons(model))
+    assert reasons(model)
+
+
+def test_a_vocabulary_that_grew(model):
+    wanted = GREEDY | {"min_new_tokens": 16, "eos_token_id": 5, "bad_words_ids": [[7], [8, 9]]}
+    assert_same(model, prompt(), **wanted)
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    assert_same(model, prompt(), **wanted)
+
+
 @pytest.mark.parametrize("start", [0, 5])
 def test_positions_of_the_users_in_a_compiled_prompt(model, start):
     positions = torch.arange(7).expand(2, 7) + start

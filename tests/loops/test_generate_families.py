@@ -65,6 +65,19 @@ def test_a_generation_like_the_last_one_only_replays_and_another_one_does_not():
     assert sum(calls()) > sum(both)
 
 
+def test_steps_behind_a_first_token_that_ends_the_generation_leave_nothing(captures):
+    model = built("llama", num_hidden_layers=1)
+    long, short = prompt(1, length=9), prompt(1, length=5)
+    end = int(model.generate(short, **GREEDY | {"max_new_tokens": 1})[0, -1])
+    replays = []
+    for given in (long, long, short, long):
+        wanted = model.generate(given, eos_token_id=end, **GREEDY)
+        assert torch.equal(looped(model, given, eos_token_id=end, **GREEDY), wanted)
+        replays.append(len(captures.replayed))
+    assert replays[2] - replays[1] == 3  # launched before the token was read
+    assert replays[3] - replays[2] == replays[1] - replays[0]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_compiled_prompt_serves_several_lengths(name):
     model = (

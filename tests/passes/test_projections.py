@@ -204,24 +204,36 @@ def test_training_is_untouched() -> None:
     assert all(each.grad is not None for each in given)
 
 
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
-        (lambda y: y * 2, "also used by 'mul"),
-        (lambda y: y, "also returned"),
-        (lambda y: y[:1].abs(), "also used by 'sl"),
-    ],
-)
-def test_a_norm_that_is_used_elsewhere_stays(use: object, said: str) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("use", [lambda y: y * 2, lambda y: y, lambda y: y[:1].abs(), lambda y: y.view(-1, 4).sum(0)])
+def test_a_norm_that_is_read_besides_one_layer_is_a_result_of_its_op(use: Any, rows: int) -> None:
     def model(x: Tensor, gain: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = norm(x, gain).view(-1, WIDTH)
+        return linear(y, w), use(y)
+
+    folded = Folded(model, half(1, rows, WIDTH), half(WIDTH), *weights(KV))
+    assert folded.shown == ["rms_norm_linears"]
+    assert folded.counts == {LINEARS: (1, 1), NORM: (1, 1)}
+
+
+def test_a_norm_that_is_read_before_the_layer_stays() -> None:
+    def model(x: Tensor, gain: Tensor, w: Tensor) -> Tensor:
         y = norm(x, gain)
-        return linear(y, w), use(y)  # type: ignore[operator]
+        return linear(y, w * y.sum())
 
     folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV))
     assert folded.shown == ["rms_norm", "linears"]
-    assert folded.counts == {LINEARS: (1, 1), NORM: (0, 1)}
-    (reason,) = folded.reasons(NORM)
-    assert said in reason
+    assert "also used by 'sum" in folded.reasons(NORM)[0]
+
+
+def test_a_norm_of_several_layers_that_is_read_elsewhere_stays() -> None:
+    def model(x: Tensor, gain: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        y = norm(x, gain)
+        return linear(y, w), linear(y, v), y * 2
+
+    folded = Folded(model, half(2, WIDTH), half(WIDTH), *weights(KV, KV))
+    assert folded.shown == ["rms_norm", "linears"]
+    assert "also used by 'mul" in folded.reasons(NORM)[0]
 
 
 def test_a_norm_whose_scale_is_used_stays() -> None:

@@ -31,6 +31,7 @@ def exact(job: Job, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     results = [functional.linear(x, wide(w), wide(b)) for w, b in zip(job.weights, job.biases, strict=True)]
     if job.gated:
         return [_activation(job.gated)(results[0]) * results[1]]
+    results += [x] if job.kept else []
     return results if job.residual is None else [wide(job.residual) + results[0]]
 
 
@@ -44,6 +45,7 @@ def eager(job: Job) -> list[Tensor]:
     results = [functional.linear(x, w, b) for w, b in zip(job.weights, job.biases, strict=True)]
     if job.gated:
         return [_activation(job.gated)(results[0]) * results[1]]
+    results += [x] if job.kept else []
     return results if job.residual is None else [job.residual + results[0]]
 
 

@@ -231,7 +231,7 @@ def linears(make: Maker) -> Iterator[Sample]:
 def rms_norm_linears(make: Maker) -> Iterator[Sample]:
     for at, (x, weights, biases) in enumerate(_linear_inputs(make)):
         gain = None if at == 2 else make(x.shape[-1])
-        yield Sample((x, gain, EPS, float(at % 2), at % 3 == 0, weights, biases))
+        yield Sample((x, gain, EPS, float(at % 2), at % 3 == 0, weights, biases), {"keeps_norm": at % 2 == 1})
 
 
 def silu_mul_linears(make: Maker) -> Iterator[Sample]:

@@ -209,6 +209,17 @@ def test_the_first_of_equal_experts_is_chosen_and_none_that_is_not_there():
     assert sorted(chosen[0].tolist()) == list(range(6))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_of_short_numbers_are_chosen_in_their_order(dtype):
+    infinity = float("inf")
+    given = torch.tensor([[-0.0, 0.0, -infinity, 2.0, -1.5, 2.0, 6e-5, -6e-5]], dtype=dtype)
+    for scores in ("softmax", "sigmoid", "chosen"):
+        _, chosen = route(given, None, 8, scores, dtype)
+        assert chosen.tolist() == [[3, 5, 6, 0, 1, 7, 4, 2]]
+    _, chosen = route(torch.tensor([[1.0, torch.nan, -infinity, infinity]], dtype=dtype), None, 3, "chosen", dtype)
+    assert chosen.tolist() == [[1, 3, 0]]
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +129,22 @@ def test_a_gate_and_what_it_lets_through(prologue, lead, columns, size, biases, 
 def test_norms_of_either_cast_order(cast_first, offset, rows):
     x = job("rms_norm", (rows,), 96, [24], cast_first=cast_first, offset=offset)
     check(Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2), x)
+
+
+@pytest.mark.parametrize("cast_first", [False, True])
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_norm_that_is_a_result_too(cast_first, gain, rows):
+    torch.manual_seed(0)
+    for columns, sizes in ((100, [3]), (64, [40]), (70, [5, 3, 2, 1, 6])):
+        of = job("rms_norm", (1, rows), columns, sizes, gain=gain, offset=0.5, cast_first=cast_first, biases=1)
+        kept = replace(of, kept=True)
+        config = Gemv(4, 32, 1) if rows == 1 else Skinny(16, 32, 1, 2)
+        check(config, kept)
+        wanted, _ = torch.ops.graphex.rms_norm(kept.x, kept.gain, kept.eps, kept.offset, kept.cast_first)
+        torch.testing.assert_close(
+            config.prepare(kept)(kept)[-1], wanted, rtol=1e-3, atol=0.0
+        )  # a unit in the last place
 
 
 def test_a_norm_of_large_numbers_does_not_overflow():
