@@ -24,6 +24,7 @@ from graphex.analysis import is_effectful, is_random, placement
 from graphex.analysis.dependencies import can_raise, what_raises
 from graphex.analysis.effects import (
     UNINITIALISED,
+    bodies_of,
     does_nothing,
     is_formula,
     is_kernel,
@@ -92,6 +93,7 @@ _SAME_ELEMENTS = frozenset(
         *(aten.squeeze.dim, aten.squeeze.default, aten.alias.default, aten.detach.default),
     }
 )
+_COUNTING = frozenset({aten.add, aten.mul, aten.floor_divide, aten.remainder, aten.maximum})
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 
@@ -239,6 +241,9 @@ def _read_of(node: Node) -> Any:
 
 def _why_not_exact(node: Node, device: torch.device) -> str:
     op, value = operator_of(node), node.meta.get("val")
+    inner = (each for body in bodies_of(node) for each in body.graph.nodes if each.target is aten.index.Tensor)
+    if not all(index is None or _is_counted_up(index) for each in inner for index in each.args[1]):
+        return "Inductor does not count negative indices of a score from the end"
     if op is not None and device.type == "cpu" and (reason := _why_not_in_cpp(node, op.overloadpacket)):
         return reason
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
@@ -268,6 +273,20 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
     return _why_not_rounded(node, value.dtype, device)
+
+
+def _is_counted_up(node: Any) -> bool:
+    """Whether an index in a score cannot be negative: a place, or made of places by ops that keep it so."""
+    if isinstance(node, (int, float)):
+        return node >= 0
+    if not isinstance(node, Node):
+        return False
+    if node.op == "placeholder":
+        return not node.meta["val"].dtype.is_floating_point and not node.meta["val"].dim()
+    op = operator_of(node)
+    if op is None or op.overloadpacket not in _COUNTING:
+        return op is not None and op.overloadpacket is aten.abs
+    return all(map(_is_counted_up, node.args)) and not node.kwargs.get("alpha", 1) < 0  # type: ignore[operator]
 
 
 def _why_not_rounded(node: Node, dtype: torch.dtype, device: torch.device) -> str:

@@ -6,7 +6,7 @@ taken untried. On a CPU both are called in turns; what is measured while other p
 has to show far more. GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel
 it needs memory for all pairs.
 
-Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
+Inputs are made up: normal numbers, zeros for integers, which are in the range of every index, bags of equal sizes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphex import env
-from graphex.analysis.effects import is_formula, is_kernel
+from graphex.analysis.effects import is_formula, is_kernel, operator_of
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.regions.compiler import RegionCode, launches
+from graphex.regions.members import is_view
 from graphex.torch_private.symbolic import hint_of
 
 COMPILED, SINGLE = "compiled", "single kernels"
@@ -38,6 +39,7 @@ SPREAD = 1.5  # a usual call takes so much longer than the shortest: something e
 HELD = 0.5  # the part of the time in which this thread has a core; with less, something else runs too
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
 KERNELS = 240  # in a graph that is timed
+BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,24 @@ def made_up(body: GraphModule, room: int) -> list[Any] | None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if sum(_extent(value) * value.element_size() for value in tensors) > room:
         return None
-    return [_like(value) if isinstance(value, Tensor) else _number(value) for value in values]
+    made = [_like(value) if isinstance(value, Tensor) else _number(value) for value in values]
+    placeholders = body.graph.find_nodes(op="placeholder")
+    for node in body.graph.nodes:
+        if operator_of(node) in BAGS:
+            _fill_offsets(node, dict(zip(placeholders, made, strict=True)))
+    return made
+
+
+def _fill_offsets(node: Node, made: dict[Node, Any]) -> None:
+    """Begin the bags of embeddings at equal distances. With zeros the last one would have everything, and take long."""
+    indices, offsets = node.args[1:3]
+    assert isinstance(indices, Node)
+    assert isinstance(offsets, Node)
+    step = hint_of(indices.meta["val"].numel(), 1) // max(1, hint_of(offsets.meta["val"].numel(), 1))
+    while is_view(offsets) and offsets not in made:
+        offsets = offsets.all_input_nodes[0]
+    if offsets in made and made[offsets].dim():
+        made[offsets].copy_(torch.arange(made[offsets].shape[-1]) * step)
 
 
 def _number(value: Any) -> Any:

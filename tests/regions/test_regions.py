@@ -16,12 +16,13 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import graphex
 from graphex.regions import compiler, stage
-from graphex.regions.trial import tried
+from graphex.regions.trial import made_up, tried
 from tests.harness import host_ops
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
@@ -311,6 +312,19 @@ def test_many_numbers_behind_a_mask_are_not_a_choice_between_two(uncompiled):
     numbers = torch.randn(2, 6)
     assert torch.equal(run(x, rows, numbers), masked(x, rows, numbers))
     assert borders(run)
+
+
+def test_bags_of_embeddings_are_tried_with_equal_sizes():
+    """Zeros for offsets would put all rows into one bag, which takes longer than anything else."""
+
+    def summed(table, indices, offsets):
+        return nn.functional.embedding_bag(indices[0], table, offsets[1], mode="sum")
+
+    given = torch.randn(9, 4), torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    body = make_fx(summed, tracing_mode="fake")(*given)
+    table, indices, offsets = made_up(body, 2**30)
+    assert (table.shape, indices.unique().tolist()) == ((9, 4), [0])
+    assert offsets.tolist() == [[0, 4, 8], [0, 4, 8]]
 
 
 def test_views_of_results_share_memory_as_in_eager():
