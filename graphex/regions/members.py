@@ -133,12 +133,17 @@ def _why_not_wrapped(formula: Node) -> str:
 
 
 def computed_indices(score: Graph) -> list[tuple[Node, int, Any]]:
-    """The indices of a score that are more than the place of a pair: what reads by them, their place, and the size."""
+    """The indices of a score that may be negative: what reads by them, their place, and the size.
+
+    Those of a pair, which a score is given behind its value, and a mask as they are, may not.
+    """
+    given = score.find_nodes(op="placeholder")
+    first = int(given[0].meta["val"].dtype.is_floating_point)
     return [
         (node, place, size)
         for node in score.find_nodes(op="call_function", target=aten.index.Tensor)
         for place, (index, size) in enumerate(zip(node.args[1], node.args[0].meta["val"].shape, strict=False))
-        if isinstance(index, Node) and index.op != "placeholder"
+        if isinstance(index, Node) and index not in given[first : first + 4]
     ]
 
 

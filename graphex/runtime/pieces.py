@@ -70,6 +70,7 @@ _CAPTURABLE_HIGHER_ORDER = frozenset(
     }
 )
 _UNSAFE_TAG = getattr(torch.Tag, "cudagraph_unsafe", None)
+_BY_MASK = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})
 
 
 def why_not_captured(node: Node, device: Device) -> str:
@@ -88,6 +89,8 @@ def why_not_captured(node: Node, device: Device) -> str:
     op = operator_of(node)
     if op is not None and torch.Tag.data_dependent_output in op.tags:
         return "it reads a value back to the host"
+    if op is not None and op.overloadpacket in _BY_MASK and any(_is_mask(each) for each in node.args[1]):  # type: ignore[union-attr]
+        return "the host waits for what a mask leaves"
     if op is not None and _UNSAFE_TAG is not None and _UNSAFE_TAG in op.tags:
         return "it is marked as unsafe to capture"
     if op is torch.ops.graphex.host_wait.default:
@@ -99,6 +102,10 @@ def why_not_captured(node: Node, device: Device) -> str:
     if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
         return f"a {node.target.name()} may decide on the host"
     return ""
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def _tensors(value: Any) -> list[Tensor]:

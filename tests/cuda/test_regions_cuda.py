@@ -167,7 +167,7 @@ def test_places_that_the_host_counts_do_not_stop_a_capture():
 @pytest.mark.parametrize("trains", [False, True])
 def test_flexible_attention_is_captured_as_a_part_of_a_region(trains):
     def attended(x: Tensor, table: Tensor) -> Tensor:
-        biased = lambda score, batch, head, i, j: torch.where(i >= j, score + table[i - j], -torch.inf)  # noqa: E731
+        biased = lambda score, batch, head, i, j: torch.where(i >= j, score + table[(i - j).abs()], -torch.inf)  # noqa: E731
         return torch.tanh(flex_attention(x.sin(), x.cos(), x, score_mod=biased)) + x
 
     x = torch.randn(2, 2, 128, 32, device="cuda", requires_grad=trains)
@@ -182,6 +182,16 @@ def test_flexible_attention_is_captured_as_a_part_of_a_region(trains):
     assert set(statuses(run)) <= {"compiled", "reused"}
     assert not any("flex_attention" in record.op for record in graphex.journal(run).region_borders)
     assert not graphex.journal(run).cuts
+
+
+def test_a_score_counts_from_the_end_of_a_table_as_in_eager():
+    def attended(x: Tensor, table: Tensor) -> Tensor:
+        return torch.tanh(flex_attention(x.sin(), x.cos(), x, score_mod=lambda score, b, h, i, j: score + table[i - j]))
+
+    x, table = torch.randn(1, 2, 128, 32, device="cuda"), torch.randn(128, device="cuda")
+    run = compiled(attended)
+    torch.testing.assert_close(run(x, table), attended(x, table), rtol=1e-2, atol=1e-2)
+    assert not any("flex_attention" in record.op for record in graphex.journal(run).region_borders)
 
 
 def test_a_constant_that_is_returned_is_a_tensor_of_its_own_in_every_call():
