@@ -168,11 +168,14 @@ class Region(torch.nn.Module):
         return self.body(*given)
 
     def _symbols(self, given: Sequence[Any]) -> Symbols:
-        """The value of every symbol that is a size of an input, or an input."""
+        """The value of every symbol that is a size or a stride of an input, or an input."""
         known: Symbols = {}
         for traced, value in zip(self._traced, given, strict=True):
-            pairs = zip(traced.shape, value.shape, strict=True) if isinstance(traced, Tensor) else ((traced, value),)
-            known |= {symbol_of(symbol): number for symbol, number in pairs if symbol_of(symbol) is not None}
+            is_tensor = isinstance(traced, Tensor)
+            symbols = (*traced.stride(), *traced.shape) if is_tensor else (traced,)
+            numbers = (*value.stride(), *value.shape) if is_tensor else (value,)
+            pairs = zip(map(symbol_of, symbols), numbers, strict=True)
+            known |= {symbol: number for symbol, number in pairs if symbol is not None}
         return known
 
 

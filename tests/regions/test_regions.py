@@ -482,6 +482,21 @@ def test_sizes_may_vary_without_compiling_again():
     assert len(regions(run)) == 1
 
 
+def test_strides_of_inputs_may_vary_too():
+    def program(x, y):
+        copied = x.reshape(-1).view(x.shape)
+        last = copied[:, -2:].double()
+        copied.copy_(y)
+        return copied, last, copied[:, -2:], x * 2
+
+    run = torch.compile(program, backend="graphex", dynamic=True)
+    for rows, columns, step in ((4, 6, 1), (7, 8, 2), (5, 9, 2)):
+        x, y = torch.randn(rows, columns * step), torch.randn(rows, columns)  # x is written
+        close(run(x.clone()[:, ::step], y), program(x[:, ::step], y))
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
+
+
 def test_a_number_that_varies_keeps_its_region():
     def scaled(x, by):
         return (x * by + (x * by).sin()).cos()
