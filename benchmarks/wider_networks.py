@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 
 class Tagger(nn.Module):
@@ -260,3 +261,48 @@ class Dilated(nn.Module):
 
 def tcn(width: int, layers: int) -> nn.Module:
     return nn.Sequential(*(Dilated(width, 2**layer) for layer in range(layers)))
+
+
+class GraphAttention(nn.Module):
+    """Attention over the edges that enter a node, with lookups, maxima and sums by index."""
+
+    def __init__(self, width: int, layers: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.values = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.scores = nn.ParameterList(torch.randn(2, heads, width // heads) for _ in range(layers))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        for layer, score in zip(self.values, self.scores, strict=True):
+            value = layer(x).unflatten(-1, (self.heads, -1))
+            sent, received = ((value * each).sum(-1) for each in score)
+            weight = functional.leaky_relu(sent[source] + received[target], 0.2)
+            largest = torch.full_like(sent, -torch.inf)
+            largest = largest.scatter_reduce(0, target[:, None].expand_as(weight), weight, "amax")
+            weight = torch.exp(weight - largest[target])
+            total = torch.zeros_like(sent).index_add(0, target, weight)
+            weight = weight / (total[target] + 1e-6)
+            x = torch.zeros_like(value).index_add(0, target, value[source] * weight[..., None]).flatten(1)
+            x = functional.elu(x)
+        return x
+
+
+class FlexibleAttention(nn.Module):
+    """Attention by `flex_attention`, with a capped score that falls with the distance."""
+
+    def __init__(self, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def score(value: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.where(i >= j, 20 * torch.tanh(value / 20) - (i - j) * 0.1, -torch.inf)
+
+        for norm, qkv, out in zip(self.norms, self.qkv, self.out, strict=True):
+            q, k, v = qkv(norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            x = x + out(flex_attention(q, k, v, score_mod=score).transpose(1, 2).flatten(2))
+        return x

@@ -257,6 +257,11 @@ WRITTEN = {
     ),
     "dlrm": _of(lambda s: networks.DLRM(26, s.pick(100000, 1000, 100), s.pick(64, 16, 8)), _clicks),
     "gnn": _of(lambda s: networks.GraphNetwork(s.pick(128, 32, 16), 4), _graph),
+    "gat": _of(lambda s: networks.GraphAttention(s.pick(128, 32, 16), 3), _graph),
+    "flex": _of(
+        lambda s: networks.FlexibleAttention(s.pick(512, 64, 32), s.pick(4, 2, 1), s.pick(8, 4, 2)),
+        lambda s: (_tokens(s, s.pick(512, 128, 16), s.pick(512, 64, 32)),),
+    ),
     "dit": _of(
         lambda s: networks.DiT(s.pick(384, 64, 32), s.pick(12, 2, 2), s.pick(6, 4, 2)),
         lambda s: (torch.randn(s.batch, 4, *[s.pick(32, 16, 8)] * 2), torch.rand(s.batch), torch.arange(s.batch)),
