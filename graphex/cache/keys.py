@@ -236,9 +236,23 @@ def text_of(value: object) -> str:
 
 
 def nearest(key: Key, others: Sequence[Key]) -> Key | None:
-    """The graph of the same function and phase with the fewest parts that differ; the first of several."""
+    """The graph of the same function and phase with the fewest parts that differ, and the fewest entries of these; the
+    first of several.
+    """
     same = [other for other in others if (other.name, other.phase) == (key.name, key.phase)]
-    return min(same, key=lambda other: len(_differing(key, other)), default=None)
+    return min(same, key=lambda other: _distance(key, other), default=None)
+
+
+def _distance(now: Key, before: Key) -> tuple[int, int]:
+    differing = _differing(now, before)
+    pairs = [(now.parts.get(part), before.parts.get(part)) for part in differing]
+    entries = [here.items() ^ there.items() for here, there in pairs if _have_entries(here, there)]
+    return len(differing), sum(map(len, entries))
+
+
+def _have_entries(*parts: object) -> bool:
+    """Whether parts have names for their entries, which are text."""
+    return all(isinstance(part, dict) and all(isinstance(each, str) for each in part.values()) for part in parts)
 
 
 def difference(now: Key, before: Key) -> str:
