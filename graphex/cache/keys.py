@@ -244,15 +244,14 @@ def nearest(key: Key, others: Sequence[Key]) -> Key | None:
 
 
 def _distance(now: Key, before: Key) -> tuple[int, int]:
+    """How many parts of two keys differ, and how many entries of these parts, where they have names."""
     differing = _differing(now, before)
-    pairs = [(now.parts.get(part), before.parts.get(part)) for part in differing]
-    entries = [here.items() ^ there.items() for here, there in pairs if _have_entries(here, there)]
-    return len(differing), sum(map(len, entries))
+    named = [(_entries(now.parts.get(part)), _entries(before.parts.get(part))) for part in differing]
+    return len(differing), sum(len(here ^ there) for here, there in named)
 
 
-def _have_entries(*parts: object) -> bool:
-    """Whether parts have names for their entries, which are text."""
-    return all(isinstance(part, dict) and all(isinstance(each, str) for each in part.values()) for part in parts)
+def _entries(part: object) -> set[tuple[str, str]]:
+    return {(name, str(value)) for name, value in part.items()} if isinstance(part, dict) else set()
 
 
 def difference(now: Key, before: Key) -> str:
